@@ -24,11 +24,10 @@ from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import plan_sync
 from penstock.segments import Rectangles
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import Copy, StagingCopy
 from penstock.sync.local_version import LocalVersion
-from penstock.sync.publish.offer import Snapshot
+from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
-from penstock.sync.receive.target import StagingCopy
 from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory
@@ -162,7 +161,7 @@ def snapshots(nbytes: int, host_nbytes: int, links: Links) -> None:
         one = layouts("p", size, (0, 0), 1)[0]
         live = [arena(length, "cuda:0") for length in one.regions]
         begun = time.perf_counter()
-        with Snapshot(one, live, links, on_host=on_host) as replica:
+        with VersionSnapshot(one, live, links, on_host=on_host) as replica:
             made = time.perf_counter() - begun
             replica.snapshot(0)
             seconds = [replica.snapshot(1) for _ in range(REPEATS)]

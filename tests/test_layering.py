@@ -130,7 +130,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "socket": SOCKETS
     | {"jobs/messages.py", "jobs/workers/process.py", "jobs/workers/fork_server.py"}  # socket pairs to own processes
     | {"storage/cache.py"},  # an abstract socket's name, which tells other processes that this one fetches a chunk
-    "ssl": SOCKETS | {"sync/client.py"},
+    "ssl": SOCKETS | {"sync/membership.py"},
     "http.client": frozenset({"http", "testing", "cli/calibrate.py"}),
     "http.server": frozenset({"peer", "testing", "cli/calibrate.py"}),
     "h11": frozenset(),

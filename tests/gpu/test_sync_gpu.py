@@ -16,11 +16,10 @@ from penstock.digest.cuda import plan_strips
 from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import Copy, StagingCopy
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
-from penstock.sync.receive.target import StagingCopy
 from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.transport.protocol import Memory

@@ -11,7 +11,7 @@ def _losses(rank: int, world_size: int, moved: bool, width: int) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from penstock.sync.receive.target import to_arenas
+    from penstock.sync.shards import to_arenas
 
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (world_size,))

@@ -31,7 +31,7 @@ from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.loader.into import targets_of
-from penstock.loader.report import Phases, ProgressOption, looked_at
+from penstock.loader.report import Phases, ProgressOption, showing_progress
 from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
@@ -101,7 +101,7 @@ class Fleet:
             )
             phases.enter("connect")
             chunks = weights.layout.chunks
-            with looked_at(
+            with showing_progress(
                 progress, self.identity.model, lambda: (int(chunks.nbytes[weights.have].sum()), weights.layout.nbytes)
             ):
                 provenance = self._fill(weights, storage, phases, record, is_new=made is not None)

@@ -195,7 +195,7 @@ class Progress:
 
 
 @contextmanager
-def looked_at(wanted: ProgressOption, label: str, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
+def showing_progress(wanted: ProgressOption, label: str, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
     """Draw what `look` says is done, and of how much, from a thread while the block runs; at its end once more.
 
     Raises: what the caller's function raises, at the end of the block. Cost: no thread without progress.

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
-from penstock.loader.report import Counter, ProgressOption, looked_at
+from penstock.loader.report import Counter, ProgressOption, showing_progress
 from penstock.report import Summarised, plain
 from penstock.storage import is_remote, local_path, read_small, text_of, weight_set, write_small
 from penstock.storage.local import read_bounded
@@ -151,7 +151,7 @@ def verify(
                 signature=signature,
             )
         counter = Counter(stated.nbytes)
-        with looked_at(progress, weights.uri, counter.look):
+        with showing_progress(progress, weights.uri, counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
     assert measured.leaves is not None
     wrong = np.flatnonzero(measured.leaves != stated.leaves)
@@ -245,7 +245,7 @@ def manifest(
     key = None if sign is None else read_key(sign)
     with weight_set.open_weights(place, settings=settings, storage_options=storage_options) as weights:
         counter = Counter(weights.manifest.nbytes)
-        with looked_at(progress, place, counter.look):
+        with showing_progress(progress, place, counter.look):
             built = weight_set.build(weights, on_bytes=counter.add)
     raw = weight_set.encode(built)
     # The signature first: a reader that finds the new manifest finds the signature of it.

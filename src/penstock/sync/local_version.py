@@ -38,7 +38,7 @@ from blake3 import blake3
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.hub.messages import prepare
+from penstock.hub.messages import NewsReply, prepare
 from penstock.lifecycle import Closing
 from penstock.plan.layout import Layout
 from penstock.transport.choose import Links
@@ -513,3 +513,30 @@ class _RowSpans:
         first = np.searchsorted(self._reach, strips.at, side="right")
         stop = np.searchsorted(self._start, strips.stop, side="left")
         return first, np.maximum(first, stop)
+
+
+class VersionStatus:
+    """See the module. Used by any number of threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._now = NewsReply(run="", version=-1, is_open=False)
+
+    @property
+    def now(self) -> NewsReply:
+        """Return the current status."""
+        return self._now  # no lock: the status is one immutable object, replaced as a whole
+
+    def post(self, run: str, version: int, *, is_open: bool) -> None:
+        """Set the status, and wake the threads that wait for a newer version."""
+        with self._changed:
+            self._now = NewsReply(run=run, version=version, is_open=is_open)
+            self._changed.notify_all()
+
+    def wait(self, after: int, wait_s: float) -> NewsReply:
+        """Return the status once its version is above `after`, or after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while self._now.version <= after and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self._now

@@ -20,8 +20,8 @@ from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import SyncPlan, plan_sync
 from penstock.plan.tasks import BUCKET_BYTES
+from penstock.sync.local_version import VersionStatus
 from penstock.sync.membership import Membership
-from penstock.sync.report import VersionStatus
 
 LOOK_S = 0.5
 """Maximum age of the member list that the planner uses."""

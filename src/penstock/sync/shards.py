@@ -24,6 +24,7 @@ from penstock.arguments import require_type
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
+from penstock.memory.rehome import rehome
 from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
@@ -209,6 +210,23 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     )
     layout.check()
     return layout
+
+
+def to_arenas(params: torch.nn.Module | Mapping[str, Declarable]) -> None:
+    """Move the declared tensors into one arena per device; see `memory.rehome`."""
+    if isinstance(params, torch.nn.Module):
+        named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
+    else:
+        named = {}
+        for name, value in params.items():
+            parts = [value] if isinstance(value, torch.Tensor | Shard) else value
+            for number, part in enumerate(parts):
+                named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
+    rehome({name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()})
+    if isinstance(params, torch.nn.Module):
+        # FSDP2 keeps references to its shards' memory from the first forward on, and takes new ones when a module is
+        # converted: without this it would compute with the memory that the parameters were moved out of.
+        params._apply(lambda tensor: tensor)
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
 from penstock.hub.messages import PartRequest, SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part
+from penstock.sync.local_version import VersionStatus
 from penstock.sync.planner import Planner
-from penstock.sync.report import VersionStatus
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
 
 

@@ -1,12 +1,9 @@
-"""The rows that a publisher rank serves: the plain ones, and tagged ones that are filled at each publish.
+"""The rows on offer at a publisher rank, and the copy of their memory that a snapshot serves.
 
-In: declared rows, `transforms=`. Out: all rows on offer; a version's tagged rows, exact across shards.
-Not here: memory and jobs (`transformed`), other ranks' elements (`boundary_exchange`), versions (`publisher`).
-
-A publisher's snapshot: a copy of its memory that receivers read while training goes on.
-
-In: a layout and the memory behind it; versions. Out: a `LocalVersion` of the copy.
-Not here: the lifetime of a version (`publisher`); transforms.
+In: declared rows, `transforms=`; versions. Out: the plain rows; the tagged rows, which are filled at each publish,
+exact across shards; a `LocalVersion` of the copy, which receivers read while training goes on.
+Not here: the memory and kernels of tagged rows (`transformed`), elements of other ranks (`boundary_exchange`), the
+moment of a version (`publisher`).
 """
 
 from __future__ import annotations
@@ -26,11 +23,10 @@ from penstock.lifecycle import Closing
 from penstock.memory.arena import Arena, populate
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import Copy, allocate_like
 from penstock.sync.local_version import Foreseen, LocalVersion, digesters_of
-from penstock.sync.publish.rank_group import BoundaryExchange
+from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
-from penstock.sync.receive.target import allocate_like
 from penstock.sync.shards import Row, regions_of
 from penstock.transform.formats import format_of
 from penstock.transport.choose import Links
@@ -42,8 +38,10 @@ class Offer:
     """The rows that one rank serves; a context manager by its `close`.
 
     Attributes:
-        kept: rows served without a transformation.
-        memories: the memory that a snapshot copies: behind `kept`, and for a host copy behind the tagged rows too.
+        plain: rows served without a transformation.
+        transformed: the tagged rows and their memory.
+        rows: all rows, the plain ones first.
+        memories: the memory that a snapshot copies: behind `plain`, and for a host copy behind the tagged rows too.
         filled: the regions of the tagged rows that are not copied.
         is_copied: whether the tagged rows are copied too, once they are filled.
         seconds: the time of the last `fill`.
@@ -77,8 +75,8 @@ class Offer:
         if transforms is not None and not chosen and world_size == 1:
             raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns, or the tags")
         names = {choice.row.name for choice in chosen}
-        self.kept = tuple(row for row in rows if keep_plain or row.name not in names)
-        self.memories = regions_of(self.kept)
+        self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
+        self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
         # A host snapshot reads from pinned host memory, but quantising runs on the device: fill there, then copy.
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
@@ -91,13 +89,14 @@ class Offer:
             )
             raise BudgetTooSmall(message, minimum_bytes=needed)
         self.transformed = Transformed(chosen)
-        self.rows = (*self.kept, *self.transformed.rows)
+        self.rows = (*self.plain, *self.transformed.rows)
         self.filled: tuple[Memory, ...] = regions_of(self.transformed.rows)
         if self.is_copied:
-            self.memories, self.filled = (*self.memories, *self.filled), ()
+            self.memories = (*self.memories, *self.filled)
+            self.filled = ()
         # One row for each box: it may be chosen in several formats.
         blocked = {id(choice.row): choice.row for choice in chosen if choice.form.scaling != "none"}
-        self._held = tuple(blocked.values())
+        self._blocked = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
         # By the tags alone, not by `chosen`: every rank must take part in the exchange, also one that needs nothing.
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
@@ -105,9 +104,9 @@ class Offer:
         self.seconds = 0.0
 
     @property
-    def plain(self) -> I64 | None:
+    def plain_rows(self) -> I64 | None:
         """Return the numbers of the rows that are ready without a `fill`; None: all."""
-        return np.arange(len(self.kept)) if self.transformed.rows else None
+        return np.arange(len(self.plain)) if self.transformed.rows else None
 
     @property
     def moved_bytes(self) -> int:
@@ -120,7 +119,7 @@ class Offer:
             self._boundary_exchange = BoundaryExchange(
                 member,
                 name,
-                self._held,
+                self._blocked,
                 self.transformed.wants,
                 is_first=rank == 0,
                 world_size=world_size,
@@ -135,12 +134,10 @@ class Offer:
             DestinationError: a device failed.
         """
         begun = time.perf_counter()
-        with (
-            contextlib.nullcontext()
-            if self._boundary_exchange is None
-            else self._boundary_exchange.exchanged(version, run)
-        ):
-            self.transformed.fill(lambda rows: ready(len(self.kept) + rows), stall_s=stall_s)
+        exchange = self._boundary_exchange
+        # Quantising is inside the exchange: other ranks read this rank's elements until all are done.
+        with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, run):
+            self.transformed.fill(lambda rows: ready(len(self.plain) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
 
     def close(self) -> None:
@@ -188,6 +185,8 @@ class VersionSnapshot(Closing):
         self._foreseen: tuple[Foreseen, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
+            # A host core digests at an eighth of the speed of the copy, so the device does it. Only where all regions
+            # are on devices: `foreseen` stands for the first regions of the copy, in order.
             if on_host and len(live) <= MOST_FORESEEN and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
@@ -199,6 +198,7 @@ class VersionSnapshot(Closing):
         self._copy = Copy(memories, live)
 
     def _on_host(self, memory: Memory) -> Memory:
+        """Allocate host memory for a copy, pinned where the copied memory is on a device."""
         arena = Arena.allocate(max(memory.nbytes, 1))
         # Fault the pages in with few calls: page by page, as the pin would, takes about twice as long (`memory.pages`).
         populate(arena.address, arena.nbytes)
@@ -223,12 +223,13 @@ class VersionSnapshot(Closing):
         """
         # Before the copy: it overwrites the version that readers may be reading now.
         self.local_version.fence()
-        seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._look, stall_s))
+        # `meanwhile`: the device digests from its own memory while the copy engine moves the bytes to the host.
+        seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
         self.local_version.begin(version)
         self.local_version.ready(rows)
         return seconds
 
-    def _look(self, stall_s: float) -> None:
+    def _digest_requested(self, stall_s: float) -> None:
         for digests in self._foreseen:
             digests.look(stall_s)
 

@@ -1,7 +1,7 @@
-"""A trainer rank as a publisher: it declares what it holds, and shows version after version of it.
+"""A trainer rank as a publisher: it declares its tensors once, and shows version after version of them.
 
 In: live parameters, a name, a hub or none. Out: for each version a `PublishReport`, when training may go on.
-Not here: what is declared (`sync.shards`), who takes what (`sync.planner`), what receivers do
+Not here: declaring tensors (`sync.shards`), the rows and copies on offer (`offer`), planning (`sync.planner`), reading
 (`sync.receive.subscriber`).
 
     live:      begin(v) -> receivers read the parameters themselves -> all done, or late -> fence -> training goes on
@@ -26,16 +26,15 @@ from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Decision, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
-from penstock.sync.local_version import LocalVersion
+from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import Offer, VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.receive.target import to_arenas
-from penstock.sync.report import PublishMode, PublishReport, VersionStatus
-from penstock.sync.request_handler import SubscriberProgress, SyncHandler
-from penstock.sync.shards import Declarable, declared, layout_of
+from penstock.sync.report import PublishMode, PublishReport
+from penstock.sync.request_handler import SyncHandler
+from penstock.sync.shards import Declarable, declared, layout_of, to_arenas
 
 
 class Publisher(Closing):
@@ -43,53 +42,69 @@ class Publisher(Closing):
 
     Attributes:
         name: of the sync.
-        version: the newest published by this rank; -1: none yet.
-        latest: the highest version that anybody had when this was made: number on from it.
+        version: the newest version that this rank published; -1: none yet.
+        latest: the highest version that any member had when this rank joined; later versions must be above it.
+        mode: `live` or `snapshot`; see `publisher`.
         rank, world_size: of the trainer.
+        member: this process in the fleet.
+        planner: plans for the receivers, on rank 0.
     """
 
     def __init__(
         self,
         name: str,
         member: Member,
-        held: LocalVersion,
-        replica: VersionSnapshot | None,
+        local_version: LocalVersion,
+        snapshot: VersionSnapshot | None,
         offer: Offer,
         *,
         rank: int,
         world_size: int,
         stall_s: float,
     ) -> None:
-        self.name, self.rank, self.world_size = name, rank, world_size
-        self.version = self.latest = -1
-        self.mode: PublishMode = "live" if replica is None else "snapshot"
-        self.member, self._held, self._replica, self._stall_s = member, held, replica, stall_s
+        self.name = name
+        self.member = member
+        self.mode: PublishMode = "live" if snapshot is None else "snapshot"
+        self.rank = rank
+        self.world_size = world_size
+        self.version = -1
+        self._local_version = local_version
+        self._snapshot = snapshot
         self._offer = offer
-        self._version_status, self._subscriber_progress, self._run = VersionStatus(), SubscriberProgress(), ""
+        self._stall_s = stall_s
+        # Computed once: the hub gets the digest with every beat, and the layout never changes.
+        self._digest = local_version.layout.digest()
+        self._run = ""
+        self._publishing = threading.Lock()
+        self._is_closed = False
+        self._version_status = VersionStatus()
+        self._subscriber_progress = rank_group.SubscriberProgress()
         self._membership = Membership(member, name, stall_s)
-        self.planner = Planner(self._membership, self._version_status, lambda: held.layout)
-        self._digest, self._publishing, self._is_closed = held.layout.digest(), threading.Lock(), False
-        sync_handler = SyncHandler(
+        self.planner = Planner(self._membership, self._version_status, lambda: local_version.layout)
+        # The handler before the first report: whoever finds this rank at the hub may ask it at once.
+        member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            local_version=lambda: self._held,
+            local_version=lambda: local_version,
             version_status=self._version_status,
             planner=self.planner,
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
         )
-        member.server.handlers["sync"] = sync_handler
         member.syncs.append(self._state)
         if rank == 0:
             self._run = member.id
+            # Reported before the claim: two groups that start together must see each other, to agree on the first.
             member.report_now()
             rank_group.claim(self._membership)
         else:
+            # Joined before the report, which names the run.
             self._run = rank_group.join(self._membership, rank, world_size, "", stall_s)
             member.report_now()
         offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
-        self.latest = max([one.state.version for one in self._membership.look()], default=-1)
+        self.latest = max((other.state.version for other in self._membership.look()), default=-1)
 
     def _state(self) -> SyncState:
+        """Return what the hub lists about this rank."""
         now = self._version_status.now
         return SyncState(
             name=self.name,
@@ -105,10 +120,11 @@ class Publisher(Closing):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that this rank holds."""
-        layout = self._held.layout
-        span = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
-        return sum(span[i] for i in layout.form.tolist())
+        """Return the bytes of the rows that this rank holds."""
+        # By form first: a model has hundreds of thousands of rows and a handful of forms.
+        layout = self._local_version.layout
+        nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
+        return sum(nbytes[i] for i in layout.form.tolist())
 
     def publish(self, version: int) -> PublishReport:
         """Show a version: the parameters as they are now, on every rank.
@@ -124,12 +140,15 @@ class Publisher(Closing):
         with self._publishing, quick_handover():
             begun = time.perf_counter()
             self._check(version)
-            decision, copy_s = Decision(is_over=True), 0.0
-            if self._replica is not None:
-                copy_s = self._copy(self._replica, version)
+            # A snapshot is read after this returns, so there is nothing to decide about.
+            decision = Decision(is_over=True)
+            copy_s = 0.0
+            if self._snapshot is None:
+                decision = self._publish_live(version)
             else:
-                decision = self._show(version)
+                copy_s = self._publish_snapshot(self._snapshot, version)
             wall_s = time.perf_counter() - begun
+            offer = self._offer
             return PublishReport(
                 name=self.name,
                 version=version,
@@ -137,81 +156,94 @@ class Publisher(Closing):
                 nbytes=self.nbytes,
                 wall_s=wall_s,
                 copy_s=copy_s,
-                wait_s=0.0 if self._replica is not None else wall_s - self._offer.seconds,
-                transform_s=self._offer.seconds,
-                transformed_bytes=self._offer.transformed.nbytes,
-                boundary_bytes=self._offer.transformed.boundary_bytes,
-                exchanged_bytes=self._offer.moved_bytes,
+                wait_s=0.0 if self._snapshot is not None else wall_s - offer.seconds,
+                transform_s=offer.seconds,
+                transformed_bytes=offer.transformed.nbytes,
+                boundary_bytes=offer.transformed.boundary_bytes,
+                exchanged_bytes=offer.moved_bytes,
                 committed=decision.committed,
                 late=decision.late,
                 failed=decision.failed,
             )
 
     def _check(self, version: int) -> None:
-        """Check that the version may come next, and that the name is still ours."""
+        """Check that the version may come next, and that this group still owns the name."""
         if self._is_closed:
             raise Cancelled("the publisher was closed")
-        if version <= max(self.version, self.latest):
-            message = f"version {version} of {self.name!r} is not above {max(self.version, self.latest)}"
+        newest = max(self.version, self.latest)
+        if version <= newest:
+            message = f"version {version} of {self.name!r} is not above {newest}"
             raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
         if self.rank == 0:
             rank_group.check_alone(self._membership)
         else:
+            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
             self._run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
 
-    def _begin(self, version: int) -> None:
-        """From now on receivers may have it."""
-        self._held.begin(version)
-        self._held.ready(self._offer.plain)
-        self._held.settle(self._stall_s)
-        self._say(version)
-        self._offer.fill(version, self._run, self._held.ready, stall_s=self._stall_s)
+    def _publish_live(self, version: int) -> Decision:
+        """Show the live parameters until rank 0 decides that the receivers are done; return the decision."""
+        try:
+            if self.rank != 0:
+                self._begin_live(version)
+                return rank_group.decided(self._membership, self._run, version, self._stall_s)
+            members = self._membership.look(max_age_s=rank_group.ASK_S)
+            expected = [other.member for other in members if other.state.side == "subscriber"]
+            # Before the version is announced: a receiver's first report must find a version that expects it.
+            self._subscriber_progress.begin(version, expected)
+            self._begin_live(version)
+            return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+        finally:
+            # After an error too: the trainer goes on with the next step, and the parameters change.
+            self._withdraw()
 
-    def _say(self, version: int) -> None:
+    def _begin_live(self, version: int) -> None:
+        """Let receivers read the parameters, and the tagged rows once they are filled."""
+        local_version = self._local_version
+        local_version.begin(version)
+        local_version.ready(self._offer.plain_rows)
+        # A map made while the device still fills the rows calls them not ready, and receivers then request digests
+        # before every read.
+        local_version.settle(self._stall_s)
+        self._announce(version)
+        # After the announcement, so that the plain rows are read while the tagged ones are quantised.
+        self._offer.fill(version, self._run, local_version.ready, stall_s=self._stall_s)
+
+    def _publish_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
+        """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
+        offer = self._offer
+        # Host copies have the tagged rows too, so these must be complete before the copy; else they are served from the
+        # device, and receivers may read the plain rows meanwhile.
+        if offer.is_copied:
+            offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
+            copy_s = snapshot.snapshot(version, stall_s=self._stall_s)
+            self._announce(version)
+            return copy_s
+        copy_s = snapshot.snapshot(version, rows=offer.plain_rows, stall_s=self._stall_s)
+        self._announce(version)
+        try:
+            offer.fill(version, self._run, self._local_version.ready, stall_s=self._stall_s)
+        except BaseException:
+            # Rows that are never ready would keep receivers waiting until their stall deadline.
+            self._withdraw()
+            raise
+        return copy_s
+
+    def _announce(self, version: int) -> None:
+        """Tell receivers and the hub that the version can be read here."""
         self.version = version
         self._version_status.post(self._run, version, is_open=True)
         self.member.beat_now()
 
-    def _copy(self, replica: VersionSnapshot, version: int) -> float:
-        offer = self._offer
-        if offer.is_copied:
-            offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
-        seconds = replica.snapshot(version, rows=None if offer.is_copied else offer.plain, stall_s=self._stall_s)
-        self._say(version)
-        if not offer.is_copied:
-            try:
-                offer.fill(version, self._run, self._held.ready, stall_s=self._stall_s)
-            except BaseException:
-                self._end()
-                raise
-        return seconds
-
-    def _show(self, version: int) -> Decision:
-        """Live: until the receivers are done."""
-        try:
-            if self.rank == 0:
-                known = [
-                    one.member
-                    for one in self._membership.look(max_age_s=rank_group.ASK_S)
-                    if one.state.side == "subscriber"
-                ]
-                self._subscriber_progress.begin(version, known)
-                self._begin(version)
-                return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
-            self._begin(version)
-            return rank_group.decided(self._membership, self._run, version, self._stall_s)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """The version can be read of us no more."""
-        self._held.fence()
+    def _withdraw(self) -> None:
+        """End the reads of the version from this rank."""
+        self._local_version.fence()
         self._version_status.post(self._run, self.version, is_open=False)
         self.member.beat_now()
 
     def _is_gone(self, member: str) -> bool:
-        found = [one for one in self._membership.look(max_age_s=rank_group.ASK_S) if one.member == member]
-        return not found or self._membership.is_gone(found[0])
+        members = self._membership.look(max_age_s=rank_group.ASK_S)
+        known = next((other for other in members if other.member == member), None)
+        return known is None or self._membership.is_gone(known)
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this number of subscribers take part.
@@ -219,22 +251,23 @@ class Publisher(Closing):
         Raises:
             SourceStalled: not within `timeout_s`; None: the stall deadline.
         """
-        limit = self._stall_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        while (found := sum(one.state.side == "subscriber" for one in self._membership.look())) < count:
+        limit_s = self._stall_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while (present := sum(other.state.side == "subscriber" for other in self._membership.look())) < count:
             if time.monotonic() > deadline:
-                raise SourceStalled(f"{found} of {count} subscribers of {self.name!r} came in {limit:g} s")
+                raise SourceStalled(f"{present} of {count} subscribers of {self.name!r} came in {limit_s:g} s")
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Leave: readers' descriptors are stale; receivers that have the newest version give it now. Idempotent."""
+        """Leave: readers' descriptors become stale, and receivers with the newest version serve it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        # The memory first: its owner may free it once this returns, and no peer may read it then.
         self._offer.close()
-        if self._replica is not None:
-            self._replica.close()
-        self._held.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._local_version.close()
         self.member.leave(0.0)
         self._membership.close()
 
@@ -252,23 +285,24 @@ def publisher(
     arena: bool = False,
     memory_bytes: int | str | None = None,
 ) -> Publisher:
-    """Publish what this rank holds, under a name that receivers know.
+    """Publish the weights of this rank under a name that subscribers know.
 
     Args:
         name: of the sync; one group of ranks publishes it.
-        params: a module, or tensors by name: whole ones, DTensors, `Shard`s: only what this rank holds.
+        params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank.
         connection: see `join`.
         mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
             copy, and `publish` waits for the copy alone.
-        transforms: what tensors are offered as too: a tag (`fp8-block128`, `cast:BF16`, ...; `transform.formats`), for
-            the weights that checkpoints have so, or tags with patterns of names. Alike on all ranks.
-        keep_plain: whether such tensors can also be had as they are.
+        transforms: the formats in which tensors are offered in addition: a tag (`fp8-block128`, `cast:BF16`, ...; see
+            `transform.formats`), for the weights that checkpoints store in that format, or tags with patterns of names.
+            The same on all ranks.
+        keep_plain: whether these tensors are also offered as they are.
         rank: this trainer rank and the number of them, as `(0, 8)`; None: of torch.distributed where it is initialised,
             else `(0, 1)`.
-        replica: where a snapshot's copy is: `device`, beside the parameters, or `cpu`, in pinned memory.
-        arena: first move the parameters into one arena a device (`memory.rehome`), so that peers reach them by one
-            registration; host memory is reached by `shm` only there.
-        memory_bytes: bound of a snapshot's copy and of transformed tensors; None: as large as it must be.
+        replica: the place of a snapshot's copy: `device`, next to the parameters, or `cpu`, in pinned memory.
+        arena: first move the parameters into one arena per device (`memory.rehome`), so that peers reach them by one
+            registration; `shm` reaches host memory only there.
+        memory_bytes: bound of a snapshot's copy and the transformed tensors together; None: no bound.
 
     Raises:
         PlanError: parameters cannot be declared, or transformed; names them. BudgetTooSmall: see `memory_bytes`.
@@ -276,7 +310,7 @@ def publisher(
         HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
 
     Ownership: the parameters' memory stays registered until `close`.
-    Order: all ranks are made at the same time, and publish the same versions.
+    Order: all ranks call this at the same time, and publish the same versions.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
@@ -289,11 +323,14 @@ def publisher(
         declared(params), transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget
     )
     with contextlib.ExitStack() as stack:
-        member, wait_s = joined(stack, connection)
-        held, copy = _shown(stack, offer, member, copies)
-        made = Publisher(name, member, held, copy, offer, rank=trainer_rank, world_size=world_size, stall_s=wait_s)
+        member, stall_s = joined(stack, connection)
+        local_version, snapshot = _serve(stack, offer, member, copies)
+        this_rank = Publisher(
+            name, member, local_version, snapshot, offer, rank=trainer_rank, world_size=world_size, stall_s=stall_s
+        )
+        # From here on `close` ends the registrations and leaves.
         stack.pop_all()
-    return made
+    return this_rank
 
 
 def _copies(name: str, mode: str, replica: str) -> str | None:
@@ -304,22 +341,21 @@ def _copies(name: str, mode: str, replica: str) -> str | None:
     return replica if mode == "snapshot" else None
 
 
-def _shown(
+def _serve(
     stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None
 ) -> tuple[LocalVersion, VersionSnapshot | None]:
     """Return the memory that readers see, registered until the stack is left: the offer's own, or a copy."""
     memories = (*offer.memories, *offer.filled)
-    layout, address = layout_of(offer.rows, member.id, "", memories), secrets.token_hex(8)
-    copy = None
-    if copies is not None:
-        on_host = copies == "cpu"
-        copy = VersionSnapshot(
-            layout, offer.memories, member.links, address=address, on_host=on_host, filled=offer.filled
-        )
-        stack.callback(copy.close)
-    held = (
-        LocalVersion(replace(layout, address=address), memories, member.links) if copy is None else copy.local_version
-    )
-    stack.callback(held.close)
+    layout = layout_of(offer.rows, member.id, "", memories)
+    # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
+    address = secrets.token_hex(8)
     stack.callback(offer.close)
-    return held, copy
+    if copies is None:
+        local_version = LocalVersion(replace(layout, address=address), memories, member.links)
+        stack.callback(local_version.close)
+        return local_version, None
+    snapshot = VersionSnapshot(
+        layout, offer.memories, member.links, address=address, on_host=copies == "cpu", filled=offer.filled
+    )
+    stack.callback(snapshot.close)
+    return snapshot.local_version, snapshot

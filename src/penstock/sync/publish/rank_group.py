@@ -1,42 +1,25 @@
-"""Membership of publisher ranks in a run; only one run publishes a name at a time.
+"""Agreement of a trainer's ranks: one run publishes a name at a time, and its rank 0 decides when a version may end.
 
-In: the members of the sync. Out: the run of a rank, which is the member id of its rank 0; errors that name the earlier
-group.
-Not here: versions (`publisher`).
+In: the members of the sync; progress reports of receivers. Out: the run of a rank, which is the member id of its rank
+0; a `Decision` about each version; errors that name the earlier group.
+Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`).
 
-Exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
-
-In: a rank's rows, and the boxes of other ranks' rows that it needs (`transformed`). Out: at each publish those boxes of
-the version, verified, on every rank or on none.
-Not here: the choice of the boxes (`transform.geometry`), quantising, versions that receivers see (`publisher`).
-
-    This is a sync among the publishers with the same planner, parts, maps and transports, under a request handler of
-    its own: requirements = boxes of other ranks, sources = all rows. Rank 0 plans once, and decides when all are done.
-
-    begin(v) on every rank -> part (unchanged if nothing changed) -> transfer -> quantise -> all done: fence
+    rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
+    other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import Decision, PartReply, PartRequest, Progress, SyncMember, TableReply
-from penstock.peer.member import Member
-from penstock.plan.layout import Layout, decode, encode
-from penstock.plan.sync import Part, SyncPlan, plan_sync
-from penstock.sync.local_version import LocalVersion, Regions
+from penstock.errors import ConfigError, PeerLost, SourceStalled
+from penstock.hub.messages import Decision, Progress, SyncMember
 from penstock.sync.membership import Membership
-from penstock.sync.receive.sources import LocalLink, SourceFailed, SourceLink, open_links
-from penstock.sync.receive.transfer import Transfer
-from penstock.sync.report import VersionStatus
-from penstock.sync.request_handler import SubscriberProgress, SyncHandler
-from penstock.sync.shards import Row, layout_of, regions_of
 
 # With jitter below: hundreds of ranks start together, and would ask the hub in step.
 _LOOK_S = 0.2
@@ -156,329 +139,125 @@ def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[Sync
     return [zero for zero in others if not membership.is_gone(zero)]
 
 
-HANDLER = "boundary"
-"""Name of the request handler at the publishers' servers."""
-# All ranks publish within milliseconds of each other, and the trainer waits: ask again quickly.
-_ASK_S = 0.02
-# A dead rank must end the exchange well before the stall deadline; each look costs a request to the hub.
-_PEER_LOOK_S = 1.0
+PROBE_S = 1.0
+"""How often silent subscribers are checked, so that a dead process does not delay the trainer until the deadline."""
+_KEPT = 8
+"""Versions whose decision other ranks may still request."""
 
 
-class BoundaryPlanner:
-    """The planner of rank 0: plans for all ranks when all have reported their needs, and again only after a change.
-
-    Args:
-        membership: the members of the exchange.
-        ours: rank 0's own layout.
-    """
-
-    def __init__(self, membership: Membership, ours: Layout) -> None:
-        self._membership = membership
-        # As in `Planner`: `_planning` is kept for a whole plan, `_lock` only for a look at the tables, so that ranks
-        # can report their needs while a plan is made.
-        self._lock = threading.Lock()
-        self._planning = threading.Lock()
-        self._held: dict[str, Layout] = {ours.member: ours}
-        self._wants: dict[str, tuple[str, Layout]] = {}
-        self._ranks: tuple[SyncMember, ...] = ()
-        self._version, self._why = -1, ""
-        self._plan: SyncPlan | None = None
-        self._of: tuple[str, ...] = ()
-
-    def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
-        """Start to serve parts of this version to these ranks."""
-        with self._lock:
-            self._version, self._ranks, self._why = version, tuple(ranks), ""
-
-    def fail(self, why: str) -> None:
-        """End the version with a reason; later requests for its parts fail with it."""
-        with self._lock:
-            self._why = why
-
-    def lacking(self) -> list[SyncMember]:
-        """Return the ranks that have not reported their requirements."""
-        with self._lock:
-            return [rank for rank in self._ranks if rank.member not in self._wants]
-
-    def part(self, asker: str, request: PartRequest) -> PartReply:
-        """See `Planner.part`.
-
-        Raises:
-            StaleDescriptor: the version failed on a rank.
-            PlanError: the ranks together lack elements of a block; lists them.
-        """
-        with self._lock:
-            # The layout is taken before the version is checked: the other ranks wait for it, and a rank that is too
-            # early need not send it again.
-            known = self._wants.get(asker)
-            if known is None or known[0] != request.digest:
-                if request.layout is None:
-                    return PartReply(needs_layout=True)
-                layout = decode(request.layout, Layout)
-                if layout.member != asker or layout.digest() != request.digest:
-                    raise PlanError(
-                        f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the "
-                        "request's"
-                    )
-                self._wants[asker] = request.digest, layout
-            if request.version != self._version:
-                return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
-            if self._why:
-                raise StaleDescriptor(self._why)
-            ranks = self._ranks
-            if all(rank.member != asker for rank in ranks):
-                # The requester is an earlier process of a rank that was started again.
-                raise StaleDescriptor("another process has this rank now")
-        # A plan without one rank would have to be made again when it comes, and every rank would drop its part.
-        if lacking := self.lacking():
-            return PartReply(not_yet=f"rank {lacking[0].state.rank} has not reported its requirements")
-        with self._planning:
-            plan = self._planned(ranks)
-        if asker not in plan.receivers:
-            return PartReply(version=request.version, key=plan.key)
-        same = request.have_key == plan.key
-        part = None if same else encode(plan.part(plan.receivers.index(asker)))
-        return PartReply(version=request.version, key=plan.key, part=part)
-
-    def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
-        members = [rank.member for rank in ranks]
-        with self._lock:
-            # Drop ranks that were replaced since the last version: the token below names the processes.
-            self._held = {name: layout for name, layout in self._held.items() if name in members}
-            self._wants = {name: want for name, want in self._wants.items() if name in members}
-            wants = [self._wants[name] for name in members if self._wants[name][1].names]
-            token = (*members, *(digest for digest, _ in wants))
-        for name in members:
-            if name not in self._held:
-                self._held[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
-        if self._plan is None or token != self._of:
-            self._plan, self._of = (
-                plan_sync([self._held[name] for name in members], [want for _, want in wants]),
-                token,
-            )
-        return self._plan
-
-    def table(self) -> TableReply:
-        """Raise NotFound: this exchange has no checkpoint, only boxes of it."""
-        raise NotFound("the boundary exchange has no checkpoint table")
+@dataclass(slots=True)
+class _Listener:
+    seen: float
+    moved_bytes: int = -1
 
 
-class BoundaryExchange:
-    """The exchange of one rank; a context manager by its `close`.
+@dataclass(slots=True)
+class _Showing:
+    """The state of one version while a publish waits for it."""
 
-    Attributes:
-        moved_bytes: bytes read from other ranks for the last version.
+    waited: dict[str, _Listener]
+    committed: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    is_over: bool = False
 
-    Args:
-        member: this process in the fleet.
-        name: the name of the sync.
-        rows: this rank's rows of tensors with blocks.
-        wants: the rows needed from other ranks, in memory of their own.
-        is_first: whether this is rank 0.
-        world_size: the number of ranks.
-        stall_s: the deadline for progress.
-
-    Raises:
-        ConfigError: no transport reaches the rows.
-    """
-
-    def __init__(
-        self,
-        member: Member,
-        name: str,
-        rows: Sequence[Row],
-        wants: Sequence[Row],
-        *,
-        is_first: bool,
-        world_size: int,
-        stall_s: float,
-    ) -> None:
-        self._member = member
-        self._world_size = world_size
-        self._stall_s = stall_s
-        self.moved_bytes = 0
-        memories, into = regions_of(rows), regions_of(wants)
-        self._membership, self._version_status = Membership(member, name, stall_s, handler=HANDLER), VersionStatus()
-        self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
-        self._digest = self._want.digest()
-        self._transfer: Transfer | None = None
-        self._peers = SubscriberProgress() if is_first else None
-        with contextlib.ExitStack() as stack:
-            layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
-            self._held = LocalVersion(layout, memories, member.links)
-            stack.callback(self._held.close)
-            self._into = Regions(into, member.links)
-            stack.pop_all()
-        self._planner = BoundaryPlanner(self._membership, layout)
-        member.server.handlers[HANDLER] = SyncHandler(
-            self._membership.key,
-            member.check_grant,
-            local_version=lambda: self._held,
-            version_status=self._version_status,
-            planner=self._planner,
-            subscriber_progress=self._peers,
+    def decision(self) -> Decision:
+        return Decision(
+            is_over=self.is_over,
+            is_begun=True,
+            committed=tuple(self.committed),
+            late=tuple(self.late),
+            failed=dict(self.failed),
         )
 
-    @contextlib.contextmanager
-    def exchanged(self, version: int, run: str) -> Iterator[None]:
-        """Read the elements of other ranks, run the body, and wait on leaving until every rank is done.
 
-        After it the parameters may change.
+class SubscriberProgress:
+    """The progress of all subscribers, kept by a publisher's rank 0. Used by any number of threads.
 
-        Raises:
-            PeerLost, SourceStalled: a rank is gone, silent, or failed; on every rank. PlanError, IntegrityError: this
-                rank's own failure.
+    Attributes:
+        absent: subscribers that were late and have not begun another update since; a publish does not wait for them.
+    """
 
-        Order: while the parameters are the version's, on every rank.
-        """
-        self._held.begin(version)
-        self._held.ready()
-        self._version_status.post(run, version, is_open=True)
-        try:
-            self._begin(version, run)
-            self._run(version, run)
-            yield
-        except BaseException as error:
-            if isinstance(error, PenstockError):
-                error.mutated = False  # only the exchange's own buffers were written
-            why = str(error) or type(error).__name__
-            self._planner.fail(f"version {version} is not quantised: {why}")
-            # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
-            # must not hide the first one.
-            with contextlib.suppress(PenstockError):
-                self._report(version, run, why[:1024])
-            # Rank 0 serves the decision: it stays until the others had time to report, so that they get it.
-            if self._peers is not None:
-                self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
-            raise
-        else:
-            self._report(version, run, "")
-            self._settle(version, run)
-        finally:
-            self._held.fence()
-            self._version_status.post(run, version, is_open=False)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shown: OrderedDict[int, _Showing] = OrderedDict()
+        self.absent: set[str] = set()
 
-    def _begin(self, version: int, run: str) -> None:
-        """As rank 0, set the ranks to wait for, and start to serve their parts."""
-        if self._peers is not None:
-            # Every rank is needed for every version: none may be skipped for being late once.
-            self._peers.absent.clear()
-            # Twice: another rank may ask for the decision while this one still looks for the ranks, and must find a
-            # version that has begun and is not over.
-            self._peers.begin(version, [self._member.id])
-            ranks = self._ranks(run)
-            self._peers.begin(version, [rank.member for rank in ranks])
-            self._planner.begin(version, ranks)
+    def begin(self, version: int, expected: Iterable[str]) -> None:
+        """Start to wait for the expected subscribers of a version."""
+        now = time.monotonic()
+        with self._changed:
+            waited = {member: _Listener(now) for member in expected if member not in self.absent}
+            self._shown[version] = _Showing(waited)
+            while len(self._shown) > _KEPT:
+                self._shown.popitem(last=False)
 
-    def _report(self, version: int, run: str, why: str) -> None:
-        """Report to rank 0 that this rank is done, or the reason of its failure."""
-        moved = self.moved_bytes
-        progress = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
-        if self._peers is not None:
-            self._peers.note_progress(self._member.id, progress)
-        else:
-            self._membership.ask(run, lambda sync_client: sync_client.progress(progress), channel="progress")
+    def note_request(self, member: str) -> None:
+        """Note a receiver's request for its part as a sign of life."""
+        with self._changed:
+            self.absent.discard(member)
+            # The request may ask for "the newest" without a number: it counts for every version.
+            for showing in self._shown.values():
+                if member in showing.waited:
+                    showing.waited[member].seen = time.monotonic()
 
-    def _ranks(self, run: str) -> list[SyncMember]:
-        """Return all ranks of this run, the newest process of each.
+    def note_progress(self, member: str, progress: Progress) -> None:
+        """Note a receiver's progress report."""
+        with self._changed:
+            self.absent.discard(member)
+            # A receiver that failed before it knew the version's number reports -1.
+            newest = next(reversed(self._shown), -1)
+            showing = self._shown.get(progress.version if progress.version >= 0 else newest)
+            if showing is None or showing.is_over:
+                return
+            listener = showing.waited.get(member)
+            if progress.outcome:
+                showing.waited.pop(member, None)
+                # A receiver may fail and succeed at a second attempt within the same publish: the last word counts.
+                showing.failed.pop(member, None)
+                if progress.outcome == "failed":
+                    showing.failed[member] = progress.why
+                elif member not in showing.committed:
+                    showing.committed.append(member)
+                self._changed.notify_all()
+            # A report without new bytes is no progress: else a receiver whose source hangs would be waited for forever.
+            elif listener is not None and progress.moved_bytes != listener.moved_bytes:
+                listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
-        Raises:
-            SourceStalled: a rank did not come.
-        """
-        deadline = time.monotonic() + self._stall_s
+    def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
+        """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`."""
+        with self._changed:
+            showing = self._shown[version]
         while True:
-            newest = {
-                member.state.rank: member
-                for member in sorted(self._membership.look(), key=lambda member: member.since)
-                if member.state.side == "publisher" and member.state.run == run
-            }
-            if len(newest) == self._world_size:
-                return [newest[rank] for rank in sorted(newest)]
-            if time.monotonic() > deadline:
-                message = f"only {len(newest)} of {self._world_size} ranks publish {self._membership.name!r}"
-                raise SourceStalled(f"{message} after {self._stall_s:g} s")
-            time.sleep(_ASK_S)
+            with self._changed:
+                now = time.monotonic()
+                for member, listener in list(showing.waited.items()):
+                    if now - listener.seen > stall_s:
+                        del showing.waited[member]
+                        showing.late.append(member)
+                        self.absent.add(member)
+                if not showing.waited:
+                    showing.is_over = True
+                    self._changed.notify_all()
+                    return showing.decision()
+                self._changed.wait(min(PROBE_S, stall_s))
+                now = time.monotonic()
+                # Only silent ones are probed: a probe opens a connection and can take `ALIVE_S`.
+                silent = [name for name, listener in showing.waited.items() if now - listener.seen > PROBE_S]
+            # Without the lock, because reports arrive meanwhile; so the member may be done by now.
+            for member in silent:
+                if is_gone(member):
+                    with self._changed:
+                        if showing.waited.pop(member, None) is not None:
+                            showing.failed[member] = "its process is gone"
 
-    def _run(self, version: int, run: str) -> None:
-        """Read and verify the elements that this rank needs."""
-        self.moved_bytes = 0
-        if not self._has_part(version, run):
-            return
-        assert self._transfer is not None
-        part = self._transfer.part
-        used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
-        links: dict[str, SourceLink] = {}
-        try:
-            links |= open_links(
-                self._membership, [source for source in used if source != self._member.id], version, self._stall_s
-            )
-        except SourceFailed as failed:
-            raise failed.error from failed
-        # A box can lie in this rank's own rows: read it in place instead of through its own server.
-        if self._member.id in used:
-            links[self._member.id] = LocalLink(self._held)
-        self.moved_bytes = self._transfer.run(links).nbytes
-
-    def _has_part(self, version: int, run: str) -> bool:
-        """Return whether this rank needs elements of others; if so, `_transfer` is of this version's plan."""
-        have = "" if self._transfer is None else self._transfer.part.key
-        layout: bytes | None = None
-        begun = looked = time.monotonic()
-        while True:
-            request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
-            reply = self._request_part(request, run)
-            if reply.needs_layout:
-                layout = encode(self._want)
-            elif not reply.not_yet:
-                break
-            elif time.monotonic() - begun > self._stall_s:
-                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
-            else:
-                time.sleep(_ASK_S)
-            if self._peers is not None and time.monotonic() - looked > _PEER_LOOK_S:
-                looked = time.monotonic()
-                for rank in self._planner.lacking():
-                    if self._is_gone(rank.member):
-                        raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
-        if reply.part is not None:
-            part = decode(reply.part, Part)
-            self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
-        if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
-            raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
-        return bool(self._want.names)
-
-    def _request_part(self, request: PartRequest, run: str) -> PartReply:
-        try:
-            if self._peers is not None:
-                return self._planner.part(self._member.id, request)
-            return self._membership.ask(run, lambda sync_client: sync_client.part(request))
-        except StaleDescriptor as error:
-            raise PeerLost(error.message, uri=f"penstock:{run}") from error
-
-    def _settle(self, version: int, run: str) -> None:
-        """Wait until all ranks are done; raise if one failed or is late."""
-        if self._peers is not None:
-            decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
-        else:
-            decision = decided(self._membership, run, version, self._stall_s)
-        if decision.failed or decision.late:
-            raise _undone(version, decision)
-
-    def _is_gone(self, member: str) -> bool:
-        known = [other for other in self._membership.look(max_age_s=_PEER_LOOK_S) if other.member == member]
-        return not known or self._membership.is_gone(known[0])
-
-    def close(self) -> None:
-        """End the registrations and connections. Idempotent."""
-        self._held.close()
-        self._into.close()
-        self._membership.close()
-
-
-def _undone(version: int, decision: Decision) -> PenstockError:
-    """Return the error that kept the ranks from quantising a version together."""
-    why: Mapping[str, str] = decision.failed
-    lines = [f"{member[:8]}: {reason}" for member, reason in why.items()]
-    lines += [f"{member[:8]}: no progress" for member in decision.late]
-    message = f"version {version} is not quantised on all ranks: {'; '.join(lines)}"
-    return PeerLost(message) if why else SourceStalled(message)
+    def decision(self, version: int, wait_s: float) -> Decision:
+        """Return the decision about a version once it is over, or its state after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while True:
+                showing = self._shown.get(version)
+                left = deadline - time.monotonic()
+                if (showing is not None and showing.is_over) or left <= 0:
+                    return Decision(is_over=False) if showing is None else showing.decision()
+                self._changed.wait(left)

@@ -1,24 +1,12 @@
-"""Sources of one version in other processes, reached through their servers.
+"""Sources of one version, as a receiver reads them: a link to each, the reads from it, and what they took.
 
-In: the members of the sync, the sources of a part. Out: a `SourceLink` for each.
-Not here: choosing the sources (`sync.planner`), reading their memory (`source_read`).
+In: the members of the sync, the sources of a part, the receiver's regions. Out: a `SourceLink` for each source, its
+digests, its bytes in the receiver's memory; a `TransferReport`.
+Not here: choosing the sources (`sync.planner`), the order of steps and comparing digests (`transfer`), the report for
+users (`sync.report`).
 
-The source of a transfer as a receiver sees it: its map, and its digests of strips.
-
-In: a `LocalVersion` of this process, or a connection to another member. Out: `SourceLink`.
-Not here: requests to other processes (`sources`), reading (`transfer`).
-
-Reads from one source: choose a transport per pair of regions, request digests, read a step and wait for it.
-
-In: a link, the receiver's regions, a step. Out: the source's digests, and its bytes in the receiver's memory.
-Not here: the order of steps, comparing digests (`transfer`).
-
-Choice between a publisher's plain tensors and its tagged ones, for one receiver.
-
-In: the publishers' tensors, with tags; the requested tags, or the model. Out: a table, and the tag of each of its
-names.
-Not here: recording a loader with the table (`sync.recording.record`), making tagged tensors
-(`sync.publish.transformed`).
+    open_links: a map from each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
+                                                            '-> TransferStats: bytes and seconds of each source
 """
 
 from __future__ import annotations
@@ -28,23 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from penstock.digest.strip import Strips
-from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
-from penstock.hub.messages import TableReply
-from penstock.loader.tensor import torch_dtype
-from penstock.peer.local_weights import tabulate
+from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, SourceStalled
 from penstock.sync.local_version import Answer, LocalVersion, Regions, VersionMap
 from penstock.sync.membership import Membership
 from penstock.sync.receive.batches import Step
-from penstock.sync.recording.layout import live_tensors
-from penstock.transform.formats import Format, format_of, is_format
 from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all
-from penstock.types import U64, DType, TensorTable
+from penstock.types import GB, U64
 
 
 class SourceLink(Protocol):
@@ -285,76 +267,136 @@ class SourceRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """The checkpoint as one receiver reads it."""
+class LinkReport:
+    """The share of one source in a transfer."""
 
-    table: TensorTable
-    tags: Mapping[str, str]
-    """The tag of each name that has one."""
+    member: str
+    path: str
+    """The transport."""
+    why: str
+    """The reason why no nearer transport is used."""
+    nbytes: int
+    wire_s: float
+    """Time during which at least one read from it was under way."""
+    ready_s: float
+    """Time from a request for digests until the answer, summed over requests."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Return the rate while this source was read."""
+        return self.nbytes / GB / self.wire_s if self.wire_s else 0.0
 
 
-def shown(checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None) -> Shown:
-    """Return the checkpoint's table, with tensors of the requested tags in the place of their plain sources.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """The figures of one run of a transfer."""
 
-    Args:
-        checkpoint: all tensors of the publishers.
-        requested: tags; None: those that the model has parameters for, else no tags.
-        model: the module to fill.
+    nbytes: int
+    """Bytes of the part."""
+    moved_bytes: int
+    """Bytes read: fewer where the receiver had some of them already."""
+    seconds: float
+    wire_s: float
+    """Time during which at least one read was under way."""
+    ready_s: float
+    digest_s: float
+    """Time of the receiver's own digests, summed over threads."""
+    peak_bytes: int
+    """Most bytes that were being read, or read and not yet verified, at one time."""
+    links: tuple[LinkReport, ...]
 
-    Raises:
-        PlanError: a requested tag is not offered; lists the offered ones.
+
+@dataclass(slots=True)
+class _Span:
+    """Time during which at least one thread is inside."""
+
+    inside: int = 0
+    since: float = 0.0
+    total_s: float = 0.0
+
+    def enter(self, now: float) -> None:
+        if not self.inside:
+            self.since = now
+        self.inside += 1
+
+    def leave(self, now: float) -> None:
+        self.inside -= 1
+        if not self.inside:
+            self.total_s += now - self.since
+
+
+@dataclass(slots=True)
+class _Counts:
+    wire: _Span = field(default_factory=_Span)
+    nbytes: int = 0
+    ready_s: float = 0.0
+
+
+class TransferStats:
+    """See the module.
+
+    Attributes:
+        is_touched: whether a byte of our memory may have been written.
+        peak_bytes: set by the run.
     """
-    tags = checkpoint.tags or ("",) * len(checkpoint.names)
-    offered = tuple(dict.fromkeys(tag for tag in tags if tag))
-    wanted = (
-        (requested,)
-        if isinstance(requested, str)
-        else _fitting(offered, model)
-        if requested is None
-        else tuple(requested)
-    )
-    if missing := [tag for tag in wanted if tag not in offered]:
-        message = f"no publisher offers tensors as {', '.join(missing)}; offered are {', '.join(offered) or 'none'}"
-        raise PlanError(message, hint="pass transforms= to the publisher")
-    rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
-    for name, _, _, tag in _rows(checkpoint, tags):
-        if tag in wanted:
-            rows.pop(name.removesuffix(_suffix(tag)), None)
-    for name, dtype, shape, tag in _rows(checkpoint, tags):
-        if tag in wanted:
-            if name in rows:
-                raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
-            rows[name] = dtype, shape, tag
-    table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
-    return Shown(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
 
+    def __init__(self, reads: Mapping[int, SourceRead]) -> None:
+        self._reads = {read.member: read for read in reads.values()}
+        self._counts = {member: _Counts() for member in self._reads}
+        self._wire, self._begun = _Span(), time.perf_counter()
+        self._digest_s = 0.0
+        self._lock = threading.Lock()
+        self.is_touched, self.peak_bytes = False, 0
 
-def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[int, ...], str]]:
-    return list(zip(checkpoint.names, checkpoint.dtypes, checkpoint.shapes, tags, strict=True))
+    @contextmanager
+    def reading(self, member: str) -> Iterator[None]:
+        """Count the time of the body as a read from this source."""
+        spans = (self._wire, self._counts[member].wire)
+        with self._lock:
+            for span in spans:
+                span.enter(time.perf_counter())
+        try:
+            yield
+        finally:
+            with self._lock:
+                for span in spans:
+                    span.leave(time.perf_counter())
 
+    def answered(self, member: str, ready_s: float) -> None:
+        """Note the time that this source took to answer a request for digests."""
+        with self._lock:
+            self._counts[member].ready_s += ready_s
 
-def _suffix(tag: str) -> str:
-    """Return the suffix that a format adds to the name of its codes; a user's own tag adds none."""
-    return format_of(tag).values_suffix if is_format(tag) else ""
+    def took(self, member: str, nbytes: int) -> None:
+        """Note bytes that arrived from this source."""
+        with self._lock:
+            self._counts[member].nbytes += nbytes
 
+    def digested(self, seconds: float) -> None:
+        """Note the time of digesting a step here."""
+        with self._lock:
+            self._digest_s += seconds
 
-def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
-    """Return the one offered block format that the model has codes and scales for; () where none or several fit."""
-    if model is None:
-        return ()
-    live = live_tensors(model)
-    usable = [tag for tag in offered if is_format(tag) and _has(live, format_of(tag))]
-    # Two formats may store the same dtypes: a guess could fill the model with wrong scales, so the caller must say.
-    return tuple(usable) if len(usable) == 1 else ()
-
-
-def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
-    """Return whether a parameter has the codes' dtype, with a parameter for their scales."""
-    if form.scaling == "none":
-        return False
-    codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)
-    for name, tensor in live.items():
-        scale = live.get(name.removesuffix(form.values_suffix) + form.scales_suffix)
-        if tensor.dtype is codes and name.endswith(form.values_suffix) and scale is not None:
-            return scale.dtype is scales
-    return False
+    def report(self, nbytes: int) -> TransferReport:
+        """Return the figures of the whole run. Order: at the end."""
+        links = tuple(
+            LinkReport(
+                member=member,
+                path=self._reads[member].path,
+                why=self._reads[member].why,
+                nbytes=counts.nbytes,
+                wire_s=counts.wire.total_s,
+                ready_s=counts.ready_s,
+            )
+            for member, counts in self._counts.items()
+        )
+        return TransferReport(
+            nbytes=nbytes,
+            moved_bytes=sum(link.nbytes for link in links),
+            seconds=time.perf_counter() - self._begun,
+            wire_s=self._wire.total_s,
+            ready_s=sum(link.ready_s for link in links),
+            digest_s=self._digest_s,
+            peak_bytes=self.peak_bytes,
+            links=links,
+        )

@@ -1,15 +1,13 @@
 """An inference rank as a subscriber: it receives version after version, each complete and verified.
 
 In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
-Not here: the target's requirements (`target`), reading a version (`update`), planning (`sync.planner`).
+Not here: the target's requirements and memory (`target`), reading a version (`update`), planning (`sync.planner`).
 
     staged:  stage(): read into a staging copy, verify | commit(): before_pause, flip, at_commit, after_resume
     direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; on failure: dirty
 
-`subscriber`: an inference rank joins a sync.
-
-In: a live model or tensors, a name, a hub or none. Out: a `Subscriber`.
-Not here: what it does (`subscriber`).
+One thread at a time updates. The server's threads read the version, the layout and the memory at any time: a version is
+withdrawn before its first byte changes, and served again after the last.
 """
 
 from __future__ import annotations
@@ -36,23 +34,27 @@ from penstock.errors import (
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import SyncState
 from penstock.lifecycle import Closing
-from penstock.loader.report import ProgressOption, looked_at
+from penstock.loader.report import ProgressOption, showing_progress
 from penstock.peer.member import Member
+from penstock.plan.layout import Layout
+from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
-from penstock.sync.receive.target import Target, to_arenas
+from penstock.sync.receive.target import Target
 from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.receive.update import Options, Staged, UpdateLoop
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.report import UpdateMode, UpdateReport, VersionStatus, path_of
+from penstock.sync.report import UpdateMode, UpdateReport
 from penstock.sync.request_handler import SyncHandler
+from penstock.sync.shards import to_arenas
 from penstock.transform.formats import format_of
 
 ASK_S = 1.0
 """How long one request for a newer version waits at the planner."""
 GRACE_S = 1.0
 """How long an update retries while a version has no source: a receiver that just finished it reports much sooner."""
+# Between two looks for a version: short beside a training step, long beside the request to the hub that it costs.
 _PAUSE_S = 0.1
 
 
@@ -91,56 +93,75 @@ class Subscriber(Closing):
         hooks: Hooks,
         stall_s: float,
     ) -> None:
-        self.name, self.member = name, member
+        self.name = name
+        self.member = member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
-        self.version, self.is_dirty = -1, False
+        self.version = -1
+        self.is_dirty = False
         self._rank = rank
         self._world_size = world_size
         self._hooks = hooks
         self._stall_s = stall_s
-        self._run = self._path = ""
-        self._version_status, self._membership = VersionStatus(), Membership(member, name, stall_s)
+        self._serves = options.serve
+        self._run = ""
+        self._path = ""
+        self._staged: Staged | None = None
+        self._updating = threading.Lock()
+        self._is_closed = False
+        self._version_status = VersionStatus()
+        self._membership = Membership(member, name, stall_s)
         self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
-        update_loop = self._update_loop
+        # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
         self.planner = Planner(
             self._membership,
             self._version_status,
-            lambda: update_loop.layout,
-            checkpoint=lambda: update_loop.checkpoint,
+            self._layout,
+            checkpoint=lambda: self._update_loop.checkpoint,
         )
-        sync_handler = SyncHandler(
+        member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            local_version=lambda: update_loop.local_version,
+            local_version=self._local_version,
             version_status=self._version_status,
             planner=self.planner,
             check=self._check_proven,
         )
-        self._staged: Staged | None = None
-        self._updating, self._is_closed = threading.Lock(), False
-        member.server.handlers["sync"] = sync_handler
+        # The handler first: a publisher that learns of this subscriber from the hub may ask it at once.
         member.syncs.append(self._state)
         member.report_now()
 
     @property
     def wanted(self) -> Requirements | None:
         """Return the requirements of an update; None: not known before the first."""
-        return self._update_loop.wanted
+        buffers = self._update_loop.buffers
+        return None if buffers is None else buffers.wanted
+
+    def _layout(self) -> Layout | None:
+        buffers = self._update_loop.buffers
+        return None if buffers is None else buffers.layout
+
+    def _local_version(self) -> LocalVersion | None:
+        """Return the target's memory, which others read; None: it is not served, or there was no update yet."""
+        buffers = self._update_loop.buffers
+        return None if buffers is None else buffers.local_version
 
     def _state(self) -> SyncState:
+        """Return what the hub lists about this subscriber."""
         is_open = self._version_status.now.is_open
         state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
-        layout = self._update_loop.layout
+        # Read once: this runs in the member's beat, while an update may replace the buffers.
+        buffers = self._update_loop.buffers
         return SyncState(
             name=self.name,
             side="subscriber",
             run=self._run,
             rank=self._rank,
             world_size=self._world_size,
-            layout=self._update_loop.digest,
+            layout="" if buffers is None else buffers.digest,
             version=self.version,
             state=state,  # type: ignore[arg-type]
-            nbytes=0 if layout is None else sum(layout.regions),
+            nbytes=0 if buffers is None else sum(buffers.layout.regions),
+            # The field's limit: the path names every source, and a large sync has hundreds.
             path=self._path[:1024],
         )
 
@@ -150,19 +171,19 @@ class Subscriber(Closing):
         Raises:
             SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
         """
-        begun = heard = time.monotonic()
+        begun = last_answer = time.monotonic()
         while True:
             self._check_open()
             newest = self._update_loop.news(version - 1, ASK_S)
             now = time.monotonic()
             if newest is not None:
                 # A trainer may take hours per version: without a timeout only the silence of every planner counts.
-                heard = now
+                last_answer = now
                 if newest >= version:
                     return newest
             else:
                 time.sleep(_PAUSE_S)
-            waited = now - (heard if timeout_s is None else begun)
+            waited = now - (last_answer if timeout_s is None else begun)
             if waited > (self._stall_s if timeout_s is None else timeout_s):
                 raise SourceStalled(f"version {version} of {self.name!r} was not announced in {waited:.1f} s")
 
@@ -187,12 +208,12 @@ class Subscriber(Closing):
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
         """
         with self._updating:
-            if self.mode == "staged":
-                with looked_at(progress, self.name, lambda: self._update_loop.progress):
-                    self._stage(version, timeout_s)
-                return self._commit()
-            with looked_at(progress, self.name, lambda: self._update_loop.progress):
-                return self._direct(version, timeout_s)
+            with showing_progress(progress, self.name, lambda: self._update_loop.progress):
+                if self.mode == "direct":
+                    return self._update_direct(version, timeout_s)
+                self._stage(version, timeout_s)
+            # Outside the block: a caller's progress function that raises must not interrupt a flip.
+            return self._commit()
 
     def stage(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
@@ -200,7 +221,7 @@ class Subscriber(Closing):
         """Read and verify a version into the staging copy for `commit`; return the version. Errors as `update`."""
         if self.mode != "staged":
             raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
-        with self._updating, looked_at(progress, self.name, lambda: self._update_loop.progress):
+        with self._updating, showing_progress(progress, self.name, lambda: self._update_loop.progress):
             return self._stage(version, timeout_s).version
 
     def commit(self) -> UpdateReport:
@@ -212,26 +233,76 @@ class Subscriber(Closing):
         with self._updating:
             return self._commit()
 
-    def _check_proven(self) -> None:
-        try:
-            self._update_loop.check_proven()
-        except StaleDescriptor:
-            # Planners choose sources by the hub's list: without this report they would send every receiver here again.
-            self._version_status.post(self._run, self.version, is_open=False)
-            self.member.beat_now()
-            raise
-
     def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
         self._check_open()
+        # The hub lists this subscriber as updating: others then wait for it, instead of giving the version up as lost.
         self.member.beat_now()
+        # Before the read: it overwrites the staging copy, so what was staged before must not be committed any more.
         self._staged = None
-        staged = self._taken(version, timeout_s, lambda staged: None)
-        self._staged = staged
-        return staged
+        self._staged = self._receive(version, timeout_s, lambda announced: None)
+        return self._staged
 
-    def _taken(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
+    def _commit(self) -> UpdateReport:
+        staged = self._staged
+        if staged is None:
+            raise ConfigError("nothing is staged", hint="call stage() first")
+        self._staged = None
+        if staged.part is None:
+            return self._report(staged, 0.0, 0.0)
+        buffers = self._update_loop.buffers
+        assert buffers is not None and buffers.staging_copy is not None
+        begun = time.perf_counter()
+        self._call(self._hooks.before_pause, staged.version)
+        # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes that
+        # peers may be reading.
+        self._withdraw()
+        try:
+            buffers.staging_copy.flip(staged.part, stall_s=self._stall_s)
+            installed = time.perf_counter()
+            buffers.install()
+        except BaseException:
+            # Every exception, an interrupt too: some rows may have been copied.
+            self.is_dirty = True
+            raise
+        return self._make_live(staged, begun, time.perf_counter() - installed)
+
+    def _update_direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
+        self._check_open()
+        paused: list[float] = []
+
+        def pause(announced: int) -> None:
+            if not paused:  # an update of several attempts pauses the engine once
+                at = time.perf_counter()
+                self._call(self._hooks.before_pause, announced)
+                # After the hook: if it raises, nothing is paused or touched.
+                paused.append(at)
+                self._withdraw()
+
+        try:
+            staged = self._receive(version, timeout_s, pause)
+            if staged.part is None:
+                return self._report(staged, 0.0, 0.0)
+            buffers = self._update_loop.buffers
+            assert buffers is not None
+            installed = time.perf_counter()
+            buffers.install()
+        except BaseException as error:
+            if paused and (self._update_loop.is_touched or not isinstance(error, PenstockError)):
+                self.is_dirty = True
+                self.member.beat_now()
+                if isinstance(error, PenstockError):
+                    error.mutated = True
+            # Not one byte was written: the version before is intact, so the engine can go on with it.
+            elif paused and not self.is_dirty and self.version >= 0:
+                self._serve()
+                self._call(self._hooks.after_resume, self.version)
+            raise
+        return self._make_live(staged, paused[0], time.perf_counter() - installed)
+
+    def _receive(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
         """Read and verify a version; wait for one as long as `timeout_s` allows."""
-        begun, self._update_loop.is_touched = time.monotonic(), False
+        begun = time.monotonic()
+        self._update_loop.is_touched = False
         while True:
             try:
                 is_dirty = self.is_dirty or self._update_loop.is_touched
@@ -243,73 +314,22 @@ class Subscriber(Closing):
                 if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
+                # No publisher, or no version yet: trainer and engines start in any order.
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
             time.sleep(_PAUSE_S)
 
-    def _commit(self) -> UpdateReport:
-        staged = self._staged
-        if staged is None:
-            raise ConfigError("nothing is staged", hint="call stage() first")
-        self._staged = None
-        if staged.is_live:
-            return self._report(staged, 0.0, 0.0)
-        begun = time.perf_counter()
-        self._call(self._hooks.before_pause, staged.version)
-        # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes that
-        # peers may be reading.
-        self._withdraw()
-        try:
-            self._update_loop.flip(staged)
-            installed = time.perf_counter()
-            self._update_loop.install()
-        except BaseException:
-            # Every exception, an interrupt too: some rows may have been copied.
-            self.is_dirty = True
-            raise
-        install_s = time.perf_counter() - installed
-        return self._live(staged, begun, install_s)
-
-    def _direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
-        self._check_open()
-        begun: list[float] = []
-
-        def pause(announced: int) -> None:
-            if not begun:  # an update of several attempts pauses the engine once
-                at = time.perf_counter()
-                self._call(self._hooks.before_pause, announced)
-                begun.append(at)  # after the hook: if it raises, nothing is paused or touched
-                self._withdraw()
-
-        try:
-            staged = self._taken(version, timeout_s, pause)
-            if staged.is_live:
-                return self._report(staged, 0.0, 0.0)
-            installed = time.perf_counter()
-            self._update_loop.install()
-        except BaseException as error:
-            if begun and (self._update_loop.is_touched or not isinstance(error, PenstockError)):
-                self.is_dirty = True
-                self.member.beat_now()
-                if isinstance(error, PenstockError):
-                    error.mutated = True
-            # Not one byte was written: the version before is intact, so the engine can go on with it.
-            elif begun and not self.is_dirty and self.version >= 0:
-                if self._update_loop.reopen(self.version):
-                    self._announce()
-                self._call(self._hooks.after_resume, self.version)
-            raise
-        return self._live(staged, begun[0], time.perf_counter() - installed)
-
-    def _live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
+    def _make_live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
         """Announce the version that is now in the target, resume the engine, and return the report."""
-        self.version, self._run, self.is_dirty = staged.version, staged.run, False
-        self._path = path_of(staged.nbytes_by_path)
+        self.version = staged.version
+        self._run = staged.run
+        self.is_dirty = False
+        self._path = staged.path
         # Before requests resume: cache entries of the old weights must not be used with the new ones.
         self._call(self._hooks.at_commit, staged.version)
-        if self._update_loop.reopen(staged.version):
-            self._announce()
+        # Before the hook, which may take long or raise: the memory has the version either way.
+        self._serve()
         self.member.beat_now()
         self._call(self._hooks.after_resume, staged.version)
         return self._report(staged, time.perf_counter() - begun, install_s)
@@ -328,7 +348,7 @@ class Subscriber(Closing):
             wire_s=staged.wire_s,
             install_s=install_s,
             pause_s=pause_s,
-            path=path_of(staged.nbytes_by_path),
+            path=staged.path,
             sources=staged.sources,
             why=staged.why,
             attempts=staged.attempts,
@@ -338,14 +358,39 @@ class Subscriber(Closing):
         if hook is not None:
             hook(version)
 
-    def _announce(self) -> None:
+    def _serve(self) -> None:
+        """Serve the live version to others, where this subscriber is a source."""
+        local_version = self._local_version()
+        # In direct mode the memory is registered to be read into, also where it is not to be served.
+        if local_version is None or not self._serves:
+            return
+        if local_version.version is not None:
+            local_version.fence()
+        local_version.begin(self.version)
+        local_version.ready()
         self._version_status.post(self._run, self.version, is_open=True)
 
     def _withdraw(self) -> None:
-        """Stop serving the live version, because its memory is about to change."""
+        """Stop serving the live version, because its memory is about to change, or has changed."""
         # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
         self._version_status.post(self._run, self.version, is_open=False)
-        self._update_loop.fence()
+        local_version = self._local_version()
+        if local_version is not None and local_version.version is not None:
+            local_version.fence()
+
+    def _check_proven(self) -> None:
+        """Check that the target still has the received bytes, before others read it.
+
+        Raises:
+            StaleDescriptor: an engine changed the weights in place; they are no longer served.
+        """
+        if self._update_loop.is_proven():
+            return
+        self._withdraw()
+        # Planners choose sources by the hub's list: without this report they would send every receiver here again.
+        self.member.beat_now()
+        message = "weights were modified after the update; this process no longer serves them"
+        raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -356,6 +401,7 @@ class Subscriber(Closing):
         if self._is_closed:
             return
         self._is_closed = True
+        # The memory first: its owner may free it once this returns, and no peer may read it then.
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()

@@ -1,105 +1,114 @@
-"""The tensors that a subscriber fills, as rows, and the memory that receives them.
+"""The target of a subscriber: the tensors that it fills, as rows of the checkpoint on offer, and the memory for them.
 
-In: a module with or without a loader, or tensors by name; the checkpoint's table.
-Out: `Requirements`, `ReceiveBuffers`.
-Not here: recording (`sync.recording.record`), rows of records (`sync.recording.requirements`), receiving
-(`subscriber`).
+In: a module with or without a loader, or tensors by name; the publishers' table, with tags; the requested tags.
+Out: `Shown`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
+Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.publish.transformed`), reading a version
+(`update`).
 
-Staging copy: second memory of the same size that a version is read into, and the flip that makes it live.
-
-In: live memory, and the strips of it that a part fills. Out: registered memory of the same sizes; the copy, and its
-seconds.
-Not here: reading (`transfer`), pausing the engine (`subscriber`).
+    publishers' table -> shown: plain tensors, or those of one tag -> wanted_of: rows -> ReceiveBuffers: layout, memory
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
-from penstock.lifecycle import Closing
-from penstock.memory.arena import Arena
-from penstock.memory.rehome import rehome
+from penstock.hub.messages import TableReply
+from penstock.loader.tensor import torch_dtype
+from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
-from penstock.plan.sync import Part
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import StagingCopy
 from penstock.sync.local_version import LocalVersion, Regions
-from penstock.sync.recording.layout import Load, Recording
+from penstock.sync.recording.layout import Load, Recording, live_tensors
 from penstock.sync.recording.requirements import Requirements, record, wanted
-from penstock.sync.shards import Declarable, Row, Shard, declared, layout_of, regions_of
+from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of
+from penstock.transform.formats import Format, format_of, is_format
 from penstock.transport.choose import Links
-from penstock.transport.protocol import Memory
-from penstock.types import TensorTable
-
-
-def received(part: Part) -> Strips:
-    """Return the strips of the receiver's memory that a part fills."""
-    return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
-
-
-def allocate_like(memories: Sequence[Memory]) -> list[Memory]:
-    """Allocate arenas of the same sizes on the same devices.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
-    """
-    copies = []
-    for memory in memories:
-        arena = Arena.allocate(max(memory.nbytes, 1), memory.device)
-        copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
-    return copies
-
-
-class StagingCopy(Closing):
-    """Second memory for a target's regions, as large as they are, on the same devices; a context manager.
-
-    Attributes:
-        regions: the memory that a `Transfer` reads into, in place of the live regions.
-
-    Args:
-        live: the live regions' memory, in the layout's order; never moved.
-        links: the transports that register the staging memory.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
-        ConfigError: no transport reaches it.
-    """
-
-    def __init__(self, live: Sequence[Memory], links: Links) -> None:
-        self._live = tuple(live)
-        self.regions = Regions(allocate_like(live), links)
-        self._copies: dict[str, Copy] = {}
-
-    def flip(self, part: Part, *, stall_s: float = 30.0) -> float:
-        """Copy the strips that the part filled to the live memory, and return the seconds.
-
-        Raises:
-            DestinationError: the device failed; the live memory is a mix of two versions.
-
-        Order: while nothing reads the live memory; after the work queued on the current stream. Cost: one pass on the
-            device; the copies are prepared at the first flip of a plan.
-        """
-        # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since. One
-        # prepared copy is enough, because a new plan replaces the old one for good.
-        if part.key not in self._copies:
-            self._copies = {part.key: Copy(self._live, self.regions.memories, received(part))}
-        return self._copies[part.key].run(stall_s=stall_s)
-
-    def close(self) -> None:
-        """End the registrations and release the memory. Idempotent."""
-        self.regions.close()
-        self._copies.clear()
-
+from penstock.types import DType, TensorTable
 
 Target = torch.nn.Module | Mapping[str, Declarable]
 """A module whose loader is recorded, or tensors by the checkpoint's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The checkpoint as one receiver reads it."""
+
+    table: TensorTable
+    tags: Mapping[str, str]
+    """The tag of each name that has one."""
+
+
+def shown(checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None) -> Shown:
+    """Return the checkpoint's table, with tensors of the requested tags in the place of their plain sources.
+
+    Args:
+        checkpoint: all tensors of the publishers.
+        requested: tags; None: those that the model has parameters for, else no tags.
+        model: the module to fill.
+
+    Raises:
+        PlanError: a requested tag is not offered; lists the offered ones.
+    """
+    tags = checkpoint.tags or ("",) * len(checkpoint.names)
+    offered = tuple(dict.fromkeys(tag for tag in tags if tag))
+    wanted = (
+        (requested,)
+        if isinstance(requested, str)
+        else _fitting(offered, model)
+        if requested is None
+        else tuple(requested)
+    )
+    if missing := [tag for tag in wanted if tag not in offered]:
+        message = f"no publisher offers tensors as {', '.join(missing)}; offered are {', '.join(offered) or 'none'}"
+        raise PlanError(message, hint="pass transforms= to the publisher")
+    rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
+    for name, _, _, tag in _rows(checkpoint, tags):
+        if tag in wanted:
+            rows.pop(name.removesuffix(_suffix(tag)), None)
+    for name, dtype, shape, tag in _rows(checkpoint, tags):
+        if tag in wanted:
+            if name in rows:
+                raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
+            rows[name] = dtype, shape, tag
+    table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
+    return Shown(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
+
+
+def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[int, ...], str]]:
+    return list(zip(checkpoint.names, checkpoint.dtypes, checkpoint.shapes, tags, strict=True))
+
+
+def _suffix(tag: str) -> str:
+    """Return the suffix that a format adds to the name of its codes; a user's own tag adds none."""
+    return format_of(tag).values_suffix if is_format(tag) else ""
+
+
+def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
+    """Return the one offered block format that the model has codes and scales for; () where none or several fit."""
+    if model is None:
+        return ()
+    live = live_tensors(model)
+    usable = [tag for tag in offered if is_format(tag) and _has(live, format_of(tag))]
+    # Two formats may store the same dtypes: a guess could fill the model with wrong scales, so the caller must say.
+    return tuple(usable) if len(usable) == 1 else ()
+
+
+def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
+    """Return whether a parameter has the codes' dtype, with a parameter for their scales."""
+    if form.scaling == "none":
+        return False
+    codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)
+    for name, tensor in live.items():
+        scale = live.get(name.removesuffix(form.values_suffix) + form.scales_suffix)
+        if tensor.dtype is codes and name.endswith(form.values_suffix) and scale is not None:
+            return scale.dtype is scales
+    return False
 
 
 def wanted_of(
@@ -122,7 +131,8 @@ def wanted_of(
         if strict:
             _check(recording, target)
         return wanted(target, recording, table, load=load, tags=tags)
-    return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in declared(target)])
+    rows = declared(target)
+    return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
 
 
 def _tagged(row: Row, tag: str) -> Row:
@@ -144,23 +154,6 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     raise PlanError("the publishers do not fill all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 
-def to_arenas(params: Target) -> None:
-    """Move the declared tensors into one arena per device; see `memory.rehome`."""
-    if isinstance(params, torch.nn.Module):
-        named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
-    else:
-        named = {}
-        for name, value in params.items():
-            parts = [value] if isinstance(value, torch.Tensor | Shard) else value
-            for number, part in enumerate(parts):
-                named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
-    rehome({name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()})
-    if isinstance(params, torch.nn.Module):
-        # FSDP2 keeps references to its shards' memory from the first forward on, and takes new ones when a module is
-        # converted: without this it would compute with the memory that the parameters were moved out of.
-        params._apply(lambda tensor: tensor)
-
-
 class ReceiveBuffers:
     """The memory that receives versions: the target's own, and in staged mode a staging copy.
 
@@ -168,7 +161,7 @@ class ReceiveBuffers:
         wanted: the rows, and the steps after their arrival.
         local_version: the target's memory, served to others once it has a version; None: it is not served.
         layout, digest: the layout for the planner, and its digest.
-        into: the memory that a transfer reads into.
+        staging_copy: the memory that a transfer reads into, in staged mode.
 
     Args:
         requirements: the rows to receive.
@@ -202,11 +195,12 @@ class ReceiveBuffers:
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self._memories = memories
+        # Staged without `serve`, the target itself is neither read nor written to by a transport: no registration.
         self.local_version = LocalVersion(self.layout, memories, links) if serve or not staged else None
-        self._staging_copy: StagingCopy | None = None
+        self.staging_copy: StagingCopy | None = None
         try:
             if staged:
-                self._staging_copy = StagingCopy(memories, links)
+                self.staging_copy = StagingCopy(memories, links)
         except BaseException:
             self.close()
             raise
@@ -214,15 +208,10 @@ class ReceiveBuffers:
     @property
     def into(self) -> Regions:
         """Return the memory that a transfer reads into."""
-        if self._staging_copy is not None:
-            return self._staging_copy.regions
+        if self.staging_copy is not None:
+            return self.staging_copy.regions
         assert self.local_version is not None
         return self.local_version.regions
-
-    def flip(self, part: Part, *, stall_s: float) -> None:
-        """Copy what was received to the target; nothing to do in direct mode."""
-        if self._staging_copy is not None:
-            self._staging_copy.flip(part, stall_s=stall_s)
 
     def install(self) -> None:
         """Finish the update once all bytes are in the target's memory and scratch."""
@@ -235,6 +224,6 @@ class ReceiveBuffers:
 
     def close(self) -> None:
         """End the registrations and free the staging copy. Idempotent."""
-        for memory in (self.local_version, self._staging_copy):
+        for memory in (self.local_version, self.staging_copy):
             if memory is not None:
                 memory.close()

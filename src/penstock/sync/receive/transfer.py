@@ -47,8 +47,7 @@ from penstock.plan.sync import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF
 from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
 from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
-from penstock.sync.receive.sources import SourceLink, SourceRead
-from penstock.sync.receive.stats import TransferReport, TransferStats
+from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
 from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6

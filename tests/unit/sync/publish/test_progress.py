@@ -6,8 +6,8 @@ import threading
 import time
 
 from penstock.hub.messages import Decision, Progress
-from penstock.sync import request_handler as subscriber_progress
-from penstock.sync.request_handler import SubscriberProgress
+from penstock.sync.publish import rank_group
+from penstock.sync.publish.rank_group import SubscriberProgress
 
 
 def waited(
@@ -71,7 +71,7 @@ def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back
 
 
 def test_who_is_gone_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(subscriber_progress, "LOOK_S", 0.05)
+    monkeypatch.setattr(rank_group, "PROBE_S", 0.05)
     one = SubscriberProgress()
     one.begin(1, ["a"])
     found, thread = waited(one, 1, stall_s=60.0, gone="a")

@@ -13,7 +13,7 @@ from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.hub.messages import TableReply
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
-from penstock.sync.receive.sources import shown
+from penstock.sync.receive.target import shown
 from penstock.sync.shards import Row, Shard, declared
 from penstock.transform.formats import format_of, outputs
 from penstock.transform.quantize import dtype_of, quantise

@@ -8,10 +8,9 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import Copy, StagingCopy
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
-from penstock.sync.receive.target import StagingCopy
 from penstock.sync.receive.transfer import Transfer
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory

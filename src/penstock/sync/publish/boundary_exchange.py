@@ -1,0 +1,358 @@
+"""Exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
+
+In: a rank's rows, and the boxes of other ranks' rows that it needs (`transformed`). Out: at each publish those boxes of
+the version, verified, on every rank or on none.
+Not here: the choice of the boxes (`transform.formats`), quantising, versions that receivers see (`publisher`).
+
+This is a sync among the publishers with the same parts, maps and transports, under a request handler of its own:
+requirements = boxes of other ranks, sources = all rows. Rank 0 plans once, and decides when all are done.
+
+    begin(v) on every rank -> part (unchanged if nothing changed) -> transfer -> quantise -> all done: fence
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
+from penstock.hub.messages import Decision, PartReply, PartRequest, Progress, SyncMember, TableReply
+from penstock.peer.member import Member
+from penstock.plan.layout import Layout, decode, encode
+from penstock.plan.sync import Part, SyncPlan, plan_sync
+from penstock.sync.local_version import LocalVersion, Regions, VersionStatus
+from penstock.sync.membership import Membership
+from penstock.sync.publish.rank_group import SubscriberProgress, decided
+from penstock.sync.receive.sources import LocalLink, SourceFailed, SourceLink, open_links
+from penstock.sync.receive.transfer import Transfer
+from penstock.sync.request_handler import SyncHandler
+from penstock.sync.shards import Row, layout_of, regions_of
+
+HANDLER = "boundary"
+"""Name of the request handler at the publishers' servers."""
+# All ranks publish within milliseconds of each other, and the trainer waits: ask again quickly.
+_ASK_S = 0.02
+# A dead rank must end the exchange well before the stall deadline; each look costs a request to the hub.
+_PEER_LOOK_S = 1.0
+
+
+class BoundaryPlanner:
+    """The planner of rank 0: plans for all ranks when all have reported their needs, and again only after a change.
+
+    Args:
+        membership: the members of the exchange.
+        ours: rank 0's own layout.
+    """
+
+    def __init__(self, membership: Membership, ours: Layout) -> None:
+        self._membership = membership
+        # As in `Planner`: `_planning` is kept for a whole plan, `_lock` only for a look at the tables, so that ranks
+        # can report their needs while a plan is made.
+        self._lock = threading.Lock()
+        self._planning = threading.Lock()
+        self._held: dict[str, Layout] = {ours.member: ours}
+        self._wants: dict[str, tuple[str, Layout]] = {}
+        self._ranks: tuple[SyncMember, ...] = ()
+        self._version, self._why = -1, ""
+        self._plan: SyncPlan | None = None
+        self._of: tuple[str, ...] = ()
+
+    def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
+        """Start to serve parts of this version to these ranks."""
+        with self._lock:
+            self._version, self._ranks, self._why = version, tuple(ranks), ""
+
+    def fail(self, why: str) -> None:
+        """End the version with a reason; later requests for its parts fail with it."""
+        with self._lock:
+            self._why = why
+
+    def lacking(self) -> list[SyncMember]:
+        """Return the ranks that have not reported their requirements."""
+        with self._lock:
+            return [rank for rank in self._ranks if rank.member not in self._wants]
+
+    def part(self, asker: str, request: PartRequest) -> PartReply:
+        """See `Planner.part`.
+
+        Raises:
+            StaleDescriptor: the version failed on a rank.
+            PlanError: the ranks together lack elements of a block; lists them.
+        """
+        with self._lock:
+            # The layout is taken before the version is checked: the other ranks wait for it, and a rank that is too
+            # early need not send it again.
+            known = self._wants.get(asker)
+            if known is None or known[0] != request.digest:
+                if request.layout is None:
+                    return PartReply(needs_layout=True)
+                layout = decode(request.layout, Layout)
+                if layout.member != asker or layout.digest() != request.digest:
+                    raise PlanError(
+                        f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the "
+                        "request's"
+                    )
+                self._wants[asker] = request.digest, layout
+            if request.version != self._version:
+                return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
+            if self._why:
+                raise StaleDescriptor(self._why)
+            ranks = self._ranks
+            if all(rank.member != asker for rank in ranks):
+                # The requester is an earlier process of a rank that was started again.
+                raise StaleDescriptor("another process has this rank now")
+        # A plan without one rank would have to be made again when it comes, and every rank would drop its part.
+        if lacking := self.lacking():
+            return PartReply(not_yet=f"rank {lacking[0].state.rank} has not reported its requirements")
+        with self._planning:
+            plan = self._planned(ranks)
+        if asker not in plan.receivers:
+            return PartReply(version=request.version, key=plan.key)
+        same = request.have_key == plan.key
+        part = None if same else encode(plan.part(plan.receivers.index(asker)))
+        return PartReply(version=request.version, key=plan.key, part=part)
+
+    def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
+        members = [rank.member for rank in ranks]
+        with self._lock:
+            # Drop ranks that were replaced since the last version: the token below names the processes.
+            self._held = {name: layout for name, layout in self._held.items() if name in members}
+            self._wants = {name: want for name, want in self._wants.items() if name in members}
+            wants = [self._wants[name] for name in members if self._wants[name][1].names]
+            token = (*members, *(digest for digest, _ in wants))
+        for name in members:
+            if name not in self._held:
+                self._held[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
+        if self._plan is None or token != self._of:
+            self._plan, self._of = (
+                plan_sync([self._held[name] for name in members], [want for _, want in wants]),
+                token,
+            )
+        return self._plan
+
+    def table(self) -> TableReply:
+        """Raise NotFound: this exchange has no checkpoint, only boxes of it."""
+        raise NotFound("the boundary exchange has no checkpoint table")
+
+
+class BoundaryExchange:
+    """The exchange of one rank; a context manager by its `close`.
+
+    Attributes:
+        moved_bytes: bytes read from other ranks for the last version.
+
+    Args:
+        member: this process in the fleet.
+        name: the name of the sync.
+        rows: this rank's rows of tensors with blocks.
+        wants: the rows needed from other ranks, in memory of their own.
+        is_first: whether this is rank 0.
+        world_size: the number of ranks.
+        stall_s: the deadline for progress.
+
+    Raises:
+        ConfigError: no transport reaches the rows.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        name: str,
+        rows: Sequence[Row],
+        wants: Sequence[Row],
+        *,
+        is_first: bool,
+        world_size: int,
+        stall_s: float,
+    ) -> None:
+        self._member = member
+        self._world_size = world_size
+        self._stall_s = stall_s
+        self.moved_bytes = 0
+        memories, into = regions_of(rows), regions_of(wants)
+        self._membership, self._version_status = Membership(member, name, stall_s, handler=HANDLER), VersionStatus()
+        self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
+        self._digest = self._want.digest()
+        self._transfer: Transfer | None = None
+        self._peers = SubscriberProgress() if is_first else None
+        with contextlib.ExitStack() as stack:
+            layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
+            self._held = LocalVersion(layout, memories, member.links)
+            stack.callback(self._held.close)
+            self._into = Regions(into, member.links)
+            stack.pop_all()
+        self._planner = BoundaryPlanner(self._membership, layout)
+        member.server.handlers[HANDLER] = SyncHandler(
+            self._membership.key,
+            member.check_grant,
+            local_version=lambda: self._held,
+            version_status=self._version_status,
+            planner=self._planner,
+            subscriber_progress=self._peers,
+        )
+
+    @contextlib.contextmanager
+    def exchanged(self, version: int, run: str) -> Iterator[None]:
+        """Read the elements of other ranks, run the body, and wait on leaving until every rank is done.
+
+        After it the parameters may change.
+
+        Raises:
+            PeerLost, SourceStalled: a rank is gone, silent, or failed; on every rank. PlanError, IntegrityError: this
+                rank's own failure.
+
+        Order: while the parameters are the version's, on every rank.
+        """
+        self._held.begin(version)
+        self._held.ready()
+        self._version_status.post(run, version, is_open=True)
+        try:
+            self._begin(version, run)
+            self._run(version, run)
+            yield
+        except BaseException as error:
+            if isinstance(error, PenstockError):
+                error.mutated = False  # only the exchange's own buffers were written
+            why = str(error) or type(error).__name__
+            self._planner.fail(f"version {version} is not quantised: {why}")
+            # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
+            # must not hide the first one.
+            with contextlib.suppress(PenstockError):
+                self._report(version, run, why[:1024])
+            # Rank 0 serves the decision: it stays until the others had time to report, so that they get it.
+            if self._peers is not None:
+                self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+            raise
+        else:
+            self._report(version, run, "")
+            self._settle(version, run)
+        finally:
+            self._held.fence()
+            self._version_status.post(run, version, is_open=False)
+
+    def _begin(self, version: int, run: str) -> None:
+        """As rank 0, set the ranks to wait for, and start to serve their parts."""
+        if self._peers is not None:
+            # Every rank is needed for every version: none may be skipped for being late once.
+            self._peers.absent.clear()
+            # Twice: another rank may ask for the decision while this one still looks for the ranks, and must find a
+            # version that has begun and is not over.
+            self._peers.begin(version, [self._member.id])
+            ranks = self._ranks(run)
+            self._peers.begin(version, [rank.member for rank in ranks])
+            self._planner.begin(version, ranks)
+
+    def _report(self, version: int, run: str, why: str) -> None:
+        """Report to rank 0 that this rank is done, or the reason of its failure."""
+        moved = self.moved_bytes
+        progress = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
+        if self._peers is not None:
+            self._peers.note_progress(self._member.id, progress)
+        else:
+            self._membership.ask(run, lambda sync_client: sync_client.progress(progress), channel="progress")
+
+    def _ranks(self, run: str) -> list[SyncMember]:
+        """Return all ranks of this run, the newest process of each.
+
+        Raises:
+            SourceStalled: a rank did not come.
+        """
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            newest = {
+                member.state.rank: member
+                for member in sorted(self._membership.look(), key=lambda member: member.since)
+                if member.state.side == "publisher" and member.state.run == run
+            }
+            if len(newest) == self._world_size:
+                return [newest[rank] for rank in sorted(newest)]
+            if time.monotonic() > deadline:
+                message = f"only {len(newest)} of {self._world_size} ranks publish {self._membership.name!r}"
+                raise SourceStalled(f"{message} after {self._stall_s:g} s")
+            time.sleep(_ASK_S)
+
+    def _run(self, version: int, run: str) -> None:
+        """Read and verify the elements that this rank needs."""
+        self.moved_bytes = 0
+        if not self._has_part(version, run):
+            return
+        assert self._transfer is not None
+        part = self._transfer.part
+        used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
+        links: dict[str, SourceLink] = {}
+        try:
+            links |= open_links(
+                self._membership, [source for source in used if source != self._member.id], version, self._stall_s
+            )
+        except SourceFailed as failed:
+            raise failed.error from failed
+        # A box can lie in this rank's own rows: read it in place instead of through its own server.
+        if self._member.id in used:
+            links[self._member.id] = LocalLink(self._held)
+        self.moved_bytes = self._transfer.run(links).nbytes
+
+    def _has_part(self, version: int, run: str) -> bool:
+        """Return whether this rank needs elements of others; if so, `_transfer` is of this version's plan."""
+        have = "" if self._transfer is None else self._transfer.part.key
+        layout: bytes | None = None
+        begun = looked = time.monotonic()
+        while True:
+            request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
+            reply = self._request_part(request, run)
+            if reply.needs_layout:
+                layout = encode(self._want)
+            elif not reply.not_yet:
+                break
+            elif time.monotonic() - begun > self._stall_s:
+                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
+            else:
+                time.sleep(_ASK_S)
+            if self._peers is not None and time.monotonic() - looked > _PEER_LOOK_S:
+                looked = time.monotonic()
+                for rank in self._planner.lacking():
+                    if self._is_gone(rank.member):
+                        raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
+        if reply.part is not None:
+            part = decode(reply.part, Part)
+            self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
+        if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
+            raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
+        return bool(self._want.names)
+
+    def _request_part(self, request: PartRequest, run: str) -> PartReply:
+        try:
+            if self._peers is not None:
+                return self._planner.part(self._member.id, request)
+            return self._membership.ask(run, lambda sync_client: sync_client.part(request))
+        except StaleDescriptor as error:
+            raise PeerLost(error.message, uri=f"penstock:{run}") from error
+
+    def _settle(self, version: int, run: str) -> None:
+        """Wait until all ranks are done; raise if one failed or is late."""
+        if self._peers is not None:
+            decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+        else:
+            decision = decided(self._membership, run, version, self._stall_s)
+        if decision.failed or decision.late:
+            raise _undone(version, decision)
+
+    def _is_gone(self, member: str) -> bool:
+        known = [other for other in self._membership.look(max_age_s=_PEER_LOOK_S) if other.member == member]
+        return not known or self._membership.is_gone(known[0])
+
+    def close(self) -> None:
+        """End the registrations and connections. Idempotent."""
+        self._held.close()
+        self._into.close()
+        self._membership.close()
+
+
+def _undone(version: int, decision: Decision) -> PenstockError:
+    """Return the error that kept the ranks from quantising a version together."""
+    lines = [f"{member[:8]}: {reason}" for member, reason in decision.failed.items()]
+    lines += [f"{member[:8]}: no progress" for member in decision.late]
+    message = f"version {version} is not quantised on all ranks: {'; '.join(lines)}"
+    return PeerLost(message) if decision.failed else SourceStalled(message)
