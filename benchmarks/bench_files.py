@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 from benchmarks.load.loaders import LOADERS, Call
 
-from penstock.config import Settings
-from penstock.storage.files import FileSource, MappedFile
+from penstock.storage.files import FileSource
 from penstock.storage.local import num_pages, resident_pages
+from penstock.storage.mapped import MappedFile
 
 MIB = 1 << 20
 LIMITS = ("limit: 1 x 8 MiB", "limit: 2 x 8 MiB", "limit: 4 x 8 MiB", "limit: 8 x 4 MiB", "limit: map and touch")
@@ -84,7 +84,7 @@ def mapped(call: Call, num_threads: int = 2, chunk_bytes: int = 8 * MIB) -> dict
 
     out = {}
     for path in call.files:
-        source = FileSource(path, settings=Settings())
+        source = FileSource(path)
         table, file = read_header(source).tensors, MappedFile(path)
         for name, start, nbytes in zip(table.names, table.offset.tolist(), table.nbytes.tolist(), strict=True):
             out[name] = file.view(start, nbytes)
@@ -235,7 +235,7 @@ def bench_source(directory: str) -> str:
     path = sorted(map(str, Path(directory).glob("*.safetensors")))[0]
     nbytes = os.path.getsize(path)
     lines = ["| what | os.preadv | FileSource | ratio |", "|---|---|---|---|"]
-    source = FileSource(path, settings=Settings())
+    source = FileSource(path)
     plain, direct = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY | os.O_DIRECT)
     chunk_bytes = min(8 * MIB, nbytes // 4096 * 4096)
 
@@ -265,7 +265,7 @@ def bench_source(directory: str) -> str:
         return rate(4, read)
 
     def ours_cold() -> float:
-        fresh = FileSource(path, settings=Settings())
+        fresh = FileSource(path)
         return cold(lambda at, buffer: fresh.readv(at, [buffer]))
 
     both("absent, 4 x 8 MiB", "GB/s", lambda: cold(lambda at, buffer: os.preadv(direct, [buffer], at)), ours_cold)

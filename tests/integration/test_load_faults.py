@@ -198,7 +198,8 @@ def test_a_file_that_changes_while_it_is_loaded(
     big: Path, do: Callable[[Any], None], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changed by the first body read, so in the midst of it whatever the machine's pace."""
-    from penstock.storage.files import FileSource, MappedFile
+    from penstock.storage.files import FileSource
+    from penstock.storage.mapped import MappedFile
 
     lock, done = threading.Lock(), [False]
 

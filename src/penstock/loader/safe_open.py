@@ -40,7 +40,8 @@ from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path, open_source, text_of
-from penstock.storage.files import FileSource, MappedFile
+from penstock.storage.files import FileSource
+from penstock.storage.mapped import MappedFile
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 

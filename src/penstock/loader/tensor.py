@@ -29,7 +29,7 @@ from penstock.errors import MissingExtra, PlanError
 from penstock.plan.schedule import LoadPlan
 from penstock.storage import Source, local_path
 from penstock.storage.files import FileSource
-from penstock.storage.local import MappedFile
+from penstock.storage.mapped import MappedFile
 from penstock.types import DType
 
 Bytes = memoryview | torch.Tensor

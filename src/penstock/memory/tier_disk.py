@@ -84,7 +84,7 @@ class SpillRoom:
         """See `Room.read`. Done on return."""
         with self._lock:
             if self._source is None:
-                self._source = FileSource(f"/proc/self/fd/{self._fd}", settings=self._settings)
+                self._source = FileSource(f"/proc/self/fd/{self._fd}")
         self._source.readv(offset, [into])
         first = offset // LEAF_BYTES
         got: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)

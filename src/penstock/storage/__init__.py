@@ -134,7 +134,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     if storage is None:
         from penstock.storage.files import FileSource
 
-        return FileSource(local_path(uri), settings=settings)
+        return FileSource(local_path(uri))
     source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source

@@ -1,10 +1,13 @@
-"""Local files: read into the caller's buffers by the cheapest path, or mapped.
+"""Local files as a `Source`: read into the caller's buffers by the cheapest path.
 
-In: a path. Out: a `Source`. Also exports `MappedFile` (`mapped`).
-Not here: URIs and the choice of a store (`storage`), what the bytes mean (`safetensors`).
+In: a path. Out: a `FileSource`.
+Not here: URIs and the choice of a storage (`storage`), opening and checking a file (`local`), mapping it (`mapped`).
 
     readv -> known resident? -> preadv, no questions
              else ask: cachestat -> resident -> preadv;  absent -> O_DIRECT of the aligned middle;  mixed -> by sub-run
+
+What is known of the page cache is a byte for each window of 64 MiB: unknown, resident, or mixed. It only saves
+questions; a wrong entry costs time, never wrong bytes, since each read says itself how much it read.
 """
 
 from __future__ import annotations
@@ -15,27 +18,19 @@ import threading
 from collections.abc import Sequence
 
 from penstock import lifecycle
-from penstock.config import Settings
-from penstock.errors import (
-    SourceChanged,
-    SourceError,
-    SourceTruncated,
-    SourceUnavailable,
-)
+from penstock.errors import SourceChanged, SourceError, SourceTruncated, SourceUnavailable
 from penstock.storage.local import (
-    MappedFile,
+    MAX_BUFFERS,
+    LocalFile,
     address_of,
     direct_alignment,
     num_pages,
-    open_regular,
-    require_unchanged,
     resident_pages,
     state_of,
     typed_error,
 )
+from penstock.storage.source import take
 from penstock.types import MIB
-
-__all__ = ["FileSource", "MappedFile"]
 
 # 64 MiB: what one residency question covers; a question costs about as much as 30 KiB of copying.
 _WINDOW_SHIFT = 26
@@ -48,20 +43,18 @@ _DIRECT_ALIGNMENT = (4096, 4096)
 # 1 MiB: what one direct read asks for; 12 to 16 in flight read 3.4-4.1 GB/s of a disk that gave 3.0-3.7 to 8 MiB.
 # Source: benchmarks/results/h200x1_202611/load.md, row c.
 _DIRECT_STEP_BYTES = MIB
-# 1024: UIO_MAXIOV, include/uapi/linux/uio.h.
-_MAX_BUFFERS = 1024
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+# What a file system answers that has no direct I/O, or none for this alignment.
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 
 
-class FileSource:
+class FileSource(LocalFile):
     """A local file as a `Source`; opened by the constructor, which is the one that does I/O (open, fstat).
 
     Attributes:
-        uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
         state: what the open file is held to after every read.
         why: why bytes that were not in the page cache did not go by direct I/O; "" while all did.
 
@@ -70,24 +63,21 @@ class FileSource:
     pages on a device that takes few segments a request. Source: benchmarks/results/cpu2_202611/files.md.
 
     Raises:
-        NotFound, PermissionDenied: as their names say.
-        SourceUnavailable: the path is a directory, pipe, socket or device, or opening failed.
+        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: as `LocalFile`.
     """
 
-    def __init__(self, path: str, *, settings: Settings) -> None:
-        self.uri = path
-        self._path = os.path.abspath(path)
-        self._settings = settings
+    def __init__(self, path: str) -> None:
         self._direct_fd = -1
-        self._fd, self.state = open_regular(path)
-        self.nbytes, self.identity = self.state.nbytes, self.state.identity
+        super().__init__(path)
         self.why = "" if _DIRECT else "this system has no direct I/O"
         self._nowait = _NOWAIT
         self._refused = bool(self.why)
         if not self._refused:
             # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        # Written without a lock: a byte is stored whole, and a window that two threads learn of at once is the same.
         self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
+        # For the opening of the second descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
 
@@ -100,19 +90,21 @@ class FileSource:
         Cost: what is known to be cached is one preadv(2); the rest asks once per 64 MiB, and once per request where
         a 64 MiB window is not wholly cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
         """
+        # Not by `span`: this is the hot path of a load, and nearly always has one buffer.
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
         stop = offset + nbytes
         if stop > self.nbytes or offset < 0:
             raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
-        if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= _MAX_BUFFERS:
+        if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= MAX_BUFFERS:
             # With RWF_NOWAIT: were the pages evicted meanwhile, a plain read would wait for readahead instead of going
             # direct.
             nbytes_read = -1
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                if error.errno == errno.EOPNOTSUPP:  # tmpfs has no RWF_NOWAIT and no need of it
+                # tmpfs has no RWF_NOWAIT and no need of it. Any other error comes again below, and is typed there.
+                if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             if nbytes_read == nbytes:
                 self.require_unmodified()
@@ -122,14 +114,6 @@ class FileSource:
         path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
         self.require_unmodified()
         return path
-
-    def require_unmodified(self) -> None:
-        """Raise unless the open file is as it was when it was opened, whatever its path names now. One system call.
-
-        Raises:
-            SourceChanged: it was written to. SourceTruncated: it is shorter now.
-        """
-        require_unchanged(self._fd, None, self.uri, self.state)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
         """Return a descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
@@ -143,31 +127,19 @@ class FileSource:
             self._ask_windows(offset, stop)
         return self._fd if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first else None
 
-    def check_unchanged(self) -> None:
-        """Raise unless the path still names the file that was opened, unmodified. Two system calls.
-
-        Raises:
-            SourceChanged: modified, replaced or removed since it was opened. SourceTruncated: now shorter.
-        """
-        require_unchanged(self._fd, self._path, self.uri, self.state)
-
     def close(self) -> None:
         """See `Source.close`."""
-        fds, self._fd, self._direct_fd = {self._fd, self._direct_fd} - {-1}, -1, -1
-        for fd in fds:
+        fd, self._direct_fd = self._direct_fd, -1
+        if fd >= 0:
             os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
-            with lifecycle.postponed():
-                self.close()
+        super().close()
 
     def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
         """Ask where the range is and read each run by its own path; return the name of the costliest path taken."""
         taken = set()
+        # The runs follow each other without a gap, so the buffers are used up in order.
         for start, stop, path in self._ask(offset, nbytes):
-            part = _cut(buffers, start - offset, stop - start)
+            part = take(buffers, stop - start)
             if path == "direct":
                 path = self._read_absent(start, part)
             else:
@@ -201,11 +173,10 @@ class FileSource:
         return runs
 
     def _arrived(self, position: int) -> bool:
-        """Return whether the byte's page is cached and filled, by RWF_NOWAIT; True where that is not supported.
-
-        cachestat counts pages that readahead has only asked for. Reading those buffered asks for the next ones, so a
-        file with a cached head would be read whole at the pace of readahead, a half or third of direct I/O's.
-        """
+        """Return whether the byte's page is cached and filled, by RWF_NOWAIT; True where that is not supported."""
+        # Asked beside cachestat, which counts pages that readahead has only asked for. Reading those buffered asks for
+        # the next ones, so a file with a cached head would be read whole at the pace of readahead, a half or third of
+        # direct I/O's.
         if not self._nowait:
             return True
         try:
@@ -228,11 +199,10 @@ class FileSource:
                 self._windows[window] = _RESIDENT if whole else _MIXED
 
     def _sample(self, offset: int, stop: int) -> str:
-        """Return the path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte.
-
-        Not on all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them a second time.
-        """
+        """Return the path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte."""
+        # Not on all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them a second time.
         arrived = self._arrived(offset) and self._arrived(stop - 1)
+        # Nothing tells what is cached here: buffered is slower than direct for absent pages, and right for all.
         if not self._nowait:
             return "buffered"
         if not arrived:
@@ -243,14 +213,16 @@ class FileSource:
         return "page-cache"
 
     def _read_buffered(self, offset: int, buffers: list[memoryview]) -> None:
+        """Fill `buffers` through the page cache, with readahead where that is on; uses them up."""
         while buffers:
             try:
-                got = os.preadv(self._fd, buffers[:_MAX_BUFFERS], offset)
+                got = os.preadv(self._fd, buffers[:MAX_BUFFERS], offset)
             except OSError as error:
                 raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
+            # Nothing at all is the end of the file; less than was asked for is only a short read.
             if got == 0:
                 raise self._ended(offset)
-            buffers = _cut(buffers, got)
+            take(buffers, got)
             offset += got
 
     def _read_absent(self, offset: int, buffers: list[memoryview]) -> str:
@@ -262,19 +234,24 @@ class FileSource:
         path = "buffered"
         for start, direct, part in _align(offset, buffers, self._alignment):
             if direct and not self._refused:
-                part, start = self._read_direct(fd, start, part)
+                start = self._read_direct(fd, start, part)
                 path = "buffered" if self._refused else "direct"
             self._read_buffered(start, part)
         if path == "buffered" and not self.why:
             self.why = "pieces shorter than 64 KiB, or buffers not aligned as their file offset"
         return path
 
-    def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
-        """Read what direct I/O gives; return what is left (after a refusal or a short read), and its offset."""
+    def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
+        """Read what direct I/O gives; what is left (after a refusal or a short read) stays in `buffers`.
+
+        Returns:
+            The offset of what is left.
+        """
         # A short read may end anywhere, and only an aligned offset can go on by direct I/O.
         while buffers and offset % self._alignment[1] == 0:
             try:
-                got = os.preadv(fd, _cut(buffers[:_MAX_BUFFERS], 0, _DIRECT_STEP_BYTES), offset)
+                # Of a copy of the list: a read may give less than it was asked for.
+                got = os.preadv(fd, take(buffers[:MAX_BUFFERS], _DIRECT_STEP_BYTES), offset)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
@@ -282,15 +259,17 @@ class FileSource:
                 break
             if got == 0:
                 raise self._ended(offset)
-            buffers = _cut(buffers, got)
+            take(buffers, got)
             offset += got
-        return buffers, offset
+        return offset
 
     def _open_direct(self) -> int:
         """Return the descriptor for direct I/O, opened for the first absent range; -1: refused, `why` says why."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
+        # Deferred: Ctrl-C between the open and the line that stores the descriptor would leave it open.
         with self._lock, lifecycle.deferred():
+            # Looked at again: another thread may have opened or refused it while this one waited.
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
             # O_DIRECT belongs to the open file, not to a read, so buffered and direct reads need a descriptor each.
@@ -314,7 +293,8 @@ class FileSource:
 
     def _refuse_direct(self, why: str) -> int:
         """Read buffered from now on, with readahead; return -1."""
-        self.why, self._refused = why, True
+        self.why = why
+        self._refused = True
         # Buffered reads live on the readahead that the constructor switched off.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return -1
@@ -328,19 +308,8 @@ class FileSource:
         return SourceUnavailable(f"read returned nothing at byte {offset} of {self.nbytes}", uri=self.uri)
 
     def _failed(self, error: OSError, start: int, stop: int) -> SourceError:
+        """Return the error for a read of `[start, stop)` that the kernel refused."""
         return typed_error(error, self.uri, (start, stop))
-
-
-def _cut(buffers: list[memoryview], skip: int, nbytes: int | None = None) -> list[memoryview]:
-    """Return the buffers without their first `skip` bytes, up to `nbytes` of them."""
-    cut = []
-    for buffer in buffers:
-        part = buffer[skip:] if nbytes is None else buffer[skip : skip + nbytes]
-        skip = max(skip - buffer.nbytes, 0)
-        if part.nbytes:
-            cut.append(part)
-            nbytes = None if nbytes is None else nbytes - part.nbytes
-    return cut
 
 
 def _align(

@@ -1,12 +1,8 @@
-"""The `Source` protocol: one file or object, read by ranges; with its reference in memory.
+"""The protocols of storage, `Source` and `Storage`; the reference source in memory; storages registered by scheme.
 
-In: offsets and the caller's buffers. Out: filled buffers, and the path the bytes took.
-Not here: which source a URI needs (`storage.open_source`).
-
-Storages by URI scheme: the `Storage` protocol and its registration.
-
-In: a scheme and a class. Out: the storage that opens, lists and reads URIs of that scheme.
-Not here: local paths (`files`), the chooser that calls a storage (`penstock.storage`).
+In: offsets and the caller's buffers; or a scheme and a class. Out: filled buffers and the path the bytes took; or the
+storage that opens, lists and reads URIs of that scheme.
+Not here: which source a URI needs (`storage.open_source`), local paths (`files`).
 
     register_storage("vault", VaultStorage)
     penstock.load("vault://models/llama", "cuda")
@@ -39,17 +35,17 @@ class Source(Protocol):
 
     @property
     def uri(self) -> str:
-        """See above."""
+        """Return where it is; see `Source`."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """See above."""
+        """Return its size; see `Source`."""
         ...
 
     @property
     def identity(self) -> str:
-        """See above."""
+        """Return its identity; see `Source`."""
         ...
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
@@ -107,6 +103,20 @@ class MemorySource:
         """See `Source.close`."""
 
 
+def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Cut the first `nbytes` off `left`, or all of it where it has less; return what was cut off."""
+    taken = []
+    while nbytes and left:
+        view = left[0][:nbytes]
+        taken.append(view)
+        nbytes -= view.nbytes
+        if view.nbytes == left[0].nbytes:
+            del left[0]
+        else:
+            left[0] = left[0][view.nbytes :]
+    return taken
+
+
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
     """Return where a `readv` ends, in bytes from the start of the source, and those of its buffers that hold any byte.
 
@@ -125,8 +135,8 @@ ENTRY_POINTS = "penstock.storages"
 Reason: the workers of a conversion are other processes, which a call in this one does not reach.
 """
 
+# Source: RFC 3986, section 3.1, in lower case.
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-"""Source: RFC 3986, section 3.1, in lower case."""
 
 
 class Storage(Protocol):
@@ -183,6 +193,7 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
         hint = "write it in lower case and without ://; file is always a local path"
         raise ConfigError(f"cannot register a storage for {scheme!r}: not a URI scheme", hint=hint)
     with _lock:
+        # The same factory again is no conflict: a module that registers itself may be imported twice.
         if _factories.setdefault(scheme, factory) is not factory:
             raise ConfigError(f"cannot register a storage for {scheme}://: there is one", hint="choose another scheme")
 
@@ -210,6 +221,7 @@ def storage_for(scheme: str) -> Storage:
     """Return the storage of a registered scheme; it is made on first use."""
     with _lock:
         factory = _factories[scheme]
+        # One storage for each factory, not for each scheme: s3, gs and az share one.
         if factory not in _storages:
             _storages[factory] = factory()
         return _storages[factory]
@@ -224,6 +236,7 @@ def read_whole(source: Source) -> bytes:
     try:
         if source.nbytes > MAX_SMALL_BYTES:
             raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
+        # Nothing is allocated before the size was checked: a server may claim any.
         data = bytearray(source.nbytes)
         source.readv(0, [memoryview(data)])
         return bytes(data)

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.config import Settings
 from penstock.errors import NotFound, PermissionDenied, SourceChanged, SourceTruncated, SourceUnavailable
 from penstock.storage import files, local
 from penstock.storage.files import FileSource
@@ -38,7 +37,7 @@ def path(tmp_path: Path, body: bytes) -> str:
 
 @pytest.fixture
 def source(path: str) -> Iterator[FileSource]:
-    found = FileSource(path, settings=Settings())
+    found = FileSource(path)
     yield found
     found.close()
 
@@ -95,7 +94,7 @@ def test_bytes_are_the_files_in_every_state_of_the_cache(
     }[state]
     for start, length in ranges:
         evict(path, start, length)
-    source = FileSource(path, settings=Settings())
+    source = FileSource(path)
     buffer = aligned(nbytes, shift)
     for _ in range(2):
         source.readv(offset, [buffer])
@@ -108,7 +107,7 @@ def test_bytes_are_the_files_in_every_state_of_the_cache(
 def test_scatter_lists_of_any_cut_are_filled_in_order(path: str, body: bytes, cold: bool) -> None:
     if cold:
         evict(path)
-    source = FileSource(path, settings=Settings())
+    source = FileSource(path)
     lengths = [4096, 0, 1, 130_000, 2 * MIB, 77, 65_536, MIB + 1, 512]
     buffers = [aligned(n, shift) for n, shift in zip(lengths, [0, 0, 7, 0, 0, 3, 512, 9, 0], strict=True)]
     source.readv(8192, buffers)
@@ -164,7 +163,7 @@ def test_pages_evicted_after_they_were_found_cached_are_read_all_the_same(
 
 def test_buffers_that_do_not_fit_direct_io_are_read_buffered(path: str, body: bytes) -> None:
     evict(path)
-    source = FileSource(path, settings=Settings())
+    source = FileSource(path)
     buffer = aligned(2 * MIB, 1)
     assert source.readv(0, [buffer]) == "buffered"
     assert buffer == body[: 2 * MIB]
@@ -235,7 +234,7 @@ def test_without_cachestat_the_cache_is_sampled(
     path: str, body: bytes, nowait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "resident_pages", lambda *_: None)
-    source = FileSource(path, settings=Settings())
+    source = FileSource(path)
     if not nowait:
         source._nowait = 0
     buffer = aligned(8 * MIB)
@@ -257,7 +256,7 @@ def test_tmpfs(body: bytes) -> None:
         file.write(body)
         file.truncate(NBYTES + MIB)  # ends in a hole, which no page holds
         file.flush()
-        source = FileSource(file.name, settings=Settings())
+        source = FileSource(file.name)
         buffer = aligned(NBYTES)
         for _ in range(2):
             assert source.readv(0, [buffer]) == "page-cache"
@@ -270,7 +269,7 @@ def test_tmpfs(body: bytes) -> None:
 
 def test_an_empty_file_and_an_empty_request(tmp_path: Path, source: FileSource) -> None:
     (tmp_path / "empty").touch()
-    empty = FileSource(str(tmp_path / "empty"), settings=Settings())
+    empty = FileSource(str(tmp_path / "empty"))
     empty.readv(0, [])
     empty.readv(0, [aligned(0)])
     source.readv(NBYTES, [])
@@ -338,7 +337,7 @@ def test_the_identity_is_of_the_file_opened(source: FileSource, path: str) -> No
 def test_a_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     evict(path)
     monkeypatch.chdir(os.path.dirname(path))
-    source = FileSource(os.path.basename(path), settings=Settings())
+    source = FileSource(os.path.basename(path))
     monkeypatch.chdir("/")
     buffer = aligned(MIB)
     source.readv(0, [buffer])
@@ -350,12 +349,12 @@ def test_a_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pyt
 def test_no_such_file(tmp_path: Path) -> None:
     for name in ("absent", "model/../absent", "x" * 300):
         with pytest.raises(NotFound):
-            FileSource(str(tmp_path / name), settings=Settings())
+            FileSource(str(tmp_path / name))
 
 
 def test_a_file_where_a_directory_should_be(path: str) -> None:
     with pytest.raises(NotFound):
-        FileSource(path + "/x", settings=Settings())
+        FileSource(path + "/x")
 
 
 def test_a_directory_a_pipe_a_socket_and_a_device(tmp_path: Path) -> None:
@@ -364,7 +363,7 @@ def test_a_directory_a_pipe_a_socket_and_a_device(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "socket"))
         for name in (tmp_path, tmp_path / "pipe", tmp_path / "socket", "/dev/zero"):
             with pytest.raises(SourceUnavailable) as raised:
-                FileSource(str(name), settings=Settings())
+                FileSource(str(name))
             assert raised.value.uri == str(name)
 
 
@@ -378,7 +377,7 @@ def test_permission_denied(tmp_path: Path) -> None:
         os.seteuid(65534)
     try:
         with pytest.raises((PermissionDenied, NotFound)):
-            FileSource(str(secret), settings=Settings())
+            FileSource(str(secret))
     finally:
         if root:
             os.seteuid(0)
@@ -386,7 +385,7 @@ def test_permission_denied(tmp_path: Path) -> None:
 
 def test_a_read_error_of_the_kernel_is_typed() -> None:
     try:
-        source = FileSource("/proc/self/mem", settings=Settings())  # a regular file that answers EIO at address 0
+        source = FileSource("/proc/self/mem")  # a regular file that answers EIO at address 0
     except PermissionDenied as error:
         pytest.skip(str(error))
     source.nbytes = 4096
@@ -420,7 +419,7 @@ def test_descriptors_are_freed(path: str) -> None:
     evict(path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        source = FileSource(path, settings=Settings())
+        source = FileSource(path)
         source.readv(0, [aligned(MIB)])
         del source
     assert len(os.listdir("/proc/self/fd")) == before

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import DestinationError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import local
-from penstock.storage.files import MappedFile
+from penstock.storage import local, mapped
+from penstock.storage.mapped import MappedFile
 
 MIB = 1 << 20
 NBYTES = 9 * MIB + 1234
@@ -176,7 +176,7 @@ def test_prefetch_fills_the_page_tables_of_live_views(path: str, cold: bool) -> 
 
 
 def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile(path)
     view = file.view(0, NBYTES)
@@ -221,7 +221,7 @@ def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
     path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not populate:
-        monkeypatch.setattr(local, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     file = MappedFile(path)
     view = file.view(0, NBYTES)
     evict(path)
@@ -259,20 +259,20 @@ def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytes
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(local, "Mapping", full)
+    monkeypatch.setattr(mapped, "Mapping", full)
     with pytest.raises(DestinationError, match="max_map_count"):
         MappedFile(path).view(0, 1)
 
 
 def test_a_view_that_fits_where_the_file_does_not(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = local.Mapping
+    real = mapped.Mapping
 
-    def small(fd: int, offset: int, nbytes: int) -> local.Mapping:
+    def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
         if nbytes > 4 * MIB:
             raise OSError(12, "Cannot allocate memory")
         return real(fd, offset, nbytes)
 
-    monkeypatch.setattr(local, "Mapping", small)
+    monkeypatch.setattr(mapped, "Mapping", small)
     file = MappedFile(path)
     view = file.view(MIB + 3, MIB)
     file.prefetch(MIB, MIB)
