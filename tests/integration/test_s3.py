@@ -74,7 +74,7 @@ class TestS3ThroughStore(TestS3):
 
     def make(self, data: bytes) -> Source:
         uri = put(self.server, "suite/object.bin", data)
-        place = objects.locate(uri, settings=SETTINGS, options=self.server.storage_options)
+        place = objects.locate_object(uri, settings=SETTINGS, options=self.server.storage_options)
         return StoreSource(place, obstore.head(place.store, place.key), settings=SETTINGS, why="asked for")
 
 
@@ -239,8 +239,9 @@ def test_multipart_object(server: S3Server, options: dict[str, str]) -> None:
 
 def test_anonymous_reads_of_a_public_bucket(server: S3Server, options: dict[str, str]) -> None:
     """Without signatures the bare URL is read; here the bucket is not public, so only the way is seen."""
-    place = objects.locate("s3://weights/some key.bin", settings=SETTINGS, options=options | {"skip_signature": "true"})
-    address, _ = objects._address(place, settings=SETTINGS, options=options | {"skip_signature": "true"})
+    unsigned = options | {"skip_signature": "true"}
+    place = objects.locate_object("s3://weights/some key.bin", settings=SETTINGS, options=unsigned)
+    address, _ = objects._address(place, settings=SETTINGS, options=unsigned)
     assert address is not None
     assert address.url().geturl() == f"{server.endpoint}/weights/some%20key.bin"
 

@@ -56,8 +56,14 @@ from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import left_out
-from penstock.storage.output import OutputRegion, OutputSet, require_free, typed
-from penstock.storage.upload import publish_remote, require_none
+from penstock.storage.output import (
+    OutputRegion,
+    OutputSet,
+    publish_remote,
+    require_free,
+    require_free_remote,
+    typed,
+)
 from penstock.storage.weight_set import Uris
 
 
@@ -201,7 +207,7 @@ def _begin(staged: _StagedRequest) -> str | None:
         out.remove()
         return revision
     if is_remote(into):
-        require_none(into, settings=settings, storage_options=options)
+        require_free_remote(into, settings=settings, storage_options=options)
     else:
         require_free(Path(local_path(into)))
     out.make()

@@ -1,7 +1,9 @@
-"""Stores of obstore for s3://, gs:// and az:// URIs, with the ecosystem's own credentials, and its errors as ours.
+"""Stores of obstore for s3://, gs:// and az:// URIs: found with the ecosystem's own credentials, their errors mapped.
 
-In: a URI, `storage_options`, the environment by the ecosystem's names. Out: a `Place`: a store and a key in it.
+In: a URI, `storage_options`, the environment by the ecosystem's names. Out: an `ObjectKey`: a store and a key in it.
 Not here: what is done with them (`objects`), plain http(s) (`http`).
+
+A store is cached by all that it was made of, so its connections and credentials serve every object of a bucket.
 """
 
 from __future__ import annotations
@@ -41,33 +43,28 @@ Store = S3Store | GCSStore | AzureStore
 
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
+# Stores that stay, with their connections and credentials: more buckets than one process reads from at a time.
 _STORES = 32
-"""Stores kept, with their connections and credentials. Reason: more buckets than one process reads from at a time."""
-
+# In an error's text: the last place credentials are looked for, the instance's metadata, has none.
 _NO_CREDENTIALS = "169.254.169.254"
-"""In an error's text: the last place credentials are looked for, the instance's metadata, has none."""
-
-
+# Seconds that obstore keeps an idle connection; its own 90 would take up descriptors long after a load.
 _IDLE_S = 15.0
-"""Seconds that obstore keeps an idle connection; its own 90 hold descriptors long after a load."""
-
+# What the kinds of obstore's HTTP errors mean. Source: `HttpErrorKind` of the object_store crate.
 _KINDS = {
     "Timeout": "no answer in time",
     "Interrupted": "the connection broke off in the midst of an answer",
     "Connect": "the server cannot be reached",
 }
-"""What the kinds of obstore's HTTP errors mean. Source: `HttpErrorKind` of the object_store crate."""
-
+# What its errors about an answer's headers mean. Source: `header::Error` of the object_store crate.
 _HEADERS = {
     "MissingContentLength": "the answer tells no Content-Length",
     "MissingLastModified": "the answer tells no Last-Modified",
     "MissingEtag": "the answer tells no ETag",
 }
-"""What its errors about an answer's headers mean. Source: `header::Error` of the object_store crate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ObjectKey:
     """A key in a store. `root` + a key is the URI of that key."""
 
     uri: str
@@ -75,11 +72,12 @@ class Place:
     root: str
     key: str
     anonymous: bool
+    """Whether requests go without credentials."""
     unsignable: str | None
     """Why reads cannot go by signed URL, if so."""
 
 
-def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place:
+def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -> ObjectKey:
     """Return the store and key that `uri` names. No network.
 
     Args:
@@ -105,6 +103,7 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
         raise ConfigError("a key with an empty segment (//) cannot be read", uri=uri)
     root = f"{scheme}://{bucket}/"
     account = ""
+    # Azure: the container, and the account's host, of which the first label is the account's name.
     if "@" in bucket:
         bucket, _, account = bucket.partition("@")
         account = account.partition(".")[0]
@@ -113,19 +112,20 @@ def locate(uri: str, *, settings: Settings, options: Mapping[str, str]) -> Place
     _check_endpoints((*options.items(), *environ.items()))
     try:
         store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
-    except PenstockError:  # MissingExtra must not become a plain ConfigError
+    except PenstockError:
+        # MissingExtra must not become a plain ConfigError.
         raise
     except (exceptions.BaseError, ValueError, TypeError) as error:
         raise ConfigError(_brief(error), uri=uri) from error
     anonymous = _is_on(
         options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     )
-    return Place(
+    return ObjectKey(
         uri=uri, store=store, root=root, key=key, anonymous=anonymous, unsignable=_unsignable(prefix, options, environ)
     )
 
 
-def anonymous_signing_store(place: Place, *, settings: Settings, options: Mapping[str, str]) -> Store:
+def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
     """Return a store that signs with made-up credentials: its URLs without query are an anonymous reader's URLs."""
     named = {name: value for name, value in options.items() if not name.endswith("skip_signature")}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
@@ -157,14 +157,17 @@ def _check_endpoints(named: Iterable[tuple[str, str]]) -> None:
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return options as a value that `_store` is cached by."""
     return tuple(sorted(options.items()))
 
 
 def _is_on(value: str | None) -> bool:
+    """Return whether an option is set, as obstore reads it."""
     return str(value).lower() in {"1", "true", "yes", "on"}
 
 
 def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
+    """Return the option that a signed URL cannot carry, as a reason; None: there is none."""
     names = {name.lower() for name in (*options, *environ)}
     for word in ("request_payer", "sse_customer_key", "s3_express"):
         if prefix == "AWS_" and any(word in name for name in names):
@@ -181,6 +184,7 @@ def _store(
     environ: tuple[tuple[str, str], ...],
     client: tuple[Path | None, float, int],
 ) -> Store:
+    """Make a store, or return the one that these options made before."""
     config: dict[str, Any] = dict(options)
     ca_file, stall_s, retries = client
     endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
@@ -188,7 +192,8 @@ def _store(
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        "timeout": timedelta(days=1),  # of a whole answer; silence is what is bounded
+        # Of a whole answer, which may take hours: it is silence that `read_timeout` bounds.
+        "timeout": timedelta(days=1),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
     if ca_file is not None:
@@ -205,7 +210,8 @@ def _store(
         return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
     profile = _profile(config, dict(environ))
     provider = None if profile is None else _profile_credentials(profile, config)
-    if str(config.get("endpoint", "")).lower().startswith("http://"):  # a profile may name it
+    # Once more, since a profile may name the endpoint.
+    if str(config.get("endpoint", "")).lower().startswith("http://"):
         client_options["allow_http"] = True
     return S3Store(
         bucket,
@@ -225,6 +231,7 @@ def _profile(config: dict[str, Any], environ: Mapping[str, str]) -> str | None:
         return None
     if "AWS_PROFILE" in environ:
         return environ["AWS_PROFILE"]
+    # obstore uses a web identity by itself, and in boto3's order it comes before the credentials file.
     if "web_identity_token_file" in options:
         return None
     file = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
@@ -251,6 +258,7 @@ def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialPr
         raise ConfigError(f"AWS profile {profile!r} gives no credentials: {error}") from error
     if session.region_name:
         config.setdefault("region", session.region_name)
+    # AWS' own endpoints follow from the region; only one that the profile names has to be passed on.
     if ".amazonaws.com" not in endpoint:
         config.setdefault("endpoint", endpoint)
     return provider
@@ -266,6 +274,7 @@ def check_process() -> None:
         ConfigError: stores were used before this process was forked off.
     """
     global _first_pid
+    # Before the first request, not at the fork: a process that forks and never touches a store is fine.
     if _first_pid is None:
         _first_pid = os.getpid()
     elif _first_pid != os.getpid():
@@ -277,10 +286,11 @@ def check_process() -> None:
 
 @contextlib.contextmanager
 def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None]:
-    """Raise obstore's errors as errors of penstock."""
+    """Map obstore's errors to errors of penstock."""
     try:
         yield
     except PenstockError:
+        # NotFound and PermissionDenied are OSErrors too, and must not be mapped a second time.
         raise
     except FileNotFoundError as error:
         hint = "look at bucket and key, and at storage_options: endpoint and region say whose store it is"
@@ -313,8 +323,9 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
             hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
             "skip_signature=true reads public buckets",
         )
-    # The text is searched because obstore gives these statuses no type of their own.
-    if status in {400, 401, 403}:  # 400: S3's answer to HEAD for an expired token or another region, without a word
+    # The text is searched because obstore gives these statuses no type of their own. 400 is S3's answer to HEAD for an
+    # expired token or another region, without a word of explanation.
+    if status in {400, 401, 403}:
         return PermissionDenied(
             _brief(error), uri=uri, hint="check the credentials, what they may read, and the region"
         )
@@ -323,6 +334,7 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
     if not status and "kind: Timeout" in text:
         hint = "raise stall_s if the source is only slow"
         return SourceStalled(_KINDS["Timeout"], uri=uri, byte_range=byte_range, hint=hint)
+    # 301 and 307: S3's answers for a bucket of another region.
     region = "the bucket may be in another region: set AWS_REGION" if status in {301, 307} else None
     return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=region)
 

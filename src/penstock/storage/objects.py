@@ -7,6 +7,7 @@ Not here: credentials and options (`object_stores`), the retries of ranged reads
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,16 @@ from penstock.config import Settings
 from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Address, Arrivals, Patience, Validators
 from penstock.storage.http import HttpSource
-from penstock.storage.object_stores import Place, Store, anonymous_signing_store, check_process, locate, mapped
-from penstock.storage.source import Source, read_whole, span
+from penstock.storage.object_stores import (
+    ObjectKey,
+    Store,
+    anonymous_signing_store,
+    check_process,
+    locate_object,
+    mapped,
+)
+from penstock.storage.source import Source, read_whole, span, take
+from penstock.types import MIB
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -35,44 +44,30 @@ Reason: a request waits for its first byte 20-200 ms, and one connection to S3 c
 Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
-_PIECE_BYTES = 1 << 20
-"""Least that obstore hands over at once. Reason: a turn of the interpreter for each."""
+# Least that obstore hands over at once: each piece costs a turn of the interpreter.
+_PIECE_BYTES = MIB
 
+# Seconds a signed URL is valid; a new one is made at half of that. Session credentials last longer.
 _SIGNED_S = 3600
-"""Seconds a signed URL is valid; a new one is made at half of that. Reason: session credentials last longer."""
+
+# Of a multipart upload. Source: AWS, "Multipart upload limits": 5 MiB to 5 GiB, at most 10,000 parts: 160 GB.
+_PART_BYTES = 16 * MIB
+# Parts of one file that are uploaded at once.
+_PARTS = 8
 
 _GLOB = re.compile(r"[*?[]")
-
-
-class ObjectStorage:
-    """The storage of s3://, gs:// and az:// URIs."""
-
-    def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
-        """See `Storage.open`."""
-        return open_object(uri, settings=settings, storage_options=storage_options)
-
-    def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
-        """See `Storage.list`."""
-        return list_objects(uri, settings=settings, storage_options=storage_options)
-
-    def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """See `Storage.read_small`."""
-        return read_small(uri, settings=settings, storage_options=storage_options)
-
-    def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """See `WritableStorage.write_small`."""
-        write_small(uri, data, settings=settings, storage_options=storage_options)
 
 
 class SignedAddress:
     """An object's signed URL, made anew before it expires and after a refusal."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ObjectKey) -> None:
         self._place = place
         self._current: tuple[SplitResult, float] | None = None
 
     def url(self) -> SplitResult:
         """See `Address.url`."""
+        # One attribute for both, read once: another thread may renew it in between.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
             check_process()
@@ -88,6 +83,7 @@ class SignedAddress:
     def renew(self, status: int) -> bool:
         """See `Address.renew`. The credentials may have been replaced meanwhile."""
         self._current = None
+        # 400 is S3's answer to an expired session token.
         return status in {400, 401, 403}
 
     def moved(self, url: SplitResult, location: str) -> str | None:
@@ -125,7 +121,7 @@ class StoreSource:
         why: why not by signed URL.
     """
 
-    def __init__(self, place: Place, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
+    def __init__(self, place: ObjectKey, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
         self.uri = place.uri
         self.nbytes = meta["size"]
         self.identity = meta["e_tag"] or ""
@@ -144,11 +140,16 @@ class StoreSource:
             try:
                 with mapped(self.uri, (offset, stop)):
                     for piece in self._pieces(offset, stop, piece_bytes):
-                        _scatter(piece, left)
                         offset += piece.nbytes
+                        at = 0
+                        for buffer in take(left, piece.nbytes):
+                            buffer[:] = piece[at : at + buffer.nbytes]
+                            at += buffer.nbytes
                 patience.progress()
-            except (SourceUnavailable, SourceStalled) as error:  # obstore has retried; what arrived counts as progress
-                piece_bytes = 1  # what arrived of a larger piece is lost when the answer breaks off in it
+            except (SourceUnavailable, SourceStalled) as error:
+                # obstore has retried. What arrived of a larger piece is lost when the answer breaks off in it, so from
+                # now on pieces come as they arrive; then every byte that arrived counts as progress.
+                piece_bytes = 1
                 if offset > before:
                     patience.progress()
                 is_silent = isinstance(error, SourceStalled)
@@ -156,6 +157,7 @@ class StoreSource:
         return "obstore"
 
     def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes `[start, stop)` as obstore hands them over, if the object is still the one opened."""
         check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
         # If-Match compares strongly (RFC 9110, 13.1.1): a weak ETag would never match.
@@ -178,16 +180,6 @@ class StoreSource:
         """See `Source.close`: the store is shared and keeps its connections."""
 
 
-def _scatter(piece: memoryview, left: list[memoryview]) -> None:
-    """Copy `piece` into the first of `left` on, dropping what is full."""
-    while piece.nbytes:
-        count = min(piece.nbytes, left[0].nbytes)
-        left[0][:count] = piece[:count]
-        piece, left[0] = piece[count:], left[0][count:]
-        if not left[0].nbytes:
-            del left[0]
-
-
 def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
     """Open one object for ranged reads.
 
@@ -197,11 +189,11 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
         storage_options: options of the store by obstore's names; they win over the environment.
 
     Raises:
-        ConfigError: the URI or an option is wrong. MissingExtra: see `stores.locate`.
+        ConfigError: the URI or an option is wrong. MissingExtra: see `locate_object`.
         NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
     """
     options = storage_options or {}
-    place = locate(uri, settings=settings, options=options)
+    place = locate_object(uri, settings=settings, options=options)
     if not place.key or place.key.endswith("/"):
         raise NotFound("names a bucket or prefix, not an object", uri=uri)
     with mapped(uri):
@@ -217,7 +209,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     return HttpSource(uri, address, seen, settings=settings)
 
 
-def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
+def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
     """Return where to read `place` by URL; or None, and why not."""
     if place.unsignable:
         return None, place.unsignable
@@ -225,13 +217,15 @@ def _address(place: Place, *, settings: Settings, options: Mapping[str, str]) ->
         if not place.root.startswith("s3"):
             return None, "anonymous"
         with mapped(place.uri):
+            # A signed URL without its query is the bare one, which obstore has no call for.
             signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
             url = obstore.sign(signing_store, "GET", place.key, timedelta(seconds=_SIGNED_S))
         return AnonymousAddress(urlsplit(url)._replace(query="")), ""
     address = SignedAddress(place)
     if place.root.startswith("s3"):
         return address, ""
-    try:  # other stores sign only with a key at hand, which a token or an instance's role is not
+    # Other stores sign only with a key at hand, which a token or an instance's role is not.
+    try:
         obstore.sign(place.store, "GET", place.key, timedelta(seconds=_SIGNED_S))
     except BaseError as error:
         return None, f"cannot sign URLs: {str(error).partition(chr(10))[0][:200]}"
@@ -249,7 +243,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
         NotFound: nothing is there. Others as `open_object`.
     """
     options = storage_options or {}
-    place = locate(uri, settings=settings, options=options)
+    place = locate_object(uri, settings=settings, options=options)
     key = place.key
     # An object and a prefix may have one name: the object wins, since a user who means the prefix can add a slash.
     if key and not key.endswith("/") and _exists(place):
@@ -258,10 +252,12 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     with mapped(uri):
+        # All keys below the prefix only where the glob needs them: a bucket may have millions.
         if nested:
             metas = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]
         else:
             metas = list(obstore.list_with_delimiter(place.store, prefix or None)["objects"])
+    # A console's "folder" is an empty object named as the prefix.
     keys = [meta["path"] for meta in metas if meta["path"] != prefix]
     if glob:
         pattern = _pattern(key)
@@ -273,6 +269,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
 def _pattern(key: str) -> re.Pattern[str]:
     """Return a glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
+    # Not by fnmatch, whose stars cross slashes: a glob must match in a bucket as it does in a directory.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -285,7 +282,8 @@ def _pattern(key: str) -> re.Pattern[str]:
     return re.compile(text, re.DOTALL)
 
 
-def _exists(place: Place) -> bool:
+def _exists(place: ObjectKey) -> bool:
+    """Return whether there is an object of this key."""
     try:
         with mapped(place.uri):
             obstore.head(place.store, place.key)
@@ -315,7 +313,29 @@ def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: M
     Raises:
         ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
     """
-    place = locate(uri, settings=settings, options=storage_options or {})
+    place = locate_object(uri, settings=settings, options=storage_options or {})
     with mapped(uri):
         # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
         obstore.put(place.store, place.key, data, use_multipart=False)
+
+
+def upload_file(
+    uri: str, path: str | os.PathLike[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
+) -> None:
+    """Write a local file of any size to an object, in parts.
+
+    Raises:
+        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
+    """
+    place = locate_object(uri, settings=settings, options=storage_options or {})
+    with mapped(uri), open(path, "rb") as file:
+        obstore.put(place.store, place.key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS)
+
+
+class ObjectStorage:
+    """The storage of s3://, gs:// and az:// URIs: the functions of this module, as a `WritableStorage`."""
+
+    open = staticmethod(open_object)
+    list = staticmethod(list_objects)
+    read_small = staticmethod(read_small)
+    write_small = staticmethod(write_small)

@@ -1,44 +1,38 @@
-"""Safetensors files as they are written: one from tensors in memory, or a set whose tensors come in any order.
+"""Safetensors files as they are written: a set whose tensors come in any order, published whole or not at all.
 
-In: tensors; or a table of tensors that have places, then their bytes, by any thread or process. Out: files that are
-whole when they appear.
-Not here: what is written (`jobs`), the header's text (`safetensors`), objects' uploads (`upload`).
+In: a table of tensors that have places, then their bytes, by any thread or process. Out: a directory or a prefix of
+objects that is a whole weight set when it appears.
+Not here: what is written (`jobs`), the header's text (`safetensors`), one object (`objects`).
 
     OutputSet.create -> DST.penstock-KEY/ --write(file, offset, bytes)--> publish: sync, index, rename -> DST/
-
-Digest every body of a weight set, reading each byte once, in bounded memory.
-
-In: sources and a tensor table. Out: leaf digests, row after row.
-Not here: digests of bytes that a load moves anyway (`engine`).
-
-    table --windows--> threads: readv into the thread's own buffer --> leaves of the pieces in it
+                                                                          publish_remote: upload, index, manifest
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from penstock.digest import leaf
-from penstock.errors import ConfigError, DestinationError, DiskFull, PenstockError
+from penstock.config import Settings
+from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
 from penstock.storage.local import reserve
+from penstock.storage.locate import SIDECAR
 from penstock.storage.safetensors import encode_header
-from penstock.storage.source import Source
-from penstock.types import MIB, U64, DType, TensorTable
+from penstock.types import DType, TensorTable
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+# Files uploaded at once, each in several parts; see `objects.upload_file`.
+_UPLOADS = 4
 
 
 class OutputSet:
@@ -127,6 +121,7 @@ class OutputSet:
                 pass
 
     def _allocate(self, is_over: Callable[[], bool], name: str, nbytes: int) -> None:
+        """Reserve room for one file; one that a resumed job finds at its length has it already."""
         fd = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC)
         try:
             if nbytes > os.fstat(fd).st_size:
@@ -240,6 +235,52 @@ class OutputRegion(OutputSet):
         """Do nothing: the memory exists already."""
 
 
+def publish_remote(
+    out: OutputSet,
+    uri: str,
+    small: Mapping[str, bytes],
+    *,
+    settings: Settings,
+    storage_options: Mapping[str, str] | None = None,
+) -> None:
+    """Upload a set, the index and the manifest after everything else, and remove the local files.
+
+    Args:
+        out: the set; all its bytes are written.
+        uri: the prefix.
+        small: small files by their names (manifest, configuration); the manifest is required.
+        settings: `retries`, `stall_s`, `ca_file`.
+        storage_options: options of the store by obstore's names.
+
+    Raises:
+        ConfigError: something is under the prefix already, with a manifest that says it is whole.
+        SourceUnavailable, PermissionDenied: of the store; what was uploaded has no manifest, and may be overwritten.
+    """
+    # Imported on first use: obstore takes 100 ms, which a conversion to local files need not pay.
+    from penstock.storage.objects import upload_file, write_small
+
+    prefix = uri.rstrip("/")
+    require_free_remote(prefix, settings=settings, storage_options=storage_options)
+
+    def upload(name: str) -> None:
+        path = out.directory / name
+        upload_file(f"{prefix}/{name}", path, settings=settings, storage_options=storage_options)
+
+    with ThreadPoolExecutor(_UPLOADS, thread_name_prefix="penstock-upload") as pool:
+        try:
+            for done in [pool.submit(upload, name) for name in out.names]:
+                done.result()
+        except BaseException:
+            # Files that have not begun would be uploaded for nothing.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    # Index and manifest last: a reader that finds them finds every file that they name.
+    last = {**out.index(), SIDECAR: small[SIDECAR]}
+    for name, data in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
+        write_small(f"{prefix}/{name}", data, settings=settings, storage_options=storage_options)
+    out.remove()
+
+
 def file_names(count: int) -> list[str]:
     """Return the names that checkpoints' shards have everywhere."""
     if count == 1:
@@ -267,7 +308,22 @@ def require_free(into: Path) -> None:
         raise ConfigError("something is there already", uri=str(into), hint="remove it, or write elsewhere")
 
 
+def require_free_remote(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+    """Raise ConfigError where a whole weight set is under the prefix already: one that has a manifest."""
+    from penstock.storage.objects import list_objects
+
+    prefix = uri.rstrip("/")
+    try:
+        there = list_objects(f"{prefix}/{SIDECAR}", settings=settings, storage_options=storage_options)
+    except NotFound:
+        return
+    # Objects below a prefix of that name would be listed too, and are no manifest.
+    if f"{prefix}/{SIDECAR}" in there:
+        raise ConfigError("a weight set is there already", uri=prefix, hint="remove it, or write elsewhere")
+
+
 def _sync_directory(path: Path) -> None:
+    """Write a directory's entries to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -280,100 +336,9 @@ def typed(path: Path) -> Iterator[None]:
     """Map an OSError of the file system that is written to, to DiskFull or DestinationError."""
     try:
         yield
-    except PenstockError:  # of what is read meanwhile; NotFound and PermissionDenied are OSErrors too
+    except PenstockError:
+        # Of what is read meanwhile: NotFound and PermissionDenied are OSErrors too.
         raise
     except OSError as error:
         kind = DiskFull if error.errno in _DISK_FULL else DestinationError
         raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
-
-
-WINDOW_BYTES = 8 * MIB
-"""Bytes one thread reads at once; the chunk of a load. Source: `Settings.chunk_bytes`."""
-
-_Piece = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    """A run of a file, and the pieces of tensors in it."""
-
-    file: int
-    offset: int
-    nbytes: int
-    pieces: tuple[_Piece, ...]
-    """(offset in the window, bytes, first leaf); each but a tensor's last is whole leaves."""
-
-
-def digest_bodies(
-    sources: Sequence[Source],
-    table: TensorTable,
-    *,
-    leaf_bytes: int,
-    threads: int,
-    on_bytes: Callable[[int], None] | None = None,
-) -> U64:
-    """Return leaf digests of all tensors, in the order of `table`; `on_bytes` is called with bytes as they are read.
-
-    Raises:
-        SourceError: as `Source.readv`; the other threads stop at their next window.
-
-    Cost: `threads` buffers of `WINDOW_BYTES`, or of one leaf where that is longer.
-    """
-    counts = leaf.num_leaves(table.nbytes, leaf_bytes)
-    leaves = np.zeros(int(counts.sum()), np.uint64)
-    window_bytes = max(WINDOW_BYTES // leaf_bytes, 1) * leaf_bytes
-    windows = _windows(table, np.cumsum(counts) - counts, leaf_bytes, window_bytes)
-    lock = threading.Lock()
-    stop = threading.Event()
-
-    def next_window() -> _Window | None:
-        with lock:
-            return None if stop.is_set() else next(windows, None)
-
-    def work() -> None:
-        # An anonymous mapping begins at a page, so direct I/O may fill it; shared ones get no huge pages.
-        memory = mmap.mmap(-1, window_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = memoryview(memory)
-        try:
-            while (window := next_window()) is not None:
-                sources[window.file].readv(window.offset, [buffer[: window.nbytes]])
-                for start, nbytes, first in window.pieces:
-                    leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
-                if on_bytes is not None:
-                    # Under the lock, so that a caller's counter need not be safe for threads.
-                    with lock:
-                        on_bytes(window.nbytes)
-        finally:
-            # After an error the other threads must not read on; after the end there is nothing left for them.
-            stop.set()
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-digest") as pool:
-        jobs = [pool.submit(work) for _ in range(threads)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            stop.set()
-    return leaves
-
-
-def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
-    """Yield runs of files in order, at most `window_bytes` long, small neighbours together."""
-    order = np.lexsort((table.offset, table.file_index))
-    columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
-    file = start = stop = -1
-    pieces: list[_Piece] = []
-    for row_file, offset, nbytes, row_leaf in zip(*(column.tolist() for column in columns), strict=True):
-        for skip in range(0, nbytes, window_bytes):
-            at, length = offset + skip, min(window_bytes, nbytes - skip)
-            if pieces and (row_file != file or at != stop or at + length - start > window_bytes):
-                yield _Window(file=file, offset=start, nbytes=stop - start, pieces=tuple(pieces))
-                pieces = []
-            if not pieces:
-                file, start = row_file, at
-            stop = at + length
-            pieces.append((at - start, length, row_leaf + skip // leaf_bytes))
-    if pieces:
-        yield _Window(file=file, offset=start, nbytes=stop - start, pieces=tuple(pieces))

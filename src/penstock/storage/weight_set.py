@@ -1,17 +1,21 @@
-"""Weight sets: the files a URI names, opened, their headers read and held to index and manifest.
+"""Weight sets: the files a URI names, opened, their headers held to index and manifest, their bodies digested.
 
 In: a URI. Out: `WeightSet`, a manifest with an open source for each of its files; `build` adds digests.
-Not here: which files a URI names (`locate`), manifests as bytes (`manifest`), moving bodies (`engine`).
+Not here: which files a URI names (`locate`), manifests as bytes (`manifest`), moving bodies and their digests then
+(`engine`).
 
     URI --resolve--> files --open, read headers, in parallel--> tables --join--> held to index, sidecar --> WeightSet
+    build: table --windows--> threads: readv into the thread's own buffer --> leaves of the pieces in it --> Manifest
 """
 
 from __future__ import annotations
 
 import fnmatch
+import mmap
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -35,9 +39,8 @@ from penstock.storage.manifest import (
     sign,
     unpack,
 )
-from penstock.storage.output import digest_bodies
 from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, clip, read_header
-from penstock.types import I64, U64, FileEntry, Manifest, TensorTable
+from penstock.types import I64, MIB, U64, FileEntry, Manifest, TensorTable
 
 __all__ = [
     "Names",
@@ -402,7 +405,7 @@ def build(
     Args:
         weights: an open set, of all its tensors; leaves it may have are ignored.
         leaf_bytes: bytes under one digest.
-        threads: readers, each with its own buffer of `digester.WINDOW_BYTES`; 0 chooses by cores.
+        threads: readers, each with its own buffer of 8 MiB, or of one leaf where that is longer; 0 chooses by cores.
         on_bytes: called with the bytes of each window that was read, by one thread at a time.
 
     Raises:
@@ -413,7 +416,9 @@ def build(
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
     threads = threads or min(8, os.cpu_count() or 1)
-    leaves = digest_bodies(weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads, on_bytes=on_bytes)
+    leaves = _digest_bodies(
+        weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads, on_bytes=on_bytes
+    )
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors,
@@ -421,3 +426,93 @@ def build(
         leaves=leaves,
         revision=leaf.revision(manifest.tensors, leaf_bytes, leaves),
     )
+
+
+# Bytes that one thread reads at once: the chunk of a load. Source: `Settings.chunk_bytes`.
+_WINDOW_BYTES = 8 * MIB
+
+_Piece = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A run of a file, and the pieces of tensors in it."""
+
+    file: int
+    offset: int
+    nbytes: int
+    pieces: tuple[_Piece, ...]
+    """(offset in the window, bytes, first leaf); each but a tensor's last is whole leaves."""
+
+
+def _digest_bodies(
+    sources: Sequence[Source],
+    table: TensorTable,
+    *,
+    leaf_bytes: int,
+    threads: int,
+    on_bytes: Callable[[int], None] | None = None,
+) -> U64:
+    """Return leaf digests of all tensors, in the order of `table`; `on_bytes` is called with bytes as they are read.
+
+    Raises:
+        SourceError: as `Source.readv`; the other threads stop at their next window.
+    """
+    counts = leaf.num_leaves(table.nbytes, leaf_bytes)
+    leaves = np.zeros(int(counts.sum()), np.uint64)
+    window_bytes = max(_WINDOW_BYTES // leaf_bytes, 1) * leaf_bytes
+    windows = _windows(table, np.cumsum(counts) - counts, leaf_bytes, window_bytes)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def next_window() -> _Window | None:
+        with lock:
+            return None if stop.is_set() else next(windows, None)
+
+    def work() -> None:
+        # An anonymous mapping begins at a page, so direct I/O may fill it; shared ones get no huge pages.
+        memory = mmap.mmap(-1, window_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = memoryview(memory)
+        try:
+            while (window := next_window()) is not None:
+                sources[window.file].readv(window.offset, [buffer[: window.nbytes]])
+                for start, nbytes, first in window.pieces:
+                    leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
+                if on_bytes is not None:
+                    # Under the lock, so that a caller's counter need not be safe for threads.
+                    with lock:
+                        on_bytes(window.nbytes)
+        finally:
+            # After an error the other threads must not read on; after the end there is nothing left for them.
+            stop.set()
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-digest") as pool:
+        jobs = [pool.submit(work) for _ in range(threads)]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            stop.set()
+    return leaves
+
+
+def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
+    """Yield runs of files in order, at most `window_bytes` long, small neighbours together."""
+    order = np.lexsort((table.offset, table.file_index))
+    columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
+    file = start = stop = -1
+    pieces: list[_Piece] = []
+    for row_file, offset, nbytes, row_leaf in zip(*(column.tolist() for column in columns), strict=True):
+        for skip in range(0, nbytes, window_bytes):
+            at, length = offset + skip, min(window_bytes, nbytes - skip)
+            if pieces and (row_file != file or at != stop or at + length - start > window_bytes):
+                yield _Window(file=file, offset=start, nbytes=stop - start, pieces=tuple(pieces))
+                pieces = []
+            if not pieces:
+                file, start = row_file, at
+            stop = at + length
+            pieces.append((at - start, length, row_leaf + skip // leaf_bytes))
+    if pieces:
+        yield _Window(file=file, offset=start, nbytes=stop - start, pieces=tuple(pieces))

@@ -36,7 +36,7 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.storage import MemorySource, locate, output, weight_set
+from penstock.storage import MemorySource, locate, weight_set
 from penstock.storage import manifest as manifest_file
 from penstock.storage.files import FileSource
 from penstock.storage.weight_set import WeightSet, build, decode, encode, open_weights, sidecar_uri, signature_uri
@@ -326,7 +326,7 @@ def test_a_name_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_build_digests_every_leaf(
     leaf_bytes: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "WINDOW_BYTES", 512)
+    monkeypatch.setattr(weight_set, "_WINDOW_BYTES", 512)
     tensors = shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         made = build(weights, leaf_bytes=leaf_bytes, threads=threads)
