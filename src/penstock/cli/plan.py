@@ -116,7 +116,8 @@ def simulate_sync(
 ) -> None:
     """Predict a sync: the planner's own plan of made-up ranks, run over the cluster."""
     from penstock.plan import simulate_sync as simulation
-    from penstock.plan.sync import plan_sync, transformed_bytes
+    from penstock.plan.simulate_sync import transformed_bytes
+    from penstock.plan.sync import plan_sync
 
     watermark = parse_bytes(watermark_bytes)
     if watermark < MIB:

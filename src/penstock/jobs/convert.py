@@ -99,7 +99,7 @@ def convert(
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
         workers: how many, taking `devices` in turn; None: one for each.
         memory_bytes: host memory of each worker's tasks.
-        task_bytes, shard_bytes: see `plan.cuts.cut`; files of at most so many bytes.
+        task_bytes, shard_bytes: see `plan.tasks.cut`; files of at most so many bytes.
         storage_options: see `load`; of sources and destination.
         scratch: where files grow that go to an object store; None: the system's temporary directory.
         trace: a file for one Chrome trace of all workers.

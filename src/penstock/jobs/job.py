@@ -37,8 +37,7 @@ from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DiskF
 from penstock.jobs.operations.operation import UNKNOWN, Operation, Streamed
 from penstock.jobs.operations.spec import OperationSpec
 from penstock.jobs.operations.user_function import code_of
-from penstock.plan.cuts import cut, read_bytes, spread
-from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, lay_out
+from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, read_bytes, spread
 from penstock.storage.cache import CACHE_CHUNK_BYTES, CachedSource
 from penstock.storage.output import typed
 from penstock.storage.weight_set import WeightSet
@@ -166,7 +165,7 @@ def plan_job(
     Args:
         operation: the operation on all sources.
         sources: manifests of its sources, in its order.
-        task_bytes: see `plan.cuts.cut`.
+        task_bytes: see `plan.tasks.cut`.
         shard_bytes: largest size of an output file.
         leaf_bytes: of the output's digests.
         verify: compare what is read with the sources' digests, where they have any.

@@ -1,19 +1,23 @@
 """The plan of a sync: the bytes that each receiver takes of each source, in order. Made once, used every step.
 
 In: publishers' holdings and receivers' wants, as layouts. Out: a frozen `SyncPlan`, and each receiver's `Part` of it.
-Not here: reading (`transport`), versions and fences (`sync`), what layouts are recorded from.
+Not here: which ranks hold the same (`intersect`), reading (`transport`), versions and fences (`sync`).
 
     layouts -> match: kinds of tensors -> intersect: pieces, proven -> strips
-            -> balance: sources -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
+            -> lines: sources -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
 
-The reads of a sync as its receivers make them, as columns, for a simulation.
+Several ranks may hold the same bytes: they are a team, and divide what is taken of it. The line of team {4, 9} is what
+receivers 0, 1, 2 take of it, end to end; each rank gives a stretch, so that none gives more than its share, and few
+receivers take from two:
 
-In: a `SyncPlan`, rates, a watermark. Out: `Work`: reads in the order in which they are posted, and what each costs.
-Not here: when they run, over which links (`simulate_sync`).
+        0        1        2
+    |--------|--------|--------|
+    4           ^9
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -21,10 +25,10 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import PlanError
-from penstock.plan.cluster import SHORT_RUN_BYTES, Rates
 from penstock.plan.intersect import (
     MAX_LISTED,
     Boxes,
+    Groups,
     Match,
     Pieces,
     Strips,
@@ -35,10 +39,27 @@ from penstock.plan.intersect import (
     strips,
 )
 from penstock.plan.layout import Layout, decodable, encode
-from penstock.plan.simulate import F64
-from penstock.plan.tasks import BUCKET_BYTES, Lines, buckets, draw_lines, layer_order
 from penstock.segments import spread
 from penstock.types import GIB, I64, MIB, Box
+
+BUCKET_BYTES = 256 * MIB
+"""Most bytes a receiver takes in one bucket, but for a larger tensor: 5 ms at 50 GB/s, and two buckets a layer where
+128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/004-sync.md."""
+
+# How `sync.receive.transfer` runs a part; the simulation uses the same constants.
+WATERMARK_BYTES = 16 * GIB
+"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
+each is small in comparison. They are read into their final places, so this bounds no memory of its own."""
+ASK_BYTES = 16 * GIB
+"""Digests of this many bytes are requested at once from a source that has them: half a second of a host's core."""
+READS_AT_ONCE = 16
+"""Steps under way of all sources."""
+READS_OF_ONE = 4
+"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
+AHEAD_WINDOWS = 2
+"""Windows under way: the one being verified, and the next."""
+GROUP_BYTES = 256 * MIB
+"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
 
 
 @decodable
@@ -126,7 +147,7 @@ class SyncPlan:
     """All parts, as columns that name what is alike once: a receiver of 130,000 segments is 5,000 rows here.
 
     A wanted row is a tensor in a pattern; the pattern's strips say which pairs of the tensor it takes from, and each
-    pair's team who has it (see `match`); the share's place on the team's line says who gives it (see `balance`).
+    pair's team who has it (see `match`); the share's place on the team's line says which rank gives it (see `Lines`).
     """
 
     key: str
@@ -164,7 +185,7 @@ class SyncPlan:
     team_first: I64
     team_source: I64
     share_first: I64
-    """Per receiver its first share; see `balance.Lines`."""
+    """Per receiver its first share; see `Lines`."""
     share_team: I64
     share_start: I64
     share_bytes: I64
@@ -376,116 +397,110 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
     return PlanError("elements are wanted that nobody holds:\n  " + "\n  ".join(listed))
 
 
-# How `sync.receive.transfer` runs a part; the simulation uses the same constants.
-WATERMARK_BYTES = 16 * GIB
-"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
-each is small in comparison. They are read into their final places, so this bounds no memory of its own."""
-ASK_BYTES = 16 * GIB
-"""Digests of this many bytes are requested at once from a source that has them: half a second of a host's core."""
-READS_AT_ONCE = 16
-"""Steps under way of all sources."""
-READS_OF_ONE = 4
-"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
-AHEAD_WINDOWS = 2
-"""Windows under way: the one being verified, and the next."""
-GROUP_BYTES = 256 * MIB
-"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The reads of a sync, as columns, by receiver, then by window; within a window the sources take turns."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Lines:
+    """The bytes that each receiver takes of each team, as stretches of one line on which teams lie end to end.
 
-    receiver: I64
-    window: I64
-    """Buckets joined, counted over all receivers."""
-    source: I64
-    bucket: I64
-    """The last it has something of."""
+    Receiver r's shares are `first[r]:first[r + 1]`, by team; its share of a team begins at `start`. A rank of a team
+    gives what lies before its `stop` and not before the one's before it.
+    """
+
+    first: I64
+    team: I64
+    start: I64
     nbytes: I64
-    far_s: F64
-    """The cost of its runs, other than posting it, where each is requested by itself: beyond the node."""
-    num_copies: I64
-    """Within the node: copies of their own, which long runs are."""
-    short_bytes: I64
-    """Within the node: the bytes that a kernel of the reader copies."""
-
-    @classmethod
-    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
-        """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
-        names = ("window", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
-        collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
-        collected["far_s"] = [np.zeros(0)]
-        num_windows = 0
-        for r in range(len(plan.receivers)):
-            part = plan.part(r)
-            if not len(part.source):
-                continue
-            columns = _steps(part, rates, watermark_bytes)
-            columns["receiver"] = np.full(len(columns["window"]), r)
-            columns["window"] += num_windows
-            num_windows = int(columns["window"][-1]) + 1
-            for name, column in columns.items():
-                collected[name].append(column)
-        return cls(**{name: np.concatenate(columns) for name, columns in collected.items()})
+    stop: I64
+    """Per rank of each team, in their order."""
 
 
-def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
-    """Return the columns of `Work` for each step of a part, in the order in which they are posted."""
-    edges = np.array(part.windows(watermark_bytes // AHEAD_WINDOWS), np.int64)
-    bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
-    window = np.searchsorted(edges, bucket, side="right") - 1
-    nbytes = part.run_bytes * part.num_rows
-    far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    # As `transport.Rectangles.longest_runs` has it: what lies in one piece at both ends is one run.
-    is_whole = (part.src_pitch == part.run_bytes) & (part.dst_pitch == part.run_bytes)
-    is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
-    num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
-    short_bytes = np.where(is_short, nbytes, 0)
-    # By window and source, then cut where a step would be too large.
-    order = np.lexsort((bucket, part.source, window))
-    piece_bytes = max(watermark_bytes // 16, 1)
-    cuts = -(-nbytes[order] // piece_bytes)
-    window, source, bucket = (np.repeat(column[order], cuts) for column in (window, part.source, bucket))
-    turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
+def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> Lines:
+    """Return the lines of these demands (any order, several of a receiver and team), cut so that ranks give alike.
 
-    def share(column: np.ndarray) -> np.ndarray:
-        """Return what each piece has of a strip's bytes or copies."""
-        each = np.repeat(column[order], cuts)
-        # As differences of rounded sums, so that the pieces add up to the whole exactly.
-        return each * (turn + 1) // of - each * turn // of
-
-    amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
-    # A piece of a strip with a long run is at least part of one copy; rounding down would make it free.
-    amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
-    amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
-    stop = np.cumsum(amounts["nbytes"])
-    fresh = np.ones(len(window), bool)
-    fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
-    begin = (stop - amounts["nbytes"])[np.flatnonzero(fresh)][np.cumsum(fresh) - 1]
-    fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
-    head = np.flatnonzero(fresh)
-    last = np.append(head[1:], len(window)) - 1
-    pair = window[head] * (int(source.max()) + 1) + source[head]
-    number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    # The first read of every source, then the second of each: so receivers post, that no link is left idle.
-    turns = np.lexsort((number, window[head]))
-    columns = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
-    return columns | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
+    Cost: a few microseconds a team of several ranks.
+    """
+    num_teams = len(teams.first) - 1
+    # One number for receiver and team, so that a single sort finds equal demands.
+    code, of = np.unique(receiver * num_teams + team, return_inverse=True)
+    total = np.zeros(len(code), np.int64)
+    np.add.at(total, of, nbytes)
+    receiver, team = code // max(num_teams, 1), code % max(num_teams, 1)
+    along = np.lexsort((receiver, team))
+    start = np.zeros(len(code), np.int64)
+    start[along] = np.cumsum(total[along]) - total[along]
+    whole = np.zeros(num_teams, np.int64)
+    np.add.at(whole, team, total)
+    return Lines(
+        first=np.searchsorted(receiver, np.arange(num_receivers + 1)),
+        team=team,
+        start=start,
+        nbytes=total,
+        stop=np.cumsum(_quotas(whole, teams)),
+    )
 
 
-def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """Return [num_sources, num_buckets]: bytes of BF16 that each source reads for the tensors it holds under a tag."""
-    bucket_of: dict[str, int] = {}
-    for r, want in enumerate(wants):
-        rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
-        named = zip(plan.want_row[rows].tolist(), plan.want_bucket[rows].tolist(), strict=True)
-        bucket_of.update((want.names[row], bucket) for row, bucket in named)
-    nbytes = np.zeros((len(holdings), plan.num_buckets), np.int64)
-    for s, holding in enumerate(holdings):
-        elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
-        bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
-        wanted = bucket >= 0
-        # Two bytes an element: a quantised tensor is made from its BF16 original.
-        np.add.at(nbytes[s], bucket[wanted], 2 * elements[holding.form[wanted]])
-    return nbytes
+def _quotas(whole: I64, teams: Groups) -> I64:
+    """Return the bytes that each rank of each team gives, dealt to the ranks that have least so far."""
+    quota = np.repeat(whole, teams.counts)
+    load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
+    alone = np.repeat(teams.counts == 1, teams.counts)
+    np.add.at(load, teams.values[alone], quota[alone])
+    # Teams of few ranks first: they have the least choice, and larger teams can then fill what they left uneven.
+    for t in np.argsort(teams.counts, kind="stable")[int((teams.counts == 1).sum()) :].tolist():
+        span = slice(int(teams.first[t]), int(teams.first[t + 1]))
+        ranks = teams.values[span]
+        order = np.argsort(load[ranks], kind="stable")
+        before = load[ranks[order]]
+        # The level that all who are below it reach together: k of them, once it is not above the next one's load.
+        # Floats lose less than a byte here; the bytes lost by rounding down go to the first rank below.
+        levels = (np.cumsum(before) + int(whole[t])) / np.arange(1, len(before) + 1)
+        k = int(np.argmax(np.append(levels[:-1] <= before[1:], True))) + 1
+        fill = np.zeros(len(before), np.int64)
+        fill[:k] = np.maximum(np.floor(levels[k - 1]).astype(np.int64) - before[:k], 0)
+        # Shares must sum to the whole exactly: a byte given to no rank would be a hole in the plan.
+        fill[0] += int(whole[t]) - int(fill.sum())
+        quota[span][order] = fill
+        load[ranks] += quota[span]
+    return quota
+
+
+def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
+    """Return tensors by layer (the first number between dots; those of none come first), and each one's layer."""
+    layer = np.array([int(match[1]) if (match := _LAYER.search(name)) else -1 for name in names], np.int64)
+    # Stable, so that equal inputs give equal plans, in the order of the layouts.
+    order = np.argsort(layer, kind="stable")
+    return order, layer[order]
+
+
+def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
+    """Return the bucket of each tensor: whole layers while they fit, else parts of one.
+
+    Args:
+        layer: of each tensor, ascending.
+        receiver, place, nbytes: what receivers take of which tensor; sorted by receiver, then place.
+        bucket_bytes: most that one receiver takes in a bucket, unless of one tensor.
+    """
+    num_tensors = len(layer)
+    edges = np.flatnonzero(np.diff(receiver)) + 1
+    takers = [(p, np.cumsum(n)) for p, n in zip(np.split(place, edges), np.split(nbytes, edges), strict=True)]
+    layer_starts = np.append(np.flatnonzero(np.diff(layer, prepend=layer[:1] - 1)), num_tensors)
+    starts, at = [], 0
+    while at < num_tensors:
+        starts.append(at)
+        stop = num_tensors
+        # The bucket ends where the first receiver is full: buckets are the same for all, so that a source makes each
+        # once.
+        for places, sums in takers:
+            row = int(np.searchsorted(places, at))
+            before = int(sums[row - 1]) if row else 0
+            full = int(np.searchsorted(sums, before + bucket_bytes, side="right"))
+            if full < len(places):
+                stop = min(stop, int(places[full]))
+        # A tensor larger than a bucket must still be in one, or the loop would not go on.
+        stop = max(stop, at + 1)
+        # Back to a layer's begin where that leaves anything: a bucket is ready once its layer is, and not before.
+        edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
+        at = edge if edge > at else stop
+    return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.layout import Layout, decode, encode
-from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.plan.tasks import BUCKET_BYTES
+from penstock.plan.sync import BUCKET_BYTES, SyncPlan, plan_sync
 from penstock.sync.local_version import VersionStatus
 from penstock.sync.membership import Membership
 

@@ -14,8 +14,8 @@ from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
 from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock.plan.simulate import svg
-from penstock.plan.simulate_sync import simulate_sync
-from penstock.plan.sync import AHEAD_WINDOWS, SyncPlan, Work, plan_sync, transformed_bytes
+from penstock.plan.simulate_sync import Work, simulate_sync, transformed_bytes
+from penstock.plan.sync import AHEAD_WINDOWS, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
 
 ROWS = 1024

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.cuts import cut, read_bytes, spread
-from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
+from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, read_bytes, spread
 from penstock.types import Box, DType
 
 

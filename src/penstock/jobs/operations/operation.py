@@ -1,7 +1,7 @@
 """Operations, which a conversion applies to tensors: the protocol, copying, renaming, and chains of operations.
 
 In: the sources' tensors, without bytes. Out: recipes (inputs of each output); then the tensors for rows of a recipe.
-Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.cuts`).
+Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.tasks`).
 
     recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
 """

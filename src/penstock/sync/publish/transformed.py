@@ -22,7 +22,7 @@ import torch
 from penstock.errors import DestinationError, PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.plan.tasks import layer_order
+from penstock.plan.sync import layer_order
 from penstock.sync.recording.layout import cut
 from penstock.sync.recording.stride_map import meet
 from penstock.sync.shards import Row, row_of
