@@ -22,7 +22,7 @@ from pathlib import Path
 
 import penstock
 from penstock.config import parse_bytes
-from penstock.jobs.convert import ConvertReport, convert
+from penstock.jobs.convert import ConvertReport, WorkerSettings, convert
 from penstock.jobs.workers.launch import Launcher, LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
@@ -116,7 +116,8 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
 
         def row(case: str, missing_bytes: int, launcher: Launcher) -> Row:
             served(server)
-            report = convert(index, home / "out", devices="cpu", workers=2, task_bytes=task_bytes, launcher=launcher)
+            workers = WorkerSettings(num_workers=2, launcher=launcher)
+            report = convert(index, home / "out", devices="cpu", workers=workers, task_bytes=task_bytes)
             if not penstock.verify(home / "out").verified:
                 raise SystemExit(f"{case}: the result is not what its manifest says")
             shutil.rmtree(home / "out")

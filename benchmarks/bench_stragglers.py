@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 
@@ -80,9 +80,8 @@ def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
             Path(folder) / "out",
             operations=[{"op": "function", "function": "benchmarks.bench_stragglers:in_milliseconds"}],
             devices="cpu",
-            workers=WORKERS,
+            workers=WorkerSettings(num_workers=WORKERS, launcher=launcher),
             task_bytes=task_bytes,
-            launcher=launcher,
             progress=launcher.progress,
         )
     seconds = launcher.last - launcher.began

@@ -24,7 +24,7 @@ VALUES = [
     "TensorStream",
     "Variant",
 ]
-VALUES += ["ConvertReport", "ManifestReport", "Keeper", "VerifyReport", "Weights"]
+VALUES += ["ConvertReport", "ManifestReport", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name

@@ -87,7 +87,7 @@ NO_TORCH = (
     "jobs/convert.py",
     "jobs/operations/delta.py",
     "jobs/operations/formats.py",
-    "jobs/operations/user_function.py",
+    "jobs/operations/spec.py",
     "jobs/operations/lora.py",
     "jobs/operations/merge.py",
     "jobs/operations/operation.py",
@@ -115,7 +115,7 @@ BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
         ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
-        ("jobs/publish.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
+        ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         (
             "jobs/workers/worker.py",
             "operating",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.fetch.join import Fleet, Variant, join
     from penstock.fetch.report import FetchReport
     from penstock.hub.client import status, why
-    from penstock.jobs.convert import convert
+    from penstock.jobs.convert import WorkerSettings, convert
     from penstock.jobs.report import ConvertReport
     from penstock.keeper.attach import Attached, AttachReport, attach
     from penstock.keeper.keeper import Keeper
@@ -46,6 +46,7 @@ _ROOMS = {
     "Variant": "fetch.join",
     "VerifyReport": "loader.verify",
     "Weights": "loader.load",
+    "WorkerSettings": "jobs.convert",
     "attach": "keeper.attach",
     "convert": "jobs.convert",
     "inspect": "loader.verify",
@@ -83,6 +84,7 @@ __all__ = [
     "Variant",
     "VerifyReport",
     "Weights",
+    "WorkerSettings",
     "attach",
     "convert",
     "inspect",

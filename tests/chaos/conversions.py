@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.chaos.harness import Process, Round
 
-from penstock.jobs.publish import STAMP
+from penstock.jobs.result import STAMP
 from penstock.types import MIB
 
 ARGUMENTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import penstock  # noqa: E402
-from penstock.jobs.convert import convert  # noqa: E402
+from penstock.jobs.convert import WorkerSettings, convert  # noqa: E402
 from penstock.jobs.workers.launch import LocalLauncher  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 
@@ -55,8 +55,7 @@ def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tm
             sources[0],
             tmp_path / "gpu",
             devices=["cuda:0"],
-            workers=2,
-            launcher=launcher,
+            workers=WorkerSettings(num_workers=2, launcher=launcher),
             progress=launcher.strike,
             **told,
         )

@@ -25,8 +25,8 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.jobs.convert import convert, plan
-from penstock.jobs.job import Journal
+from penstock.jobs.convert import WorkerSettings, convert, plan
+from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import LocalLauncher, num_prewarmed
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
@@ -107,7 +107,9 @@ class Hostile(LocalLauncher):
 
 def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
     with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
-        report = run(source, tmp_path / "out", workers=2, launcher=launcher, progress=launcher.strike)
+        report = run(
+            source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher), progress=launcher.strike
+        )
     assert launcher.sent == 2
     assert files(tmp_path / "out") == expected
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
@@ -116,7 +118,9 @@ def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_pa
 def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with Hostile([signal.SIGSTOP]) as launcher:
-        run(source, tmp_path / "out", workers=2, launcher=launcher, progress=launcher.strike)
+        run(
+            source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher), progress=launcher.strike
+        )
     assert launcher.sent == 1
     assert files(tmp_path / "out") == expected
 
@@ -131,7 +135,9 @@ def test_workers_whose_fork_server_is_killed_end_with_it_and_others_come_of_a_ne
             os.kill(killed[0], signal.SIGKILL)
 
     with launcher:
-        report = run(source, tmp_path / "out", workers=2, launcher=launcher, progress=strike)
+        report = run(
+            source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher), progress=strike
+        )
         assert launcher.fork_server is not None and launcher.fork_server.pid != killed[0]
     assert files(tmp_path / "out") == expected
     assert len(report.workers) == 4
@@ -151,7 +157,7 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
     with LocalLauncher() as launcher:
         launcher.begin()
         prewarmed = [process for process, _ in launcher._prewarmed]
-        report = run(source, tmp_path / "out", workers=workers, launcher=launcher)
+        report = run(source, tmp_path / "out", workers=WorkerSettings(num_workers=workers, launcher=launcher))
         used = [process for process in launcher._processes.values() if process in prewarmed]
         assert len(used) == min(2, workers) == len(prewarmed) - len(launcher._prewarmed)
     assert [one.end for one in report.workers] == ["finished"] * workers
@@ -202,7 +208,7 @@ def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tm
     with LocalLauncher() as launcher:
         launcher.begin()
         assert len(launcher._prewarmed) == 2 and launcher.gpus() == [] and not launcher._prewarmed
-        run(source, tmp_path / "out", workers=2, launcher=launcher)
+        run(source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher))
     assert files(tmp_path / "out") == expected
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -325,8 +331,9 @@ def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(so
 
 def test_a_budget_too_small_for_the_largest_task_says_what_would_do(source, tmp_path):
     with pytest.raises(BudgetTooSmall) as caught:
-        run(source, tmp_path / "out", memory_bytes="100K")
-    report = run(source, tmp_path / "out", workers=1, memory_bytes=caught.value.minimum_bytes)
+        run(source, tmp_path / "out", workers=WorkerSettings(memory_bytes="100K"))
+    enough = WorkerSettings(num_workers=1, memory_bytes=caught.value.minimum_bytes)
+    report = run(source, tmp_path / "out", workers=enough)
     assert report.peak_bytes <= caught.value.minimum_bytes
 
 

@@ -16,8 +16,8 @@ from tests.truth import by_safetensors
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, SourceChanged, SourceTruncated
 from penstock.jobs.convert import convert
-from penstock.jobs.job import Journal
 from penstock.jobs.operations.operation import Copy
+from penstock.jobs.result import Journal
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

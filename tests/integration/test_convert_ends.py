@@ -19,7 +19,7 @@ from tests.support.fork_server import ForkServer
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
@@ -52,7 +52,7 @@ import os, signal, sys
 from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.convert import convert
 from penstock.jobs.workers.launch import LocalLauncher
-from penstock.jobs.job import Journal
+from penstock.jobs.result import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)
 """
@@ -124,7 +124,6 @@ def test_the_same_call_on_its_own_result_is_done_and_another_one_is_refused(made
 SLOWLY: dict[str, Any] = {
     "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
     "devices": "cpu",
-    "workers": 2,
     "task_bytes": "128K",
 }
 NUM_SEEDS = 40 if os.environ.get("DRILLS") == "all" else 5
@@ -149,7 +148,8 @@ def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, 
         killer = threading.Thread(target=kill_some)
         killer.start()
         try:
-            convert(made, tmp_path / "out", launcher=launcher, **SLOWLY)
+            workers = WorkerSettings(num_workers=2, launcher=launcher)
+            convert(made, tmp_path / "out", workers=workers, **SLOWLY)
         finally:
             is_over.set()
             killer.join()
@@ -180,6 +180,7 @@ def test_what_workers_are_forked_from_is_started_again_where_it_was_lost_unseen(
 
             patch.setattr(launcher_module, "ForkServer", started)
             launcher.close()
-            convert(made, tmp_path / "out", launcher=launcher, **SLOWLY)
+            workers = WorkerSettings(num_workers=2, launcher=launcher)
+            convert(made, tmp_path / "out", workers=workers, **SLOWLY)
     assert len(set(seen)) == 3
     assert penstock.verify(tmp_path / "out").verified

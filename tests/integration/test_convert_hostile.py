@@ -24,7 +24,7 @@ from tests.support.tensor_file import write_file
 
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
-from penstock.jobs.convert import convert, plan
+from penstock.jobs.convert import WorkerSettings, convert, plan
 from penstock.jobs.messages import Hello
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
@@ -105,7 +105,7 @@ class Visited(LocalLauncher):
 
 def test_who_guesses_the_secret_in_any_letters_is_turned_away(made: Path, tmp_path: Path) -> None:
     with Visited() as launcher:
-        convert(made, tmp_path / "out", workers=1, launcher=launcher, **TOLD)
+        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
         with pytest.raises(PeerLost):
             launcher.guest.to_worker()
         launcher.guest.close()
@@ -249,7 +249,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    first, told = server(), {"scratch": tmp_path, "workers": 1, **TOLD}
+    first, told = server(), {"workers": WorkerSettings(num_workers=1, scratch=tmp_path), **TOLD}
     into = "s3://weights/converted"
     real, at_a_time, uploaded = obstore.put, threading.Lock(), list[str]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -47,7 +48,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told() -> Iterator[dict[str, Any]]:
     """Arguments of every conversion; their workers are forked from one process."""
     with LocalLauncher() as launcher:
-        yield {"to": "cast:F32", "devices": "cpu", "workers": 2, "task_bytes": "1M", "launcher": launcher}
+        yield {
+            "to": "cast:F32",
+            "devices": "cpu",
+            "workers": ps.WorkerSettings(num_workers=2, launcher=launcher),
+            "task_bytes": "1M",
+        }
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +117,7 @@ def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
         for error, other in (
             (OperationFailed, told | {"operations": raises}),
             (ConfigError, told | {"operations": [{"op": "reshard", "to": 2}], "to": None}),
-            (BudgetTooSmall, told | {"memory_bytes": "100K"}),
+            (BudgetTooSmall, told | {"workers": dataclasses.replace(told["workers"], memory_bytes="100K")}),
         ):
             with pytest.raises(error):
                 ps.convert(source, keeper.into("f32"), **other)

@@ -14,7 +14,7 @@ from tests.truth import by_safetensors
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.errors import BudgetTooSmall, ConfigError
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.types import MIB
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
@@ -54,12 +54,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+def single(memory_bytes: int | str) -> WorkerSettings:
+    """One worker of this memory."""
+    return WorkerSettings(num_workers=1, memory_bytes=memory_bytes)
+
+
 @pytest.mark.parametrize("case", MERGES)
 def test_a_tensor_larger_than_memory_is_merged_to_the_same_bits(case: str, models: list[Path], tmp_path: Path) -> None:
     count, words = MERGES[case]
-    told = {"devices": "cpu", "workers": 1} | words
-    whole = convert(models[:count], tmp_path / "whole", memory_bytes=LARGE, **told)
-    parts = convert(models[:count], tmp_path / "parts", memory_bytes=SMALL, **told)
+    told = {"devices": "cpu"} | words
+    whole = convert(models[:count], tmp_path / "whole", workers=single(LARGE), **told)
+    parts = convert(models[:count], tmp_path / "parts", workers=single(SMALL), **told)
     assert whole.peak_bytes > 8 * MIB >= parts.peak_bytes
     assert parts.revision == whole.revision
     assert penstock.verify(tmp_path / "parts").verified
@@ -71,8 +76,7 @@ def test_tasks_are_as_small_as_memory_wants_them(models: list[Path], tmp_path: P
         tmp_path / "out",
         operations=[{"op": "linear"}],
         devices="cpu",
-        workers=1,
-        memory_bytes="4M",
+        workers=single("4M"),
     )
     assert report.peak_bytes <= 4 * MIB and report.num_tasks > 4
     found, (first, second) = by_safetensors(tmp_path / "out"), map(by_safetensors, models[:2])
@@ -82,10 +86,10 @@ def test_tasks_are_as_small_as_memory_wants_them(models: list[Path], tmp_path: P
 
 
 def test_memory_in_which_nothing_fits_is_said_with_what_would_do(models: list[Path], tmp_path: Path) -> None:
-    told: dict[str, Any] = {"operations": [{"op": "slerp", "t": 0.5}], "devices": "cpu", "workers": 1}
+    told: dict[str, Any] = {"operations": [{"op": "slerp", "t": 0.5}], "devices": "cpu"}
     with pytest.raises(BudgetTooSmall) as caught:
-        convert(models[:2], tmp_path / "out", memory_bytes="1M", **told)
-    convert(models[:2], tmp_path / "out", memory_bytes=caught.value.minimum_bytes, **told)
+        convert(models[:2], tmp_path / "out", workers=single("1M"), **told)
+    convert(models[:2], tmp_path / "out", workers=single(caught.value.minimum_bytes), **told)
 
 
 def test_an_operation_that_says_that_it_gets_on_may_take_its_time(

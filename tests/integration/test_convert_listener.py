@@ -14,12 +14,12 @@ import pytest
 from tests.support.users import STRANGER, run_as
 
 from penstock.jobs import messages
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
-TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000, "workers": 1}
+TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2_000_000}
 
 
 class OtherUser(LocalLauncher):
@@ -57,7 +57,7 @@ def test_another_user_cannot_talk_to_a_coordinator(made: Path, tmp_path: Path, m
             seen.append(launcher.visitor.is_alive())
 
     with OtherUser() as launcher:
-        convert(made, tmp_path / "out", launcher=launcher, progress=look, **TOLD)
+        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD)
         launcher.visitor.join(30)
     assert seen == [False] and len(launcher.seconds) == 1
 
@@ -94,7 +94,7 @@ def test_strangers_take_a_bounded_number_of_a_coordinators_places(
         convert(
             made,
             tmp_path / "out",
-            launcher=launcher,
+            workers=WorkerSettings(num_workers=1, launcher=launcher),
             progress=lambda done, total: counts.append(launcher.num_open()),
             **TOLD,
         )
@@ -116,7 +116,9 @@ def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
         counts.append(launcher.num_open())
 
     with ExitStack() as stack, Strangers() as launcher:
-        report = convert(made, tmp_path / "out", launcher=launcher, progress=look, **TOLD)
+        report = convert(
+            made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD
+        )
         for sock in launcher.strangers:
             stack.enter_context(sock)
     assert counts[-1] == 0, counts

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.convert import convert
-from penstock.jobs.operations.user_function import function_of
+from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.operations.spec import function_of
 from penstock.testing.operations import check_rows
 from penstock.testing.s3_server import SwiftServer, Unavailable
 
@@ -51,8 +51,9 @@ def model() -> dict[str, torch.Tensor]:
     }
 
 
-def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object], **more):
-    return convert(sources, into, operations=words, devices="cpu", workers=1, task_bytes="256K", **more)
+def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object], scratch: Path | None = None, **more):
+    workers = WorkerSettings(num_workers=1, scratch=scratch)
+    return convert(sources, into, operations=words, devices="cpu", workers=workers, task_bytes="256K", **more)
 
 
 def test_an_adapter_brings_its_own_configuration(model, tmp_path):

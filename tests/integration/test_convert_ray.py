@@ -49,7 +49,7 @@ TOLD = {
 PROGRAM = """
 import json, os, sys
 from ray.cluster_utils import Cluster
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 
 source, into, told = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -62,7 +62,7 @@ def said(done, total):
         cluster.remove_node(nodes.pop(), allow_graceful=False)
 
 
-report = convert(source, into, workers=2, ray=cluster.address, progress=said, **told)
+report = convert(source, into, workers=WorkerSettings(num_workers=2, ray=cluster.address), progress=said, **told)
 print(json.dumps({"tasks": report.num_tasks, "ends": [one.end for one in report.workers], "left": len(nodes)}))
 cluster.shutdown()
 """

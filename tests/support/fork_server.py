@@ -46,7 +46,7 @@ IMPORTS = (
     "penstock.hub.app",
     "penstock.hub.store",
     *launcher.IMPORTS,
-    "penstock.jobs.operations.user_function",
+    "penstock.jobs.operations.spec",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscriber",
     "penstock.transport.cuda_ipc",

@@ -22,7 +22,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.jobs import convert as convert_module
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.operations.operation import report_progress
 from penstock.jobs.workers.fork_server import end_with_parent
 from penstock.jobs.workers.process import work
@@ -81,7 +81,8 @@ def coordinate(values: dict[str, Any]) -> int:
         _say(event="done", num_done=num_done, total=total)
 
     try:
-        report = convert(launcher=ForkLauncher(), progress=done, **values)
+        workers = WorkerSettings(num_workers=values.pop("workers", None), launcher=ForkLauncher())
+        report = convert(workers=workers, progress=done, **values)
     except PenstockError as error:
         _say(event="failed", kind=type(error).__name__, message=str(error))
         return 1

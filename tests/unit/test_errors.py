@@ -18,7 +18,7 @@ import penstock
 from penstock import errors
 from penstock.errors import PenstockError
 from penstock.http.range_request import _failing
-from penstock.jobs.operations.user_function import function_of
+from penstock.jobs.operations.spec import function_of
 from penstock.storage.output import typed
 
 SOURCE = Path(penstock.__file__).parent

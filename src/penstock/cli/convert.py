@@ -43,8 +43,7 @@ from penstock.report import plain
 if TYPE_CHECKING:
     from penstock.config import ConnectionSettings
     from penstock.jobs.job import Job
-    from penstock.jobs.predict import Predicted
-    from penstock.jobs.report import ConvertReport
+    from penstock.jobs.report import ConvertReport, Predicted
     from penstock.jobs.workers.launch import LocalLauncher
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
@@ -103,8 +102,8 @@ def convert(
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
         from penstock.jobs.convert import plan
-        from penstock.jobs.predict import predict
-        from penstock.jobs.publish import ONE_FILE, SCHEME
+        from penstock.jobs.report import predict
+        from penstock.jobs.result import ONE_FILE, SCHEME
         from penstock.jobs.workers.launch import devices_of
 
         shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
@@ -120,24 +119,21 @@ def convert(
     else:
         launcher = LocalLauncher(devices.split(","), workers)
         launcher.begin()  # now, for the rest is imported meanwhile
-    from penstock.jobs.publish import SCHEME
+    from penstock.jobs.result import SCHEME
 
+    settings = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray, "rates": speeds}
     run = partial(
         _run,
         launcher,
+        settings,
         places[:-1],
         to=to,
         operations=words,
         verify=verify,
         devices=devices.split(","),
-        workers=workers,
-        memory_bytes=memory_bytes,
         task_bytes=task_bytes,
         shard_bytes=shard_bytes,
-        scratch=scratch,
         trace=trace,
-        ray=ray,
-        rates=speeds,
         progress=None if format is Format.human else False,
     )
     if places[-1].startswith(SCHEME):
@@ -146,12 +142,12 @@ def convert(
         write_report(run(destination=places[-1]), format)
 
 
-def _run(launcher: LocalLauncher | None, sources: list[str], **told: Any) -> ConvertReport:
-    """`api.convert` by this launcher, which ends then."""
+def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **told: Any) -> ConvertReport:
+    """Run `api.convert` with these `WorkerSettings` and this launcher, and end the launcher."""
     from penstock import api
 
     with launcher or nullcontext():
-        return api.convert(sources, launcher=launcher, **told)
+        return api.convert(sources, workers=api.WorkerSettings(launcher=launcher, **settings), **told)
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:

@@ -1,10 +1,10 @@
 """`convert`: any weight set to any other, out of core, resumable, published whole.
 
 In: URIs and operations. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: opening sources (`request`), the plan (`job`), the workers (`coordinator`), results of earlier runs
-(`publish`).
+Not here: the plan (`job`), the workers (`coordinator`), the journal and the sidecar files (`result`).
 
-    plan_request --> _stage: OutputSet, Journal (resumed?) --> _run: Coordinator --> _publish: manifest
+    plan_request: sources opened, job planned --> _stage: OutputSet, Journal (resumed?) --> _Run: Coordinator
+              --> _publish: sources unchanged? manifest, index, small files, rename or upload
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from penstock.arguments import require_type, wrong
+from penstock.config import Settings, parse_bytes
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
 from penstock.jobs.coordinator import Coordinator
-from penstock.jobs.job import SHARD_BYTES, Job, Journal, Notes, bytes_read
+from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
 from penstock.jobs.messages import EXECUTORS, JobSpec
-from penstock.jobs.operations.spec import Operations
-from penstock.jobs.predict import Predicted, predict
-from penstock.jobs.publish import (
+from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs
+from penstock.jobs.report import ConvertReport, Predicted, how_verified, predict, rows_of
+from penstock.jobs.result import (
     METADATA,
     ONE_FILE,
     SCHEME,
     STAMP,
+    Journal,
     MemoryDestination,
+    Notes,
     check_repeated,
     check_unchanged,
     config_of,
@@ -48,11 +53,8 @@ from penstock.jobs.publish import (
     small_from,
     stamp,
 )
-from penstock.jobs.report import ConvertReport, how_verified
-from penstock.jobs.request import ConvertRequest, plan_request
-from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, rows_of
+from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus
 from penstock.loader.report import Progress, ProgressOption
-from penstock.plan.cluster import Rates
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import left_out
@@ -64,7 +66,63 @@ from penstock.storage.output import (
     require_free_remote,
     typed,
 )
-from penstock.storage.weight_set import Uris
+from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.types import MIB
+
+if TYPE_CHECKING:
+    from penstock.plan.cluster import Rates
+
+WORKER_MEMORY_BYTES = 512 * MIB
+"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+MIN_TASK_BYTES = MIB // 4
+"""A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """The settings by which a conversion runs: its workers, their memory, and the machines they run on.
+
+    `convert` takes one as `workers=`; an int there is the number of workers, and None stands for the defaults.
+
+    Attributes:
+        num_workers: workers, which take `devices` in turn; None: one for each device.
+        memory_bytes: host memory of each worker's tasks, as a number or a text like `"2G"`; None: 512 MiB.
+        scratch: directory in which files grow that go to an object store; None: the system's temporary directory.
+        ray: address of a Ray cluster to start the workers on, where source, destination and `scratch` are the same.
+        launcher: starts the workers and ends them; None: processes of this host, or Ray's actors.
+        rates: rates of this machine, to predict the duration by; None: those that are known of its GPUs.
+
+    Raises:
+        ConfigError: a field has the wrong type or no valid value, or `ray` and `launcher` are both given.
+    """
+
+    num_workers: int | None = None
+    memory_bytes: int | str | None = None
+    scratch: str | os.PathLike[str] | None = None
+    ray: str | None = None
+    launcher: Launcher | None = None
+    rates: Rates | None = None
+
+    def __post_init__(self) -> None:
+        require_type("num_workers", self.num_workers, (int, type(None)), "a number of workers, or None")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ConfigError(f"num_workers={self.num_workers}: a conversion needs at least one worker")
+        # Parsed here only to be checked: an unreadable size should fail where it is written, not in the conversion.
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes)
+        require_type("scratch", self.scratch, (str, os.PathLike, type(None)), "a directory, or None")
+        require_type("ray", self.ray, (str, type(None)), "the address of a Ray cluster, or None")
+        if self.ray is not None and self.launcher is not None:
+            raise ConfigError("ray and launcher are both given", hint="leave out ray=, or launcher=")
+
+    @classmethod
+    def of(cls, workers: WorkerSettings | int | None) -> WorkerSettings:
+        """Return the settings that the argument of `convert` stands for. ConfigError if it is of another type."""
+        if isinstance(workers, cls):
+            return workers
+        if workers is None or (isinstance(workers, int) and not isinstance(workers, bool)):
+            return cls(num_workers=workers)
+        raise wrong("workers", workers, "a number of workers, a penstock.WorkerSettings, or None")
 
 
 def convert(
@@ -75,71 +133,75 @@ def convert(
     operations: Operations = (),
     verify: bool | None = None,
     devices: str | Sequence[str] = "all",
-    workers: int | None = None,
-    memory_bytes: int | str | None = None,
+    workers: WorkerSettings | int | None = None,
     task_bytes: int | str = TASK_BYTES,
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
-    scratch: str | os.PathLike[str] | None = None,
     trace: str | os.PathLike[str] | None = None,
-    ray: str | None = None,
-    launcher: Launcher | None = None,
-    rates: Rates | None = None,
     progress: ProgressOption = None,
 ) -> ConvertReport:
     """Convert one or several checkpoints to one.
 
     Args:
-        sources: what is read; as many as the first operation takes.
-        destination: a directory that is not there yet, a prefix of an object store, or a keeper's `into`.
-        to: a format (`cast:BF16`, `fp8-block128`, ...) that what the operations give is stored in.
+        sources: URIs of the checkpoints to read; as many as the first operation takes.
+        destination: a directory that does not exist yet, a prefix of an object store, or a keeper's `into`.
+        to: a format (`cast:BF16`, `fp8-block128`, ...) that the result of the operations is stored in.
         operations: one after the other, each `{"op": name, ...}` or as `--op` has it (`"slerp:t=0.4"`); one alone
             need not be in a list; none: a copy.
-        verify: hold what is read to the leaf digests of each source that has them; True: of all, or fail; False: none.
+        verify: compare what is read with the leaf digests of each source that has them; True: of all, or fail;
+            False: of none.
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
-        workers: how many, taking `devices` in turn; None: one for each.
-        memory_bytes: host memory of each worker's tasks.
-        task_bytes, shard_bytes: see `plan.tasks.cut`; files of at most so many bytes.
-        storage_options: see `load`; of sources and destination.
-        scratch: where files grow that go to an object store; None: the system's temporary directory.
+        workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, a Ray cluster,
+            a launcher of your own.
+        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory.
+        shard_bytes: largest size of an output file.
+        storage_options: see `load`; for sources and destination.
         trace: a file for one Chrome trace of all workers.
-        ray: start the workers on the Ray cluster at this address, where source, destination and `scratch` are the same.
-        launcher: who starts workers; None: processes of this host, or Ray's.
-        rates: of this machine, to predict by; None: those that are known of its GPUs.
-        progress: see `load`; of tasks.
+        progress: see `load`; counts tasks.
 
     Returns:
-        What was done. The destination is whole, with index, manifest and the first source's small files.
+        The report. The destination is complete, with index, manifest and the first source's small files.
 
     Raises:
-        ConfigError: something is at the destination, or words that mean nothing.
+        ConfigError: something is at the destination, or an argument has no valid value.
         PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
-        OperationFailed: an operation raised, hung, or gave what it had not said.
+        OperationFailed: an operation raised, hung, or returned other tensors than its recipes say.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
-        After all of these the destination is untouched; the same call goes on where this one ended, but into memory.
+        After all of these the destination is untouched, and the same call resumes; one into memory starts again.
     """
     began = time.monotonic()
+    settings = WorkerSettings.of(workers)
     if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
-    devices_of(devices, workers, list)  # what names no device is said before anything is begun
+    # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
+    devices_of(devices, settings.num_workers, list)
     stages = open_trace(trace)
     with ExitStack() as stack:
-        launcher = launcher or _launcher(ray, devices, workers, stack)
-        shard_bytes = ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes
+        # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
+        launcher = _launcher(settings, devices, stack)
         with stages.stage("plan"):
             request = plan_request(
-                sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack, memory_bytes
+                sources,
+                to,
+                operations,
+                stack,
+                verify=verify,
+                task_bytes=task_bytes,
+                shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
+                memory_bytes=settings.memory_bytes,
+                storage_options=storage_options,
             )
             request.job.check_budget(request.job_spec.memory_bytes, "one task")
-        run = partial(_run, stack, stages, launcher, devices, workers, rates, progress)
-        result = _make(request, destination, scratch, run, stages, stack)
+        run = _Run(stack=stack, stages=stages, launcher=launcher, devices=devices, settings=settings, progress=progress)
+        result = _make(request, destination, run)
         end = stack.pop_all()
+    # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
     with stages.stage("close"):
         end.close()
     if trace is not None:
-        traces = () if result[2] is None else result[2][0].traces
+        traces = () if result.ran is None else result.ran.coordinator.traces
         save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
-    return _report(*result, began)
+    return _report(result, began)
 
 
 def plan(
@@ -152,31 +214,211 @@ def plan(
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what `convert` would do: headers are read, nothing is written. Arguments and errors as there."""
+    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there."""
     with ExitStack() as stack:
-        return plan_request(sources, to, operations, task_bytes, shard_bytes, storage_options, verify, stack).job
+        return plan_request(
+            sources,
+            to,
+            operations,
+            stack,
+            verify=verify,
+            task_bytes=task_bytes,
+            shard_bytes=shard_bytes,
+            storage_options=storage_options,
+        ).job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StagedRequest(ConvertRequest):
-    """A request with the staging directory that its result is written to until it is published."""
+class ConvertRequest:
+    """Opened sources, and the job planned for them."""
 
+    settings: Settings
+    opened: Sequence[WeightSet]
+    job: Job
+    job_spec: JobSpec
+    """The job for workers, still without the directory that they write to."""
+
+
+def plan_request(
+    sources: Uris,
+    to: str | None,
+    operations: Operations,
+    stack: ExitStack,
+    *,
+    verify: bool | None,
+    task_bytes: int | str,
+    shard_bytes: int | str,
+    storage_options: Mapping[str, str] | None,
+    memory_bytes: int | str | None = None,
+) -> ConvertRequest:
+    """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
+
+    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
+    """
+    settings, options = Settings.read(), dict(storage_options or {})
+    uris = _uris(sources)
+    opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]
+    if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
+        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
+    require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
+    specs = [*operation_specs(operations), *([{"op": "store", "format": to}] if to is not None else [])]
+    specs = completed(specs, opened, settings, options)
+    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
+    wanted = parse_bytes(task_bytes)
+
+    def planned(task_bytes: int) -> Job:
+        """Return the job in tasks of this size."""
+        return plan_job(
+            operation_of(specs),
+            [weights.manifest for weights in opened],
+            task_bytes=task_bytes,
+            shard_bytes=parse_bytes(shard_bytes),
+            verify=verify is not False,
+            operation_specs=specs,
+        )
+
+    job = planned(wanted)
+    while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
+        # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
+        smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
+        if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
+            break  # the largest task is one that its operation cannot cut: smaller tasks do not help
+        job, wanted = cut_smaller, smaller
+    job_spec = JobSpec(
+        sources=tuple(uris),
+        operation=tuple(dict(spec) for spec in specs),
+        key=job.key,
+        directory="",
+        task_bytes=wanted,
+        shard_bytes=parse_bytes(shard_bytes),
+        leaf_bytes=job.leaf_bytes,
+        memory_bytes=budget,
+        stall_s=settings.stall_s,
+        storage_options=options,
+        verify=verify is not False,
+    )
+    return ConvertRequest(settings=settings, opened=opened, job=job, job_spec=job_spec)
+
+
+def _uris(sources: Uris) -> list[str]:
+    several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
+    return [text_of(uri) for uri in several]
+
+
+def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: ExitStack) -> Launcher:
+    """Return the caller's launcher, or one that ends with the stack."""
+    if settings.launcher is not None:
+        return settings.launcher
+    if settings.ray is None:
+        launcher = stack.enter_context(LocalLauncher(devices, settings.num_workers))
+        launcher.begin()
+        return launcher
+    from penstock.jobs.workers.launch import RayLauncher
+
+    cluster = RayLauncher(settings.ray)
+    stack.callback(cluster.close)
+    return cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """A request with the place that its result is written to until it is published."""
+
+    request: ConvertRequest
+    job_spec: JobSpec
+    """The job for workers, with the directory that they write to."""
     into: str
     out: OutputSet
     journal: Journal
-    config: bytes | None
+    config: bytes | None = None
     """The result's configuration, if it has one and is to be published as files."""
 
 
-_Ran = tuple[Coordinator, Predicted]
-"""The coordinator of a run, and the predicted duration."""
-_Made = tuple[_StagedRequest, str, _Ran | None]
-"""A finished request, its revision, and its run; None for the run where an earlier call had published the result."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    """The coordinator of a run that has ended, and the predicted duration."""
+
+    coordinator: Coordinator
+    predicted: Predicted
 
 
-def _stage(
-    request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack
-) -> _StagedRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A finished request, and its revision."""
+
+    staged: _Staged
+    revision: str
+    ran: _Ran | None
+    """None: nothing was run, since an earlier call had published this very result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The means to run a staged request: workers, and what the user sees of them."""
+
+    stack: ExitStack
+    """Ends the workers, after the result is published."""
+    stages: Trace
+    launcher: Launcher
+    devices: str | Sequence[str]
+    settings: WorkerSettings
+    progress: ProgressOption
+
+    def run(self, staged: _Staged) -> _Ran:
+        """Run every task that no earlier run finished. Workers start while disk space is allocated.
+
+        Raises:
+            ConfigError: workers on other hosts, and a destination in this host's memory. See `Coordinator.run`.
+        """
+        job, journal, stages = staged.request.job, staged.journal, self.stages
+        if staged.job_spec.in_memory and self.launcher.listen is not None:
+            message = "workers on other hosts cannot write to memory of this host"
+            raise ConfigError(message, uri=staged.into, hint="leave out ray=, or convert to a directory")
+        uris = [*(source.uri for weights in staged.request.opened for source in weights.sources), staged.into]
+        job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
+        is_over = threading.Event()
+        # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
+        with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
+            # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
+            ends.callback(is_over.set)
+            room = pool.submit(_make_room, staged.out, stages, is_over)
+            shown = self.stack.enter_context(Progress(self.progress, staged.into, unit="tasks"))
+            with stages.stage("workers"):
+                counted = self.launcher.gpus if isinstance(self.launcher, LocalLauncher) else gpus
+                where = devices_of(self.devices, self.settings.num_workers, counted)
+                coordinator = self.stack.enter_context(
+                    Coordinator(
+                        job, job_spec, journal, self.launcher, where, stall_s=job_spec.stall_s, on_progress=shown
+                    )
+                )
+                coordinator.begin()
+            here = where if self.launcher.listen is None else ()
+            predicted = predict(job, journal.kept, uris, here, self.settings.rates)
+            room.result()
+        with stages.stage("run"):
+            coordinator.run()
+        check_repeated(job, journal, staged.out, coordinator.repeated)
+        return _Ran(coordinator=coordinator, predicted=predicted)
+
+
+def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
+    with stages.stage("room"):
+        out.allocate(is_over.is_set)
+
+
+def _make(request: ConvertRequest, destination: str | os.PathLike[str] | MemoryDestination, run: _Run) -> _Made:
+    """Run the tasks that are left, and publish the result."""
+    if isinstance(destination, MemoryDestination):
+        return _fill(request, destination, run)
+    staged = _stage(request, os.fspath(destination), run.settings.scratch, run.stack)
+    if (revision := _begin(staged)) is not None:
+        return _Made(staged=staged, revision=revision, ran=None)
+    ran = run.run(staged)
+    with run.stages.stage("publish"):
+        return _Made(staged=staged, revision=_publish(staged), ran=ran)
+
+
+def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack) -> _Staged:
     """Open the staging files and the journal of earlier runs; remove them at the end if no later call can use them."""
     if into.startswith(SCHEME):
         raise ConfigError(
@@ -187,145 +429,15 @@ def _stage(
     # Before anything is written: a broken config.json must not cost hours of conversion.
     config = config_of(of_config, job.operation, request.settings, request.job_spec.storage_options)
     staged_path = _staging_path(job, into, scratch)
+    # The journal first: its lock keeps a second process of this very job away from the files.
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
     out = OutputSet(staged_path, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
+    # Pushed last, so that it runs first, while the journal's lock is still held.
     stack.push(partial(_leave, journal, out))
-    return _staged_request(
-        request, msgspec.structs.replace(request.job_spec, directory=str(staged_path)), into, out, journal, config
-    )
-
-
-def _begin(staged: _StagedRequest) -> str | None:
-    """Return the revision if this job's result is published already; else open its files and correct the journal."""
-    job, journal, into, out = staged.job, staged.journal, staged.into, staged.out
-    settings, options = staged.settings, staged.job_spec.storage_options
-    if revision := published(job, into, settings, options):
-        journal.kept = frozenset(range(len(job.tasks)))
-        journal.remove()
-        out.remove()
-        return revision
-    if is_remote(into):
-        require_free_remote(into, settings=settings, storage_options=options)
-    else:
-        require_free(Path(local_path(into)))
-    out.make()
-    if journal.done:  # a file of an earlier run may be gone, or short: what is not there reads as zeros
-        out.allocate()
-    out.open()
-    forget_what_did_not_last(job, journal, out)
-    return None
-
-
-def _make(
-    request: ConvertRequest,
-    destination: str | os.PathLike[str] | MemoryDestination,
-    scratch: str | os.PathLike[str] | None,
-    run: Callable[[_StagedRequest], _Ran],
-    stages: Trace,
-    stack: ExitStack,
-) -> _Made:
-    """Run the tasks that are left, and publish the result."""
-    if isinstance(destination, MemoryDestination):
-        return _fill(request, destination, run)
-    staged = _stage(request, os.fspath(destination), scratch, stack)
-    if (revision := _begin(staged)) is not None:
-        return staged, revision, None
-    ran = run(staged)
-    with stages.stage("publish"):
-        return staged, _publish(staged), ran
-
-
-def _run(
-    stack: ExitStack,
-    stages: Trace,
-    launcher: Launcher,
-    devices: str | Sequence[str],
-    workers: int | None,
-    rates: Rates | None,
-    progress: ProgressOption,
-    staged: _StagedRequest,
-) -> _Ran:
-    """Run every task that no earlier run finished. Workers start while disk space is allocated, and end after this."""
-    job, journal = staged.job, staged.journal
-    if staged.job_spec.in_memory and launcher.listen is not None:
-        message = "workers on other hosts cannot write to memory of this host"
-        raise ConfigError(message, uri=staged.into, hint="leave out ray=, or convert to a directory")
-    uris = [*(source.uri for weights in staged.opened for source in weights.sources), staged.into]
-    job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
-    is_over = threading.Event()
-    # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
-    with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
-        ends.callback(is_over.set)
-        room = pool.submit(_make_room, staged.out, stages, is_over)
-        shown = stack.enter_context(Progress(progress, staged.into, unit="tasks"))
-        with stages.stage("workers"):
-            where = devices_of(devices, workers, launcher.gpus if isinstance(launcher, LocalLauncher) else gpus)
-            coordinator = stack.enter_context(
-                Coordinator(job, job_spec, journal, launcher, where, stall_s=job_spec.stall_s, on_progress=shown)
-            )
-            coordinator.begin()
-        predicted = predict(job, journal.kept, uris, where if launcher.listen is None else (), rates)
-        room.result()
-    with stages.stage("run"):
-        coordinator.run()
-    check_repeated(job, journal, staged.out, coordinator.repeated)
-    return coordinator, predicted
-
-
-def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
-    with stages.stage("room"):
-        out.allocate(is_over.is_set)
-
-
-def _publish(staged: _StagedRequest) -> str:
-    """Publish the complete result if no source changed meanwhile; return its revision."""
-    job, out, into, settings = staged.job, staged.out, staged.into, staged.settings
-    options = staged.job_spec.storage_options
-    for weights in staged.opened:
-        check_unchanged(weights)
-    manifest = manifest_of(job, staged.journal, out)
-    of_small = staged.opened[small_from(job)].uri
-    small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
-    small |= {STAMP: stamp(job, manifest.revision)}
-    if is_remote(into):
-        publish_remote(out, into, small, settings=settings, storage_options=options)
-    else:
-        out.publish(Path(local_path(into)), small)
-    # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
-    staged.journal.remove()
-    return manifest.revision
-
-
-def _fill(request: ConvertRequest, target: MemoryDestination, run: Callable[[_StagedRequest], _Ran]) -> _Made:
-    """Run the conversion into memory: no sidecar files are written, nothing is resumed."""
-    results: list[tuple[_StagedRequest, _Ran]] = []
-
-    def make(out: OutputRegion, notes: Notes) -> None:
-        job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
-        staged = _staged_request(request, job_spec, target.uri, out, notes)
-        results.append((staged, run(staged)))
-        for weights in request.opened:
-            check_unchanged(weights)
-
-    revision = fill(target, request.job, make)
-    return results[0][0], revision, results[0][1]
-
-
-def _staged_request(
-    request: ConvertRequest, job_spec: JobSpec, into: str, out: OutputSet, journal: Journal, config: bytes | None = None
-) -> _StagedRequest:
-    return _StagedRequest(
-        settings=request.settings,
-        opened=request.opened,
-        job=request.job,
-        job_spec=job_spec,
-        into=into,
-        out=out,
-        journal=journal,
-        config=config,
-    )
+    job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
+    return _Staged(request=request, job_spec=job_spec, into=into, out=out, journal=journal, config=config)
 
 
 def _staging_path(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
@@ -353,37 +465,86 @@ def _leave(
         error.hint = "; ".join(part for part in (error.hint, first, resume_hint) if part)
 
 
-def _launcher(ray: str | None, devices: str | Sequence[str], workers: int | None, stack: ExitStack) -> Launcher:
-    if ray is None:
-        launcher = stack.enter_context(LocalLauncher(devices, workers))
-        launcher.begin()
-        return launcher
-    from penstock.jobs.workers.launch import RayLauncher
+def _begin(staged: _Staged) -> str | None:
+    """Return the revision if this job's result is published already; else open its files and correct the journal."""
+    job, journal, into, out = staged.request.job, staged.journal, staged.into, staged.out
+    settings, options = staged.request.settings, staged.job_spec.storage_options
+    if revision := published(job, into, settings, options):
+        # The report counts every task as done by an earlier run.
+        journal.kept = frozenset(range(len(job.tasks)))
+        journal.remove()
+        out.remove()
+        return revision
+    if is_remote(into):
+        require_free_remote(into, settings=settings, storage_options=options)
+    else:
+        require_free(Path(local_path(into)))
+    out.make()
+    if journal.done:  # a file of an earlier run may be gone, or short: what is not there reads as zeros
+        out.allocate()
+    out.open()
+    forget_what_did_not_last(job, journal, out)
+    return None
 
-    cluster = RayLauncher(ray)
-    stack.callback(cluster.close)
-    return cluster
+
+def _publish(staged: _Staged) -> str:
+    """Publish the complete result if no source changed meanwhile; return its revision."""
+    request, out, into = staged.request, staged.out, staged.into
+    job, settings, options = request.job, request.settings, staged.job_spec.storage_options
+    for weights in request.opened:
+        check_unchanged(weights)
+    manifest = manifest_of(job, staged.journal, out)
+    of_small = request.opened[small_from(job)].uri
+    small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
+    small |= {STAMP: stamp(job, manifest.revision)}
+    if is_remote(into):
+        publish_remote(out, into, small, settings=settings, storage_options=options)
+    else:
+        out.publish(Path(local_path(into)), small)
+    # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
+    staged.journal.remove()
+    return manifest.revision
 
 
-def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: float) -> ConvertReport:
-    job, resumed = staged.job, staged.journal.kept
-    coordinator, (predicted_s, predicted_by) = ran or (None, (None, "nothing was left to do"))
+def _fill(request: ConvertRequest, target: MemoryDestination, run: _Run) -> _Made:
+    """Run the conversion into memory: no sidecar files are written, nothing is resumed."""
+    results: list[tuple[_Staged, _Ran]] = []
+
+    def make(out: OutputRegion, notes: Notes) -> None:
+        """Run every task into this memory."""
+        job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
+        staged = _Staged(request=request, job_spec=job_spec, into=target.uri, out=out, journal=notes)
+        results.append((staged, run.run(staged)))
+        for weights in request.opened:
+            check_unchanged(weights)
+
+    revision = fill(target, request.job, make)
+    staged, ran = results[0]
+    return _Made(staged=staged, revision=revision, ran=ran)
+
+
+def _report(made: _Made, began: float) -> ConvertReport:
+    request, resumed = made.staged.request, made.staged.journal.kept
+    job, coordinator = request.job, made.ran.coordinator if made.ran else None
+    predicted_s, predicted_by = made.ran.predicted if made.ran else (None, "nothing was left to do")
     stats = () if coordinator is None else tuple(coordinator.stats)
-    came_here = bytes_read(staged.opened)
+    came_here = bytes_read(request.opened)
     fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
     asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
     ended = time.monotonic()
+    # No worker may ever have been ready: then all of the time is the start's.
     started = ended if coordinator is None else min(coordinator.began, ended)
     read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in resumed]].sum(axis=0)
     return ConvertReport(
-        uri=staged.into,
-        revision=revision,
+        uri=made.staged.into,
+        revision=made.revision,
         operation=job.operation.name,
         num_tensors=len(job.files.table),
         nbytes=int(job.files.table.nbytes.sum()),
         read_bytes=int(read_bytes.sum()),
         verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
         fetched_bytes=fetched_bytes,
+        # Below zero where a cache fetched whole chunks of which only parts were requested.
         held_bytes=max(0, asked_bytes - fetched_bytes),
         num_tasks=len(job.tasks),
         num_resumed=len(resumed),
@@ -401,8 +562,8 @@ def _report(staged: _StagedRequest, revision: str, ran: _Ran | None, began: floa
         verified=all(job.held_to),
         left_out=tuple(
             path
-            for weights in staged.opened
+            for weights in request.opened
             for path in left_out(weights.uri, [f.name for f in weights.manifest.files])
         ),
-        why=how_verified(staged.opened, verify=staged.job_spec.verify),
+        why=how_verified(request.opened, verify=made.staged.job_spec.verify),
     )

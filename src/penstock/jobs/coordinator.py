@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock import errors
 from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError
-from penstock.jobs.job import Job, Journal
+from penstock.jobs.job import Job
 from penstock.jobs.messages import (
     HELLO_BYTES,
     MAX_FRAME_BYTES,
@@ -40,7 +40,9 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
-from penstock.jobs.workers.launch import Launcher, WorkerStats, WorkerTrace
+from penstock.jobs.report import WorkerStats, WorkerTrace
+from penstock.jobs.result import Journal
+from penstock.jobs.workers.launch import Launcher
 from penstock.lifecycle import Closing
 from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of

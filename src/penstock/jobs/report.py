@@ -1,18 +1,75 @@
-"""Report of a conversion: bytes read and verified, tasks, measured and predicted seconds, each worker.
+"""Report of a conversion: what was read and verified, measured and predicted seconds, statistics of each worker.
 
-In: measurements of a run. Out: a frozen value.
-Not here: the run (`convert`), how it is printed (`cli.convert`).
+In: measurements of a run; of a planned job, its tasks, devices and rates. Out: frozen values; a prediction.
+Not here: the run (`convert`), the simulation (`plan.simulate_convert`), measuring rates (`penstock doctor
+--calibrate`), how a report is printed (`cli.convert`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.jobs.workers.launch import WorkerStats
+import msgspec
+import numpy as np
+
+from penstock.engine.trace import STAGES, Span
+from penstock.jobs.job import Job
+from penstock.plan.placement import depth_of
 from penstock.report import Summarised
+from penstock.storage import is_remote
 from penstock.storage.weight_set import WeightSet
 from penstock.types import GB
+
+if TYPE_CHECKING:
+    from penstock.plan.cluster import Cluster, Rates
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """One worker of a run, for the report."""
+
+    worker: str
+    device: str
+    num_tasks: int = 0
+    moved_bytes: int = 0
+    fetched_bytes: int = 0
+    """Read from the sources, as last reported; through a cache whole chunks, headers too."""
+    asked_bytes: int = 0
+    """Read, from there or from a cache."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    end: str = "finished"
+
+    def note_read(self, fetched_bytes: int, asked_bytes: int) -> None:
+        """Record the bytes that the worker has read so far; an older count that arrives later changes nothing."""
+        self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
+        self.asked_bytes = max(self.asked_bytes, asked_bytes)
+
+
+@dataclass(slots=True)
+class WorkerTrace:
+    """One worker's spans, by its own clock."""
+
+    row: str
+    spans: list[Span] = field(default_factory=list)
+    behind_s: float = math.inf
+    """Seconds to add to its clock to get this process's clock."""
+
+
+def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
+    """Return all spans by the clock of this process: a row for each worker's stages, and one for each executor."""
+    rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
+    for trace in traces:
+        for name, what, thread, start, stop, nbytes in trace.spans:
+            rows[f"{trace.row} {name}"].append(
+                (name, what, thread, start + trace.behind_s, stop + trace.behind_s, nbytes)
+            )
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +159,74 @@ def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
     if bare:
         return f"{len(bare)} of {len(sources)} sources was not: {bare[0]}"
     return "leaf digests compared where they were read"
+
+
+_MODELS = {"H200": "h200", "H100": "h100"}
+"""Part of a GPU's name -> the cluster description with that GPU."""
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A directory for each GPU. Source: README of NVIDIA's Linux driver, "The /proc Interface"."""
+
+
+Predicted = tuple[float | None, str]
+"""Seconds from the first worker's readiness to the last task's end, and their basis; or None and the reason."""
+
+
+def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str], rates: Rates | None) -> Predicted:
+    """Predict a run.
+
+    Args:
+        job: the planned job.
+        kept: tasks that are done already.
+        uris: of the sources and of the destination.
+        devices: the device of each worker, if they are on this host; else none.
+        rates: of this machine's stages; None: the known rates of its GPUs.
+    """
+    rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
+    if not len(rows):
+        return None, "nothing was left to do"
+    # A store's rate depends on the network and on its other users: a guess would look like a measurement.
+    if away := next((uri for uri in uris if is_remote(uri)), None):
+        return None, f"no rate is known of {away}"
+    machine = _machine(devices, rates) if devices else "no rates are known of other hosts"
+    if isinstance(machine, str):
+        return None, machine
+    # Imported only now: most runs are on a processor without measured rates, and nothing is simulated for them.
+    from penstock.plan.simulate_convert import simulate_convert
+
+    read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
+    simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *machine, depth=depth)
+    return simulated.predicted_s, f"the rates of {machine[1].name}, a disk that keeps up"
+
+
+def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
+    """Return this host as a cluster with one GPU for each worker, and its rates; or why they are not known."""
+    is_on_cpu = all(device == "cpu" for device in devices)
+    if is_on_cpu and rates is None:
+        return "no rates are known of this processor: measure it with `penstock doctor --calibrate FILE`"
+    from penstock.plan.cluster import CLUSTERS
+
+    count = len(devices)
+    if is_on_cpu and rates is not None:
+        # Bytes are copied out of the page cache and into it; workers beyond the cores share them.
+        share = min(1.0, len(os.sched_getaffinity(0)) / count)
+        alone = msgspec.structs.replace(rates, quantise_gb_per_s=rates.quantise_gb_per_s * share)
+        return _host(CLUSTERS["cpu-pair"][0], count, rates.device_copy_gb_per_s * share), alone
+    models = _gpus()
+    known = {cluster for part, cluster in _MODELS.items() for model in models if part in model}
+    if len(models) != 1 or len(known) != 1 or "cpu" in devices:
+        return f"no rates are known of {', '.join(sorted(models)) or 'these devices'}"
+    cluster, built_in = CLUSTERS[known.pop()]
+    return _host(cluster, count, cluster.pcie_gb_per_s * len(set(devices)) / count), rates or built_in
+
+
+def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
+    return msgspec.structs.replace(cluster, num_nodes=1, gpus_per_node=num_workers, pcie_gb_per_s=pcie_gb_per_s)
+
+
+def _gpus() -> set[str]:
+    """Return the models of this host's NVIDIA GPUs from /proc: initialising CUDA for it would take seconds."""
+    models = set()
+    for path in GPUS.glob("*/information"):
+        facts = dict(line.partition(":")[::2] for line in path.read_text(encoding="utf-8").splitlines())
+        models.add(facts.get("Model", "").strip())
+    return models

@@ -32,7 +32,7 @@ from penstock.fetch.report import FetchReport
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
-from penstock.jobs.publish import SCHEME, MemoryDestination
+from penstock.jobs.result import SCHEME, MemoryDestination
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect

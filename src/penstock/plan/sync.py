@@ -468,7 +468,8 @@ def _quotas(whole: I64, teams: Groups) -> I64:
 
 def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
     """Return tensors by layer (the first number between dots; those of none come first), and each one's layer."""
-    layer = np.array([int(match[1]) if (match := _LAYER.search(name)) else -1 for name in names], np.int64)
+    numbers = (_LAYER.search(name) for name in names)
+    layer = np.array([-1 if number is None else int(number[1]) for number in numbers], np.int64)
     # Stable, so that equal inputs give equal plans, in the order of the layouts.
     order = np.argsort(layer, kind="stable")
     return order, layer[order]

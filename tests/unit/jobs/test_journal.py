@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import DestinationError
-from penstock.jobs.job import Journal
+from penstock.jobs.result import Journal
 
 
 def digests(*values: int) -> np.ndarray:

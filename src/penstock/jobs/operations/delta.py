@@ -1,7 +1,7 @@
 """Deltas between two versions of a checkpoint: a small checkpoint that turns the old version into the new one.
 
 In: base and new; or base and a delta. Out: the changed leaves alone; or the new version, bit for bit.
-Not here: comparing the digests of both versions before the job is planned (`jobs.request_defaults`).
+Not here: comparing the digests of both versions before the job is planned (`spec.completed`).
 
     leaves of new that differ from base --> one U8 tensor for each changed tensor: their bytes, in order
     `penstock.delta`: both revisions, and for each changed tensor its dtype, shape and runs of leaves

@@ -1,7 +1,7 @@
 """Merge a LoRA adapter of PEFT's form into its base.
 
 In / Out: see `operation`; the sources are the base and the adapter. FP32 until the last rounding, to the base's dtype.
-Not here: reading `adapter_config.json` and the base's `config.json` (`jobs.request_defaults`).
+Not here: reading `adapter_config.json` and the base's `config.json` (`spec.completed`).
 
     linear      W + s * B @ A            W: [out, in]    transposed where W is [in, out] (GPT-2's Conv1D)
     embedding   W + s * (B @ A).T        W: [num, dim]   A: [r, num], B: [dim, r]

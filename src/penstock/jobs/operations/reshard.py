@@ -1,7 +1,7 @@
 """Resharding of tensor-parallel checkpoints from n ranks to m: each tensor is read once for all its outputs.
 
 In: n sources, one a rank, of the same names and shapes; a rule for each name. Out: m weight sets, or one that is whole.
-Not here: the files of each set (`plan.tasks`, `storage.output`); heads, which `jobs.request_defaults` reads from
+Not here: the files of each set (`plan.tasks`, `storage.output`); heads, which `spec.completed` reads from
 `config.json`.
 
     dim 0, parts 2:1   rank 0 [a0 a1|b0]  rank 1 [a2 a3|b1]   -- one recipe, m outputs -->   [a0 a1 a2 a3|b0 b1]

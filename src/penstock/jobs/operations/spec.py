@@ -1,7 +1,11 @@
 """Operation specs, from which every process makes the same operations: `{"op": "slerp", "t": 0.4}`.
 
-In: specs, from a command line, a call or a message. Out: an `Operation`.
-Not here: the operations themselves.
+In: specs, from a command line, a call or a message; opened sources, beside which missing options are read. Out: an
+`Operation`: a built-in one, or a user's at `module:name`.
+Not here: the built-in operations; the handling of an operation that raises, hangs, or returns other tensors than its
+recipe says (`jobs.workers.worker`, `jobs.coordinator`).
+
+    text --operation_spec--> spec --completed, once--> complete spec --operation_of, in every process--> Operation
 """
 
 from __future__ import annotations
@@ -9,14 +13,46 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from blake3 import blake3
 
 from penstock.arguments import require_type
-from penstock.errors import ConfigError
-from penstock.jobs.operations.operation import Chain, Copy, Operation, Rename
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES
+from penstock.errors import ConfigError, FormatError, OperationFailed, PenstockError, PlanError
+from penstock.jobs.operations.operation import (
+    FLOATS,
+    Chain,
+    Copy,
+    Operation,
+    Rename,
+    Unchanged,
+    all_of,
+    copy_recipe,
+    only_source,
+    specs_of,
+    whole,
+)
+from penstock.plan.tasks import Output, Recipe
+from penstock.storage import read_small
+from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
+from penstock.transform.stored import declared, find
+from penstock.types import Manifest, TensorTable
 
+if TYPE_CHECKING:
+    import torch
+
+Options = Mapping[str, str] | None
+"""Storage options, as `load` takes them."""
 OperationSpec = Mapping[str, object]
 Operations = str | OperationSpec | Sequence[str | OperationSpec]
 """Operations as a caller passes them: texts as of `--op`, mappings, or a list of both."""
@@ -34,11 +70,11 @@ _MADE_BY: Mapping[str, str] = {
     "reshard": "penstock.jobs.operations.reshard:Reshard",
     "delta": "penstock.jobs.operations.delta:MakeDelta",
     "delta-apply": "penstock.jobs.operations.delta:ApplyDelta",
-    "function": "penstock.jobs.operations.user_function:function_of",
+    "function": "penstock.jobs.operations.spec:function_of",
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its spec."""
 _BESIDE = frozenset({"adapter_config", "delta", "heads", "quantization", "tied"})
-"""Options that `jobs.request_defaults` reads from files next to the sources."""
+"""Options that `completed` reads from files next to the sources."""
 COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
 """Operations that compute with several sources; a quantised source is dequantised first."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
@@ -172,3 +208,241 @@ def _rename(rules: Sequence[Sequence[str]]) -> Operation:
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
         raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert.md")
     return Rename(tuple((pattern, replacement) for pattern, replacement in rules))
+
+
+def completed(
+    specs: Sequence[OperationSpec], sources: Sequence[WeightSet], settings: Settings, options: Options
+) -> list[OperationSpec]:
+    """Return the specs with the first one completed (it reads all sources), and each `dequantise`.
+
+    Raises:
+        PlanError: a required file is not next to the source, or a delta is of another base.
+        FormatError: one of these files cannot be decoded. SourceError: it cannot be read.
+    """
+    if not specs:
+        return []
+    first = dict(specs[0])
+    op = first.get("op")
+    if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
+        raw = _read_sibling(sources[1].uri, "adapter_config.json", settings, options)
+        if raw is None:
+            hint = "give adapter_config=..."
+            raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
+        first["adapter_config"] = _json(raw, sources[1].uri)
+    if op == "lora-merge" and "tied" not in first and sources:
+        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
+        first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
+    if op == "reshard" and len(sources) > 1:
+        _check_ranks(sources)
+    if op == "reshard" and "heads" not in first and sources:
+        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
+        first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
+    elif op in {"delta", "delta-apply"}:
+        if len(sources) != 2:
+            raise PlanError(f"{op} takes two sources, not {len(sources)}")
+        make = _delta_between if op == "delta" else partial(_delta_beside, settings=settings, options=options)
+        first["delta"] = make(_digested(sources[0]), sources[1])
+    if op in COMPUTES_WITH_ALL and "dequantise" not in first:
+        quantised = [_quantised(source, settings, options) for source in sources]
+        if any(dequantise is not None for dequantise in quantised):
+            first["dequantise"] = quantised
+    return [
+        {**spec, "quantization": _quantization(sources[0], settings, options)}
+        if spec.get("op") == "dequantise" and "quantization" not in spec and sources
+        else spec
+        for spec in (first, *specs[1:])
+    ]
+
+
+def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
+    table = source.manifest.tensors
+    config = _quantization(source, settings, options)
+    stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
+    return {"quantization": config} if config is not None or stored.any else None
+
+
+def _quantization(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a source; None: it has none."""
+    raw = _read_sibling(source.uri, "config.json", settings, options)
+    config = None if raw is None else declared(_json(raw, source.uri))
+    if config is not None:
+        return dict(config)
+    # AutoGPTQ and ModelOpt write files of their own. A source that has only these must be refused by name: without a
+    # quantization_config its codes would be copied as if they were plain weights.
+    for name in ("quantize_config.json", "hf_quant_config.json"):
+        if _read_sibling(source.uri, name, settings, options) is not None:
+            return {"quant_method": f"of {name}"}
+    return None
+
+
+def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
+    directory = uri.rpartition("/")[0] if uri.endswith(".safetensors") else uri.rstrip("/")
+    where = f"{directory}/{name}" if directory else name
+    return read_small(where, settings=settings, storage_options=options)
+
+
+def _json(raw: bytes, uri: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"a configuration file of this source is not a JSON object: {error}", uri=uri) from error
+
+
+_RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
+
+
+def _check_ranks(sources: Sequence[WeightSet]) -> None:
+    """Raise PlanError if the sources cannot be the ranks in order: by numbers in their names, or one is given twice.
+
+    Names without a number prove nothing: then the caller's order is used.
+    """
+    ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
+    for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
+        number, count = numbers[-1] if numbers else ("", "")
+        if all(ranks) and int(number) != rank:
+            hint = "give every rank once, in order: rank 0 first"
+            raise PlanError(f"reshard: source {rank} is rank {int(number)} by its name: {source.uri}", hint=hint)
+        if count and int(count) != len(sources) and len(sources) > 1:
+            raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, and {len(sources)} sources are given")
+    seen: dict[str, str] = {}
+    for source in sources:
+        revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
+        if revision in seen:
+            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="give each rank once")
+        seen[revision] = source.uri
+
+
+def _heads(config: dict[str, Any]) -> list[int]:
+    """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
+    text = config.get("text_config") or config
+    queries = text.get("num_attention_heads")
+    return [queries, text.get("num_key_value_heads") or queries] if queries else []
+
+
+def _tied(config: dict[str, Any]) -> bool | None:
+    """Return whether a transformers configuration ties embedding and head; None if it does not say."""
+    text = config.get("text_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return None if tied is None else bool(tied)
+
+
+def _digested(source: WeightSet) -> Manifest:
+    """Return a source's manifest with digests; if it has none, read the whole source to compute them."""
+    stated = source.manifest
+    return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
+
+
+def _delta_between(base: Manifest, new: WeightSet) -> bytes:
+    """Return the description of the changes from `base` to `new`."""
+    from penstock.jobs.operations.delta import delta_of, encoded
+
+    return encoded(delta_of(base, _digested(new)))
+
+
+def _delta_beside(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
+    """Return the description that lies next to the weights of a delta. PlanError if it is of another base."""
+    from penstock.jobs.operations.delta import FILE, decoded
+
+    raw = _read_sibling(delta.uri, FILE, settings, options)
+    if raw is None:
+        raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
+    changes = decoded(raw)
+    if changes.base != base.revision:
+        raise PlanError(f"the delta is of {changes.base}, and the base is {base.revision}")
+    if changes.leaf_bytes != LEAF_BYTES:
+        raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, not {LEAF_BYTES}")
+    return raw
+
+
+def function_of(function: str, **options: Any) -> Operation:
+    """Return the operation at `module:name`.
+
+    Args:
+        function: names an `Operation`, or a callable that makes one of `options` (a class), or a function of a tensor.
+        options: arguments of the class that makes it.
+
+    Raises:
+        ConfigError: nothing is there, or it is none of these.
+    """
+    module, _, name = function.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+    except PenstockError:  # the module was found, and needs a package: MissingExtra is an ImportError too
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"{module} has no {name}")
+        target = getattr(target, part)
+    if isinstance(target, type):
+        target = target(**options)
+    if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
+        return target  # type: ignore[no-any-return]
+    if not callable(target) or options:
+        raise ConfigError(f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert.md")
+    return Function(function, target)
+
+
+def code_of(operation: Operation) -> str:
+    """Return a digest of the module files of a user's operations, which changes with their code; "" for built-in ones.
+
+    The files are that of the given module and that of the function itself; modules that they import are not included.
+    """
+    if isinstance(operation, Chain):
+        return "".join(map(code_of, operation.operations))
+    modules = [type(operation).__module__]
+    if isinstance(operation, Function):
+        modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
+    theirs = (name for name in dict.fromkeys(modules) if not name.startswith("penstock."))
+    paths = (getattr(sys.modules.get(name), "__file__", None) for name in theirs)
+    return "".join(blake3(Path(path).read_bytes()).hexdigest() for path in paths if path)
+
+
+@dataclass(frozen=True, slots=True)
+class Function(Unchanged):
+    """A function of one tensor and its name, on every floating tensor that it names."""
+
+    path: str
+    call: Callable[[torch.Tensor, str], torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return self.path
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
+        recipes = []
+        for spec in specs_of(only_source(sources, self.path)):
+            if spec.dtype not in FLOATS or not re.search(wanted, spec.name):
+                recipes.append(copy_recipe(0, spec))
+            elif rows and spec.shape:
+                inputs = (whole(0, spec),)
+                recipes.append(Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
+            else:
+                inputs = (all_of(0, spec),)
+                recipes.append(Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0))
+        return recipes
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        import torch
+
+        spec = recipe.outputs[0].spec
+        (tensor,) = inputs
+        assert tensor is not None
+        if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
+            return [tensor]
+        result = self.call(tensor, spec.name)
+        if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (tensor.dtype, tensor.shape):
+            returned = (
+                f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            )
+            message = f"{self.path} gave {returned}, not {tensor.dtype} {list(tensor.shape)}"
+            raise OperationFailed(message, tensor=spec.name, hint="an operation that gives others is a class")
+        return [result]

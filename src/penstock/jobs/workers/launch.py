@@ -27,7 +27,6 @@ import gc
 import glob
 import importlib
 import json
-import math
 import os
 import re
 import signal
@@ -35,14 +34,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
 from penstock.cuda.driver import load_driver, ordinal
-from penstock.engine.trace import STAGES, Span
 from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
 from penstock.lifecycle import Closing
@@ -202,49 +199,6 @@ class LocalLauncher(Closing):
             process, line = self._prewarmed.pop()
             process.forget()
             os.close(line)  # a process that still waits for arguments reads the end, and exits
-
-
-@dataclass(slots=True)
-class WorkerStats:
-    """One worker of a run, for the report."""
-
-    worker: str
-    device: str
-    num_tasks: int = 0
-    moved_bytes: int = 0
-    fetched_bytes: int = 0
-    """Read from the sources, as last reported; through a cache whole chunks, headers too."""
-    asked_bytes: int = 0
-    """Read, from there or from a cache."""
-    busy_s: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
-    end: str = "finished"
-
-    def note_read(self, fetched_bytes: int, asked_bytes: int) -> None:
-        """Record the bytes that the worker has read so far; an older count that arrives later changes nothing."""
-        self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
-        self.asked_bytes = max(self.asked_bytes, asked_bytes)
-
-
-@dataclass(slots=True)
-class WorkerTrace:
-    """One worker's spans, by its own clock."""
-
-    row: str
-    spans: list[Span] = field(default_factory=list)
-    behind_s: float = math.inf
-    """Seconds to add to its clock to get this process's clock."""
-
-
-def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
-    """Return all spans by the clock of this process: a row for each worker's stages, and one for each executor."""
-    rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
-    for trace in traces:
-        for name, what, thread, start, stop, nbytes in trace.spans:
-            rows[f"{trace.row} {name}"].append(
-                (name, what, thread, start + trace.behind_s, stop + trace.behind_s, nbytes)
-            )
-    return rows
 
 
 def has_driver() -> bool:

@@ -43,7 +43,7 @@ from penstock.jobs.messages import (
     end_with_peer,
 )
 from penstock.jobs.operations.spec import operation_of
-from penstock.jobs.publish import METADATA
+from penstock.jobs.result import METADATA
 from penstock.jobs.workers.worker import Worker
 from penstock.loader.session import resolve_device
 from penstock.net.unix_sockets import connect_unix

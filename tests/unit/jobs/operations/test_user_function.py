@@ -10,7 +10,7 @@ import torch
 from penstock.errors import ConfigError, OperationFailed
 from penstock.jobs.convert import plan
 from penstock.jobs.operations.operation import Chain, Copy
-from penstock.jobs.operations.user_function import code_of, function_of
+from penstock.jobs.operations.spec import code_of, function_of
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.operations import check_rows, made
 from penstock.types import MIB

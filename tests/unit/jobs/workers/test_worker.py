@@ -19,7 +19,7 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, IntegrityError
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
-from penstock.jobs.publish import METADATA
+from penstock.jobs.result import METADATA
 from penstock.jobs.workers.compute import Buffers
 from penstock.jobs.workers.process import _post_all
 from penstock.jobs.workers.worker import Worker

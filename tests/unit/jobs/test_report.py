@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.jobs import predict as module
+from penstock.jobs import report as module
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
-from penstock.jobs.predict import predict
+from penstock.jobs.report import predict
 from penstock.plan.cluster import CPU_RATES, H200_RATES, Rates
 from penstock.plan.tasks import Spec, lay_out
 from penstock.types import GB, MIB, DType, Manifest
