@@ -18,13 +18,13 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.errors import ConfigError, PlanError
 from penstock.http.control import ControlConnection, over_unix
+from penstock.http.server import Exchange
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.messages import PROTOCOL, Hello
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
-from penstock.peer.server import BoundedRequestHandler
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
@@ -124,18 +124,18 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
 def test_what_a_newer_member_adds_at_its_door_is_ignored(
     hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, take = peer_server._Handler._send, BoundedRequestHandler.take_body
+    send, read = peer_server._send, Exchange.read_body
 
-    def newer_answer(self: Any, code: int, value: Any) -> None:
+    def newer_answer(exchange: Exchange, code: int, value: Any) -> None:
         raw = msgspec.msgpack.decode(msgspec.msgpack.encode(value)) if value is not None else None
-        send(self, code, with_more_fields(raw))
+        send(exchange, code, with_more_fields(raw))
 
-    def newer_question(self: Any, nbytes: int) -> bytes:
-        raw = msgspec.msgpack.decode(take(self, nbytes))
+    def newer_question(self: Exchange, max_bytes: int) -> bytes:
+        raw = msgspec.msgpack.decode(read(self, max_bytes))
         return msgspec.msgpack.encode(with_more_fields(raw))
 
-    monkeypatch.setattr(peer_server._Handler, "_send", newer_answer)
-    monkeypatch.setattr(BoundedRequestHandler, "take_body", newer_question)
+    monkeypatch.setattr(peer_server, "_send", newer_answer)
+    monkeypatch.setattr(Exchange, "read_body", newer_question)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
         holder.fetch({}, fallback=made)

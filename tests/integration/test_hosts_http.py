@@ -26,6 +26,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.http import region_server
 from penstock.http import server as http_server
 from penstock.http.connection import MAX_RUNS, HttpConnection, ReadRequest
 from penstock.net.admission import ConnectionLimits
@@ -38,14 +39,14 @@ NBYTES = 40_000_003
 HOLDER = """
 import sys, time
 from penstock.testing.transport_suite import sample
-from penstock.http import server as http_server
+from penstock.http import region_server
 from penstock.transport.protocol import encode
 from penstock.transport.http import HttpTransport
 from penstock.http.connection import HttpConnection
 from penstock.transport.protocol import Memory
 
 if sys.argv[2] == "slow":
-    real, http_server.PIECE_BYTES = HttpConnection.send, 64 << 10
+    real, region_server.PIECE_BYTES = HttpConnection.send, 64 << 10
     HttpConnection.send = lambda self, views: (time.sleep(0.01), real(self, views))[1]
 transport = HttpTransport()
 buffer = bytearray(sample(int(sys.argv[1])))
@@ -169,7 +170,7 @@ def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
 
 
 def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
-    monkeypatch.setattr(http_server, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(region_server, "PIECE_BYTES", 100_000)
     real, sent = HttpConnection.send, []
 
     def send(self: HttpConnection, views) -> int:
@@ -255,7 +256,7 @@ def test_on_this_host_nothing_is_compressed_once_that_was_measured() -> None:
 
 
 def test_a_peer_that_does_not_compress_is_read_raw(monkeypatch) -> None:
-    monkeypatch.setattr(http_server, "CODING", "another")
+    monkeypatch.setattr(region_server, "CODING", "another")
     with reading(100_000) as (_, handle, there), reading(100_000, compress=True) as (transport, into, here):
         there[:] = sample(100_000)
         transport.wait(transport.post_read(into, handle.descriptor, whole(100_000)), stall_s=20)
@@ -488,7 +489,7 @@ def test_hostile_requests_get_a_refusal_and_no_bytes() -> None:
 
 
 def test_many_runs_of_the_whole_region_are_too_much(monkeypatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(region_server, "MAX_ANSWER_BYTES", 10_000)
     with reading(1000) as (_, handle, _):
         body = request(handle.descriptor, [(0, 1000)] * 11)
         assert ask(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
@@ -496,8 +497,6 @@ def test_many_runs_of_the_whole_region_are_too_much(monkeypatch) -> None:
 
 def test_slow_clients_are_let_go(monkeypatch) -> None:
     """A head that drips, a body that does not come, and a reader that takes nothing: each costs a while."""
-    for name in ("HEAD_S", "SEND_S", "IDLE_S"):
-        monkeypatch.setattr(http_server, name, 0.4)
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(head_s=0.4, idle_s=0.4, answer_s=0.4))
     with reading(50_000_000) as (transport, handle, _):
         source = handle.descriptor
@@ -519,7 +518,7 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
             with contextlib.suppress(ConnectionError):
                 while sock.recv(1 << 16):
                     pass
-        while transport.server._listener.admission.num_open:
+        while transport.server.num_open:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for sock in (idle, half, greedy, drip):

@@ -97,6 +97,8 @@ class HttpConnection:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         # Bytes that came behind a head; the next receiving call takes them first.
         self._ahead = b""
+        # Of the message that is being received: its head and its body share it.
+        self._deadline = MessageDeadline(pace_s)
         # Requests are small and wait for an answer: Nagle's algorithm would hold them back for an ACK.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -170,6 +172,7 @@ class HttpConnection:
                 behind = parser.feed_head(received)
                 if behind is not None:
                     self._ahead = behind
+                    self._deadline = deadline
                     return True
             self.set_pace(deadline.left_s())
             received = self._receive(_HEAD_PIECE_BYTES)
@@ -178,8 +181,11 @@ class HttpConnection:
             if first_s is not None and not parser.has_begun:
                 deadline = MessageDeadline(wait_s)
 
-    def receive_body(self, nbytes: int, wait_s: float) -> bytes:
+    def receive_body(self, nbytes: int, wait_s: float | None = None) -> bytes:
         """Receive a small body whole, within `wait_s` and one second more for each `MIN_BYTES_PER_S` of it.
+
+        Args:
+            wait_s: None: what the head of the message left of its own time.
 
         Raises:
             ConnectionAbortedError: the connection ended before. TimeoutError, OSError: as the class says.
@@ -188,7 +194,8 @@ class HttpConnection:
         if len(received) == nbytes:
             return received
         # Joined once at the end, and nothing is allocated for bytes that are only announced.
-        pieces, left, deadline = [received], nbytes - len(received), MessageDeadline(wait_s)
+        pieces, left = [received], nbytes - len(received)
+        deadline = self._deadline if wait_s is None else MessageDeadline(wait_s)
         while left:
             self.set_pace(deadline.left_s())
             piece = self._receive(min(left, _BODY_PIECE_BYTES))

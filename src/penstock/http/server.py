@@ -1,280 +1,252 @@
-"""The holder's end of the `transport.http` transport: a small threaded server of regions of this process's memory.
+"""HTTP/1.1 server of a member of a fleet: a thread for each connection, one request at a time, every wait bounded.
 
-In: regions shown, requests for runs of them. Out: their bytes, straight from memory, or a refusal.
-Not here: what a message looks like (`connection`), reading (`transport.http`).
+In: a bound socket, a handler. Out: a call of the handler for each request, in the thread of its connection.
+Not here: admission and TLS (`net.listener`), parsing (`head`), the two handlers (`region_server`, `peer.server`).
 
-A thread a connection, within the limits of `net.limits`. Nothing a client sends or fails to send holds more than a
-thread, for longer than a deadline: heads and bodies are short and timed, runs are checked before a byte is sent, a
-client that takes nothing is cut off.
+    admission -> TLS -> head -> handler: authority, body -> answer -+-> end
+                         ^------------------------------------------+
+
+A client that sends or takes nothing holds one thread until a deadline of `ConnectionLimits`, and no memory beyond a
+head and the body that its authority allows. The hub, with thousands of clients, is an ASGI server instead; see
+`peer.server` for what that would cost a member.
 """
 
 from __future__ import annotations
 
-import hmac
-import itertools
-import secrets
 import socket
 import ssl
-import threading
-from dataclasses import dataclass, field
-
-import msgspec
-import numpy as np
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+from weakref import WeakSet
 
 from penstock.errors import FormatError
-from penstock.http.compression import BLOCK_BYTES, Planes
-from penstock.http.connection import (
-    CODING,
-    MAX_BODY_BYTES,
-    PIECE_BYTES,
-    TRAILER,
-    TRAILER_WORD,
-    HttpConnection,
-    ReadRequest,
-    advance,
-    chunk_head,
-    content_length,
-    fields,
-    front,
-)
+from penstock.http.connection import HttpConnection
+from penstock.http.head import RequestHead
+from penstock.lifecycle import let_go_in_children
 from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits
 from penstock.net.listener import ThreadedListener
 
-HEAD_S = 10.0
-"""For a whole request, from its first byte on, and for a TLS handshake."""
-IDLE_S = 60.0
-"""A connection that asks for nothing for this long is closed. Readers drop theirs after less (`http`)."""
-SEND_S = 30.0
-"""A client that takes no byte for this long is cut off."""
-LIMITS = ConnectionLimits(head_s=HEAD_S, idle_s=IDLE_S, answer_s=SEND_S)
-"""Of the port: far above readers times connections of one holder. Who finds no place is told to come again."""
-MAX_ANSWER_BYTES = 1 << 30
-"""Of one request. Reason: bounds what one costs; a reader of ours asks for 64 MiB at most."""
-
-_DECODER = msgspec.msgpack.Decoder(ReadRequest)
-_REASONS = {400: "Bad Request", 404: "Not Found", 408: "Timeout", 410: "Gone", 413: "Too Large"}
+LIMITS = ConnectionLimits()
+"""Limits of each listening socket: far above the number of readers that one member has."""
+_JOINED_BYTES = 64 << 10
+"""Longest body that is sent in one call with its head. Reason: copying it costs less than a second call and packet."""
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
-@dataclass(slots=True, eq=False)
-class Region:
-    """Memory that may be read while `generation` is current, by a reader that sends its key or a lent one."""
+class Refused(Exception):
+    """Raised by a handler to answer with a status and no body.
 
-    generation: int
-    key: bytes
-    view: memoryview
-    owner: object
-    under_way: dict[HttpConnection, bytes] = field(default_factory=dict)
-    """Answers being sent, each with the key that was shown for it."""
-    lent: dict[str, bytes] = field(default_factory=dict)
-    """Borrower -> a key of its own."""
+    Attributes:
+        status: the status.
+        closes: True if the connection ends after the answer.
+    """
 
-
-class _Refused(Exception):
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, *, closes: bool = True) -> None:
+        super().__init__(f"refused with status {status}")
         self.status = status
+        self.closes = closes
 
 
-class Server:
-    """Regions and the threads that serve them. Started by the constructor.
+class Exchange:
+    """One request and its answer. The thread of the connection uses it until the handler returns.
+
+    Attributes:
+        head: the request's method, target and header fields.
+        wire: the connection; a handler that called `begin_answer` sends the body over it.
+        closes: True if the connection ends after the answer; a handler may set it.
+    """
+
+    __slots__ = ("_has_begun", "_peer", "_place", "_unread_bytes", "closes", "head", "wire")
+
+    def __init__(self, head: RequestHead, wire: HttpConnection, place: Connection, peer: str) -> None:
+        self.head = head
+        self.wire = wire
+        self.closes = not head.keeps_alive
+        self._place = place
+        self._peer = peer
+        self._unread_bytes = head.content_length or 0
+        self._has_begun = False
+
+    @property
+    def body_bytes(self) -> int:
+        """Announced length of the body, until it is read."""
+        return self._unread_bytes
+
+    def prove(self) -> None:
+        """Note that the request carried a valid credential: no stranger can take this connection's place any more."""
+        self._place.prove(self._peer or "unix")
+
+    def read_body(self, max_bytes: int) -> bytes:
+        """Receive the body. Call this after the caller's authority for so long a body was checked.
+
+        Raises:
+            Refused: the body is longer than `max_bytes`.
+            TimeoutError, OSError: the body did not arrive in time, or the connection ended.
+        """
+        nbytes = self._unread_bytes
+        if nbytes > max_bytes:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
+        # Sent only now, so that a client that waits for it does not send a body that would be refused.
+        if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
+            self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._unread_bytes = 0
+        return self.wire.receive_body(nbytes)
+
+    def answer(self, status: int, body: bytes = b"") -> None:
+        """Send a whole answer."""
+        seconds, head = self._begin(status, len(body), f"Content-Length: {len(body)}\r\n")
+        self.wire.set_pace(seconds)
+        if len(body) <= _JOINED_BYTES:
+            self.wire.send_all(head + body)
+        else:
+            self.wire.send_all(head)
+            self.wire.send_all(body)
+
+    def begin_answer(self, nbytes: int, fields: str) -> None:
+        """Send the head of a successful answer; the handler sends the body over `wire`.
+
+        Args:
+            nbytes: length of the content, which sets the deadline for all of it.
+            fields: header lines that say where the body ends, each with its CR LF.
+        """
+        _, head = self._begin(HTTPStatus.OK, nbytes, fields)
+        # One deadline for the whole answer is not enough here: gigabytes have many minutes, and a client that takes no
+        # byte is found much sooner.
+        self.wire.set_pace(self._place.limits.answer_s)
+        self.wire.send_all(head)
+
+    def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
+        """Set the deadline by which the client must have taken the answer; return its seconds, and the head."""
+        self._has_begun = True
+        if self._unread_bytes:
+            # What is left of the body would be taken for the next request.
+            self.closes = True
+        seconds = self._place.limits.answer_s + nbytes / MIN_BYTES_PER_S
+        self._place.begin(seconds)
+        return seconds, _head(status, fields, closes=self.closes)
+
+    def refuse(self, refused: Refused) -> None:
+        """Answer with the status of a refusal; end the connection if an answer has begun already."""
+        if self._has_begun:
+            self.closes = True
+            return
+        self.closes = self.closes or refused.closes
+        self.answer(refused.status)
+
+
+def _head(status: int, fields: str, *, closes: bool) -> bytes:
+    closing = "Connection: close\r\n" if closes else ""
+    return f"HTTP/1.1 {status} {_PHRASES[status]}\r\n{fields}{closing}\r\n".encode("latin-1")
+
+
+def _empty_answer(status: int) -> bytes:
+    """Return an answer without a body, after which the connection ends."""
+    return _head(status, "Content-Length: 0\r\n", closes=True)
+
+
+def _answer_wait_s(limits: ConnectionLimits) -> float:
+    # A handler may wait for news before it answers, as long as an idle connection may.
+    return limits.idle_s + limits.answer_s
+
+
+class HttpServer:
+    """A listener whose connections are served by a handler. Started by the constructor; let go in forked children.
 
     Args:
-        bound: a bound socket; owned by the server from here on.
-        endpoint: what requests must name.
+        bound: a bound socket; owned by the server from now on.
+        handle: called for each request, in the thread of its connection. It answers, or raises Refused, or FormatError
+            for a malformed request. An OSError ends the connection.
+        name: name of the listener in the log.
+        thread_name: name of its threads.
+        full_status: status of the answer to a connection for which there is no place.
         tls: context of the server side; None: plain.
     """
 
-    def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
-        self.endpoint = endpoint
-        self._regions: dict[int, Region] = {}
+    def __init__(
+        self,
+        bound: socket.socket,
+        handle: Callable[[Exchange], None],
+        *,
+        name: str,
+        thread_name: str,
+        full_status: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._handle = handle
+        self._is_open = True
         self._wires: set[HttpConnection] = set()
-        self._lock, self._generations, self._is_open = threading.Lock(), itertools.count(1), True
         self._listener = ThreadedListener(
             bound,
-            Admission(LIMITS, name="data port"),
-            self._connection,
-            name="penstock-http",
+            Admission(LIMITS, name=name),
+            self._serve,
+            name=thread_name,
             tls=tls,
-            refusal=_answer(503) if tls is None else b"",
+            # A TLS client expects a handshake first: it sees the connection end.
+            refusal=_empty_answer(full_status) if tls is None else b"",
         )
+        _servers.add(self)
 
-    def show(self, view: memoryview, owner: object) -> Region:
-        """Begin a generation of this memory."""
-        with self._lock:
-            region = Region(next(self._generations), secrets.token_bytes(16), view, owner)
-            if self._is_open:
-                self._regions[region.generation] = region
-        return region
+    @property
+    def address(self) -> Any:
+        """The address of the listening socket."""
+        return self._listener.address
 
-    def lend(self, region: Region, borrower: str) -> bytes:
-        """Return a key to this generation for one borrower."""
-        # The same key on a second call: a reader that asks again after a lost answer must not end its own reads.
-        with self._lock:
-            return region.lent.setdefault(borrower, secrets.token_bytes(16))
-
-    def take_back(self, region: Region, borrower: str) -> None:
-        """Refuse a borrower's key from now on; answers under way for it are cut."""
-        with self._lock:
-            key = region.lent.pop(borrower, None)
-            under_way = [wire for wire, shown in region.under_way.items() if shown == key]
-        # Outside the lock: the thread of each answer takes it on its way out.
-        for wire in under_way:
-            wire.cut()
-
-    def hide(self, region: Region) -> None:
-        """End a generation: answers under way are cut, and their readers told so if they ask again."""
-        with self._lock:
-            self._regions.pop(region.generation, None)
-            under_way = list(region.under_way)
-        for wire in under_way:
-            wire.cut()
+    @property
+    def num_open(self) -> int:
+        """Number of open connections."""
+        return self._listener.admission.num_open
 
     def close(self) -> None:
-        """Accept no connections and cut all answers. Idempotent; does not wait for their threads."""
-        with self._lock:
-            self._is_open = False
-            self._regions.clear()
-            wires = list(self._wires)
+        """Stop accepting, and cut all connections. Idempotent; does not wait for the threads of connections."""
+        if not self._is_open:
+            return
+        self._is_open = False
         self._listener.close()
-        for wire in wires:
-            wire.cut()
+        # A stopped client leaves its connection open; the connection's thread would keep the handler's memory alive.
+        self._listener.admission.cut_all()
 
     def forget(self) -> None:
-        """In a forked child: close our copies of the parent's sockets without a word to anybody."""
-        self._lock, self._is_open = threading.Lock(), False
+        """In a forked child: close the copies of the parent's sockets; the parent and its clients notice nothing."""
+        self._is_open = False
         self._listener.forget()
         for wire in list(self._wires):
             wire.close()
 
-    def _connection(self, sock: socket.socket, place: Connection, peer: str) -> None:
-        wire = HttpConnection(sock, pace_s=HEAD_S)
-        with self._lock:
-            if not self._is_open:
-                return
-            self._wires.add(wire)
+    def _serve(self, sock: socket.socket, place: Connection, peer: str) -> None:
+        wire = HttpConnection(sock, pace_s=place.limits.head_s)
+        self._wires.add(wire)
         try:
-            self._serve(wire, place, peer)
-        finally:
-            with self._lock:
-                self._wires.discard(wire)
-
-    def _serve(self, wire: HttpConnection, place: Connection, peer: str) -> None:
-        behind, planes = b"", None
-        while True:
-            try:
-                head, behind = wire.head(HEAD_S, behind, first_s=IDLE_S if place.is_proven else HEAD_S)
-                if not head:
-                    return
-                generation, request, is_coded, behind = self._request(wire, head, behind)
-                planes = planes or Planes() if is_coded else None
-                self._answer(wire, generation, request, planes, place, peer)
+            # Not only `cut_all` ends this loop: a TLS handshake that was under way then may have missed the cut.
+            while self._is_open and self._serve_request(wire, place, peer):
                 place.end()
-            except _Refused as refused:
-                wire.set_pace(HEAD_S)
-                wire.send_all(_answer(refused.status))
-                # After 410 the connection stays: the reader asks there for the next generation.
-                if refused.status != 410:
-                    return
-            except FormatError:
-                wire.send_all(_answer(400))
-                return
-
-    def _request(self, wire: HttpConnection, head: bytes, behind: bytes) -> tuple[int, ReadRequest, bool, bytes]:
-        """Generation asked for, the request, if it may be coded, and what came behind it. _Refused, FormatError."""
-        line, headers = fields(head)
-        verb, _, rest = line.partition(" ")
-        path, _, version = rest.partition(" ")
-        number = path.removeprefix("/v1/regions/")
-        if version != "HTTP/1.1":
-            raise FormatError("not HTTP/1.1")
-        if verb != "POST" or number == path or not (number.isascii() and number.isdigit() and len(number) < 20):
-            raise _Refused(404)
-        length = content_length(headers)
-        if length > MAX_BODY_BYTES:
-            raise _Refused(413)
-        body = wire.body(length, behind, HEAD_S)
-        try:
-            is_coded = headers.get("accept-encoding") == CODING
-            return int(number), _DECODER.decode(body[:length]), is_coded, body[length:]
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError("a malformed request") from error
-
-    def _answer(
-        self,
-        wire: HttpConnection,
-        generation: int,
-        request: ReadRequest,
-        planes: Planes | None,
-        place: Connection,
-        peer: str,
-    ) -> None:
-        src, length = request.runs()
-        total = sum(length.tolist())
-        if total > MAX_ANSWER_BYTES:
-            raise _Refused(413)
-        with self._lock:
-            region = self._regions.get(generation)
-            # One answer for "no such generation" and "wrong key": a stranger learns nothing about what exists.
-            if region is None or not self._is_given(region, request):
-                raise _Refused(410)
-            region.under_way[wire] = request.key
-        # It has the region's key, which comes with a lease.
-        place.prove(peer or "unix")
-        # A call of `send` has SEND_S; all of them together have this, or a byte now and then would hold the thread.
-        place.begin(SEND_S + total / MIN_BYTES_PER_S)
-        try:
-            views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
-            wire.set_pace(SEND_S)
-            wire.send_all(_answer(200, total + TRAILER.size) if planes is None else _CODED)
-            # Checked per piece: a fence in the middle ends the answer early instead of sending gigabytes in vain.
-            while views:
-                self._check_given(region, request.key)
-                if planes is None:
-                    advance(views, wire.send(front(views, PIECE_BYTES)))
-                else:
-                    _send_block(wire, views, planes)
-            # A holder fences before it changes a byte: if the generation is still there, all that went was of it.
-            self._check_given(region, request.key)
-            trailer = TRAILER.pack(TRAILER_WORD, generation)
-            wire.send_all(
-                trailer if planes is None else chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n"
-            )
         finally:
-            with self._lock:
-                region.under_way.pop(wire, None)
+            self._wires.discard(wire)
 
-    def _check_given(self, region: Region, key: bytes) -> None:
-        if self._regions.get(region.generation) is not region or not _opens(key, region):
-            raise ConnectionAbortedError("fenced, or the lease has ended")
-
-    def _is_given(self, region: Region, request: ReadRequest) -> bool:
-        same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
-        return _opens(request.key, region) and same
-
-
-def _opens(key: bytes, region: Region) -> bool:
-    """Return whether this is a key of the region, in the same time for every wrong key."""
-    return any(hmac.compare_digest(key, valid) for valid in (region.key, *list(region.lent.values())))
-
-
-_CODED = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n\r\n".encode()
-
-
-def _send_block(wire: HttpConnection, views: list[memoryview], planes: Planes) -> None:
-    """Send the front of these views as one chunk, and take it off them."""
-    taken = front(views, BLOCK_BYTES)
-    block = np.frombuffer(taken[0] if len(taken) == 1 else b"".join(taken), np.uint8)
-    frame = planes.encode(block)
-    sending = [
-        memoryview(chunk_head(sum(map(len, frame)))),
-        *(part for part in frame if len(part)),
-        memoryview(b"\r\n"),
-    ]
-    while sending:
-        advance(sending, wire.send(sending))
-    advance(views, len(block))
+    def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
+        """Receive one request and have it answered; return True if the connection stays open."""
+        limits = place.limits
+        first_s = limits.idle_s if place.is_proven else limits.head_s
+        try:
+            head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)
+        except FormatError:
+            wire.send_all(_empty_answer(HTTPStatus.BAD_REQUEST))
+            return False
+        if head is None:
+            return False
+        place.begin(_answer_wait_s(limits))
+        exchange = Exchange(head, wire, place, peer)
+        try:
+            if head.is_chunked:
+                # No client of ours sends one, and its length could be checked only while it arrives.
+                raise FormatError("a request body without a Content-Length")
+            self._handle(exchange)
+        except Refused as refused:
+            exchange.refuse(refused)
+        except FormatError:
+            exchange.refuse(Refused(HTTPStatus.BAD_REQUEST))
+        return not exchange.closes
 
 
-def _answer(status: int, nbytes: int = 0) -> bytes:
-    closing = "" if status in {200, 410} else "Connection: close\r\n"
-    reason = "OK" if status == 200 else _REASONS.get(status, "Unavailable")
-    return f"HTTP/1.1 {status} {reason}\r\nContent-Length: {nbytes}\r\n{closing}\r\n".encode()
+_servers: WeakSet[HttpServer] = let_go_in_children(HttpServer.forget)

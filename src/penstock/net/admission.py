@@ -275,6 +275,11 @@ class Admission:
             conn.cut()
         self.report("no file descriptor is left for a connection: raise RLIMIT_NOFILE")
 
+    def forget(self) -> None:
+        """In a forked child: renew the lock, so that copies of the parent's connections can be closed."""
+        # Another thread of the parent may have held it when the child was forked.
+        self._lock = threading.Lock()
+
     def report(self, what: str) -> None:
         """Log a refusal, at most one line every `LOG_EVERY_S`."""
         now = time.monotonic()

@@ -41,6 +41,26 @@ _REFUSED_A_TURN = 64
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
+def bound_socket(address: str | tuple[str, int]) -> socket.socket:
+    """Return a stream socket bound to a path, or to a host and a port; port 0 takes a free one.
+
+    Raises:
+        OSError, OverflowError: it cannot be bound.
+    """
+    if isinstance(address, str):
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        bound = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        # A member that starts again listens at once, although connections of its previous life are in TIME_WAIT.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
 class AdmittedSocket(socket.socket):
     """An accepted socket, which frees its place in the admission when it is closed.
 
@@ -247,8 +267,9 @@ class ThreadedListener:
             self._thread.join(CLOSE_S)
 
     def forget(self) -> None:
-        """Close a forked child's copy of the socket, without shutting down the parent's."""
+        """In a forked child: close the copy of the listening socket, without shutting down the parent's."""
         self._is_open = False
+        self.admission.forget()
         self._listener.close()
 
 

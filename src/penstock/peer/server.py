@@ -1,7 +1,7 @@
-"""The server of a member: grants leases, and serves memory maps, tensor tables and logs of verified chunks.
+"""The server of a member: grants leases, and answers requests for memory maps, tensor tables and verified chunks.
 
-In: HTTP/1.1 on a Unix socket, and on TCP for other hosts; msgpack bodies. Out: maps, leases, logs.
-Not here: weight bytes (`transport`), sockets (`http_listener`), the client (`client`), grants (`hub.grants`).
+In: HTTP/1.1 on a Unix socket, and on TCP for other hosts; msgpack bodies. Out: leases, maps, tables, logs.
+Not here: weight bytes (`transport`), connections (`http.server`), the client (`client`), grants (`hub.grants`).
 
     POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
     GET    /v1/leases/L/map                 HoldingMap
@@ -12,25 +12,22 @@ Not here: weight bytes (`transport`), sockets (`http_listener`), the client (`cl
     GET    /v1/alive                        204; the only request without authentication
            /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
 
-The sockets of a member's server: one thread for each connection, within the limits of `net.limits`.
-
-In: an address, a handler of requests. Out: its connections, over TLS if there is a context.
-Not here: requests and answers (`server`), admission of connections (`net.listener`).
+Members do not run the hub's ASGI stack. For a request without work (2 cores, Python 3.11), FastAPI on uvicorn in a
+thread takes 460 ms of processor time to import and start, 19 MiB of memory, and for each request 85 us of processor
+time, or 190 us in its thread pool, where handlers that wait for news must run. `http.server` takes 6 ms, 0.1 MiB and
+28 us, in a process whose engine or trainer needs the memory and the interpreter lock.
 """
 
 from __future__ import annotations
 
-import http.server
-import io
-import os
 import secrets
-import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -46,6 +43,7 @@ from penstock.errors import (
     PlanError,
     StaleDescriptor,
 )
+from penstock.http.server import Exchange, HttpServer, Refused
 from penstock.hub.messages import (
     UPGRADE_HINT,
     AnnouncedVersion,
@@ -56,108 +54,9 @@ from penstock.hub.messages import (
     LogReply,
     version_fault,
 )
-from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits
-from penstock.net.listener import ThreadedListener
-from penstock.net.timed import TimedReader
+from penstock.net.listener import bound_socket
 from penstock.peer.local_weights import LocalWeights, to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
-
-LIMITS = ConnectionLimits()
-"""Limits of each listening socket: far above the number of readers that a holder has."""
-_FULL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-"""Answer to a connection that is refused: a reader treats the member as busy, and asks another."""
-
-
-class BoundedRequestHandler(http.server.BaseHTTPRequestHandler):
-    """A request handler with a deadline for each request and each answer. One instance serves one connection.
-
-    Attributes:
-        place: admission of this connection; a handler that has authenticated the caller calls `place.prove`.
-        peer: the caller's host; empty for a Unix socket.
-    """
-
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1
-
-    def __init__(self, sock: socket.socket, place: Connection, peer: str) -> None:
-        self.place, self.peer = place, peer
-        super().__init__(sock, (peer, 0), None)  # type: ignore[arg-type]
-
-    def setup(self) -> None:
-        """Prepare the connection: no Nagle delay, since answers are small and waited for; reads with a deadline."""
-        super().setup()
-        if self.connection.family != socket.AF_UNIX:
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rfile.close()
-        self._incoming = TimedReader(self.connection, self.place.limits.head_s)
-        self.rfile = io.BufferedReader(self._incoming)
-
-    def handle_one_request(self) -> None:
-        """Serve one request; `http.server` ends the connection at a TimeoutError."""
-        limits = self.place.limits
-        first_s = limits.idle_s if self.place.is_proven else limits.head_s
-        self._incoming.expect(limits.head_s, limits.head_bytes, first_s=first_s)
-        super().handle_one_request()
-        self.place.end()
-
-    def parse_request(self) -> bool:
-        """Parse the head of a request, which is complete now; see `http.server`."""
-        # The answer may wait for news. Sending it has its own deadline, see `taking`.
-        self.place.begin(self.place.limits.idle_s + self.place.limits.answer_s)
-        return super().parse_request()
-
-    def take_body(self, nbytes: int) -> bytes:
-        """Read a body of `nbytes` bytes that follows the head."""
-        self._incoming.allow(nbytes)
-        return self.rfile.read(nbytes)
-
-    def taking(self, nbytes: int) -> None:
-        """Set the deadline by which the caller must have read an answer of this length."""
-        self.place.begin(self.place.limits.answer_s + nbytes / MIN_BYTES_PER_S)
-        self.connection.settimeout(None)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Do nothing: the audit line is written where the grant is checked."""
-
-    def address_string(self) -> str:
-        """Return the peer's host, or "unix": a Unix peer has no address."""
-        return self.peer or "unix"
-
-
-def listen_tcp(
-    host: str, port: int, handler: Callable[[socket.socket, Connection, str], object], tls: ssl.SSLContext | None
-) -> ThreadedListener:
-    """Serve on `host:port`; port 0 takes a free one. Raises OSError or OverflowError if it cannot be bound."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return _listen(bound, (host, port), handler, tls)
-
-
-def listen_unix(path: str, handler: Callable[[socket.socket, Connection, str], object]) -> ThreadedListener:
-    """Serve on a Unix socket, to this user's processes only. Raises OSError if it cannot be bound."""
-    return _listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), os.fspath(path), handler, None)
-
-
-def _listen(
-    bound: socket.socket,
-    where: object,
-    handler: Callable[[socket.socket, Connection, str], object],
-    tls: ssl.SSLContext | None,
-) -> ThreadedListener:
-    try:
-        bound.bind(where)  # type: ignore[arg-type]
-    except BaseException:
-        bound.close()
-        raise
-
-    def serve(sock: socket.socket, place: Connection, peer: str) -> None:
-        handler(sock, place, peer)
-
-    refusal = _FULL if tls is None else b""
-    return ThreadedListener(
-        bound, Admission(LIMITS, name="peer server"), serve, name="penstock-peer", tls=tls, refusal=refusal
-    )
-
 
 MAX_BODY_BYTES = 64 << 10
 """Longest request body; a lease request is under 1 KiB."""
@@ -168,18 +67,16 @@ LEASE_TTL_S = 15.0
 
 CheckGrant = Callable[[LeaseRequest], None]
 """Raises PermissionDenied unless the request may read."""
-
-
 Recall = Callable[[str], AbstractContextManager[str]]
 """Brings weights of a key back from another tier and pins them; yields the reason if they are not back yet."""
+Query = Mapping[str, list[str]]
+"""The parameters behind the `?` of a request, as `parse_qs` returns them."""
 
 
 class RequestHandler(Protocol):
     """A handler of all requests below one path. It must check grants itself before it answers."""
 
-    def answer(
-        self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
-    ) -> object:
+    def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
         """Return a value for msgpack, or None for an empty answer; errors are sent as a `Fault`.
 
         Args:
@@ -198,7 +95,7 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member, with one thread for each connection. Started by the constructor.
+    """The server of one member. Started by the constructor; its methods may be called from any thread.
 
     Args:
         path: path of the Unix socket; its directory must be private to the user.
@@ -206,6 +103,13 @@ class PeerServer:
         listen: `host:port` or `[v6]:port` for other hosts; port 0 takes a free one. None: this host only.
         tls: TLS context of the listening TCP socket; None: plain.
         max_bytes_per_s: limit for all readers together; 0: no limit.
+
+    Attributes:
+        addresses: URLs at which other members reach this one.
+        handlers: handlers of the paths `/v1/NAME`, by name.
+        recall: see `Recall`.
+        recheck: digests a chunk again, and returns True if it changed.
+        sign: signs the digests in a log reply.
 
     Raises:
         ConfigError: an address cannot be bound.
@@ -220,19 +124,20 @@ class PeerServer:
         tls: ssl.SSLContext | None = None,
         max_bytes_per_s: int = 0,
     ) -> None:
-        self._check_grant, self._max_bytes_per_s = check_grant, max_bytes_per_s
+        self._check_grant = check_grant
+        self._max_bytes_per_s = max_bytes_per_s
         self._weights: dict[str, LocalWeights] = {}
         self._leases: dict[str, _Leased] = {}
         self._draining: set[str] = set()
         self._lock = threading.Lock()
-        self._servers: list[ThreadedListener] = []
+        self._servers: list[HttpServer] = []
         self.addresses: list[str] = []
         self.handlers: dict[str, RequestHandler] = {}
         self.recall: Recall = lambda key: nullcontext("")
         self.recheck: Callable[[LocalWeights, int], bool] = lambda weights, chunk: False
         self.sign: Callable[[LocalWeights, LogReply], LogReply] = lambda weights, reply: reply
         try:
-            self._open(str(path), lambda: listen_unix(str(path), _handler(self)))
+            self._open(str(path), str(path), None)
             self.addresses.append(f"unix://{path}")
             if listen is not None:
                 self._listen(listen, tls)
@@ -245,16 +150,26 @@ class PeerServer:
         if host in EVERYWHERE:
             message = f"cannot listen on {listen}: it is not an address that other members can connect to"
             raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
-        server = self._open(listen, lambda: listen_tcp(host, port, _handler(self), tls))
-        where = f"[{host}]" if ":" in host else host
-        self.addresses.append(f"{'http' if tls is None else 'https'}://{where}:{server.address[1]}")
+        server = self._open(listen, (host, port), tls)
+        host_part = f"[{host}]" if ":" in host else host
+        # The port of the socket, not of `listen`, which may be 0.
+        self.addresses.append(f"{'http' if tls is None else 'https'}://{host_part}:{server.address[1]}")
 
-    def _open(self, where: str, bind: Callable[[], ThreadedListener]) -> ThreadedListener:
+    def _open(self, listen: str, address: str | tuple[str, int], tls: ssl.SSLContext | None) -> HttpServer:
         try:
-            server = bind()
+            bound = bound_socket(address)
         except (OSError, OverflowError) as error:
             hint = "an address of this host; port 0 takes a free one"
-            raise ConfigError(f"the member's server cannot listen at {where}: {error}", hint=hint) from error
+            raise ConfigError(f"the member's server cannot listen at {listen}: {error}", hint=hint) from error
+        server = HttpServer(
+            bound,
+            self._answer,
+            name="peer server",
+            thread_name="penstock-peer",
+            # Not 503, which is a fault of the member: a reader treats it as busy, and asks another.
+            full_status=HTTPStatus.TOO_MANY_REQUESTS,
+            tls=tls,
+        )
         self._servers.append(server)
         return server
 
@@ -278,7 +193,7 @@ class PeerServer:
         """Return the number of engines that map the memory of this key."""
         with self._lock:
             self._expire()
-            return sum(one.weights.key == key and one.attached for one in self._leases.values())
+            return sum(leased.weights.key == key and leased.attached for leased in self._leases.values())
 
     def retire(self, key: str) -> bool:
         """Stop granting leases for this key if it has none; return True if that was done."""
@@ -292,6 +207,7 @@ class PeerServer:
     def drain(self, key: str, wait_s: float) -> int:
         """Grant no new leases, wait at most `wait_s` for the readers to finish, and return how many are left."""
         with self._lock:
+            # Only for the wording of a refusal: a reader then knows that asking again is no use.
             self._draining.add(key)
         self.hide(key)
         deadline = time.monotonic() + wait_s
@@ -303,30 +219,32 @@ class PeerServer:
 
     def close(self) -> None:
         """Stop listening and cut all connections. Idempotent."""
+        # Dropped, so that no cycle of references keeps the weights until the next run of the garbage collector.
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
-            # A stopped peer process leaves its connection open; the connection's thread would keep the weights alive.
-            server.admission.cut_all()
-
-    # What the handler asks.
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """Grant a lease, or return the reason against it. Weights in another tier are brought back first."""
+        """Grant a lease, or return the reason against it. Weights in another tier are brought back first.
+
+        Raises:
+            PermissionDenied: the grant is not valid. NotFound: this member does not serve the key.
+        """
         self._check_grant(request)
-        given = self._lease(request)
-        if given is None:
+        lease = self._lease(request)
+        if lease is None:
             with self.recall(request.key) as why:
                 if why:
                     return Fault(error=why, hint="ask again")
-                given = self._lease(request)
-        if given is None:
+                # Inside the block: until a lease is counted, only `recall` keeps the weights in memory.
+                lease = self._lease(request)
+        if lease is None:
             with self._lock:
                 is_draining = request.key in self._draining
             if is_draining:
                 raise NotFound("this member is draining and takes no new readers of that key")
             raise NotFound("this member does not hold that key")
-        return given
+        return lease
 
     def _lease(self, request: LeaseRequest) -> Lease | Fault | None:
         """Grant a lease of weights that are in memory; return None if they are not."""
@@ -337,67 +255,153 @@ class PeerServer:
                 return None
             if request.attach and not (weights.kept and weights.state == "whole"):
                 raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock keep`")
-            mine = [id_ for id_, one in self._leases.items() if one.weights.key == request.key]
-            others = [one for one in mine if self._leases[one].reader != request.member]
-            others = [one for one in others if not self._leases[one].attached]
-            if len(others) >= weights.max_readers and not request.attach:
-                readers = tuple(self._leases[one].reader for one in others)
+            same_key = [(lease, leased) for lease, leased in self._leases.items() if leased.weights.key == request.key]
+            # Engines that map the memory cost the member nothing while they read, so they take no reader's place.
+            readers = tuple(
+                leased.reader for _, leased in same_key if leased.reader != request.member and not leased.attached
+            )
+            if len(readers) >= weights.max_readers and not request.attach:
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
-            for one in mine:
-                if self._leases[one].reader == request.member:
-                    self._end(one)  # the reader restarted or reconnected; it needs no second place
-            lease = secrets.token_hex(16)
-            self._leases[lease] = _Leased(request.member, weights, request.attach)
-            weights.num_readers = len(others) + (not request.attach)
-        return Lease(lease=lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
+            for lease, leased in same_key:
+                if leased.reader == request.member:
+                    self._end(lease)  # the reader restarted or reconnected; it needs no second place
+            new_lease = secrets.token_hex(16)
+            self._leases[new_lease] = _Leased(request.member, weights, request.attach)
+            weights.num_readers = len(readers) + (not request.attach)
+        return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
         """Return the limit of each reader now, in bytes/s, so that all together stay within the total; 0: no limit."""
         with self._lock:
-            return self._max_bytes_per_s // max(1, sum(not one.attached for one in self._leases.values()))
+            return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
         """Renew a lease and return its weights. Raises PermissionDenied if it is unknown or has expired."""
         with self._lock:
             self._expire()
-            found = self._leases.get(lease)
-            if found is None:
+            leased = self._leases.get(lease)
+            if leased is None:
                 raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
-            found.seen = time.monotonic()
-            return found.weights
+            leased.seen = time.monotonic()
+            return leased.weights
 
     def map(self, lease: str) -> HoldingMap:
         """Return the memory map for a lease, valid while the lease lasts. Raises PermissionDenied as `leased`."""
         weights = self.leased(lease)
-        found = weights.map(lease)
+        # Without the lock: descriptors of many regions take a while.
+        holding_map = weights.map(lease)
         with self._lock:
             if lease not in self._leases:  # it ended meanwhile, before these descriptors existed: revoke them now
                 weights.take_back(lease)
-        return found
+        return holding_map
 
-    def release(self, lease: str) -> None:
-        """End a lease. Idempotent."""
+    def release(self, lease: str) -> bool:
+        """End a lease; return False if there is none of this name, as when it was ended before."""
         with self._lock:
-            self._end(lease)
+            is_known = self._end(lease)
             self._expire()
+        return is_known
 
     def expire(self) -> None:
         """End leases that were not renewed in time, and revoke their descriptors; called with each heartbeat."""
         with self._lock:
             self._expire()
 
-    def _end(self, lease: str) -> None:
+    def _end(self, lease: str) -> bool:
         ended = self._leases.pop(lease, None)
         if ended is not None:
             ended.weights.take_back(lease)
+        return ended is not None
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for lease in [lease for lease, one in self._leases.items() if now - one.seen > LEASE_TTL_S]:
+        for lease in [lease for lease, leased in self._leases.items() if now - leased.seen > LEASE_TTL_S]:
             self._end(lease)
         for weights in self._weights.values():
-            mine = (one for one in self._leases.values() if one.weights is weights and not one.attached)
-            weights.num_readers = sum(1 for _ in mine)
+            weights.num_readers = sum(
+                leased.weights is weights and not leased.attached for leased in self._leases.values()
+            )
+
+    # -- Requests.
+
+    def _answer(self, exchange: Exchange) -> None:
+        """Answer one request, in the thread of its connection."""
+        if exchange.head.method not in {"GET", "POST", "DELETE"}:
+            raise Refused(HTTPStatus.NOT_IMPLEMENTED)
+        try:
+            value = self._route(exchange)
+        except VersionRefused as error:
+            _send(exchange, HTTPStatus.UPGRADE_REQUIRED, Fault(error=str(error), hint=UPGRADE_HINT))
+        except PermissionDenied as error:
+            _send(exchange, HTTPStatus.FORBIDDEN, _fault(error))
+        except NotFound as error:
+            _send(exchange, HTTPStatus.NOT_FOUND, Fault(error=error.message))
+        except PlanError as error:
+            _send(exchange, HTTPStatus.CONFLICT, _fault(error))
+        except StaleDescriptor as error:
+            _send(exchange, HTTPStatus.GONE, _fault(error))
+        except (FormatError, msgspec.DecodeError) as error:
+            _send_malformed(exchange, error)
+        except PenstockError as error:  # before ValueError, which ConfigError is too
+            _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, _fault(error))
+        except ValueError as error:
+            _send_malformed(exchange, error)
+        else:
+            if isinstance(value, Fault):
+                _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
+            else:
+                _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
+
+    def _route(self, exchange: Exchange) -> object:
+        """Return the value to answer with; None: an empty answer."""
+        method = exchange.head.method
+        url = urlsplit(exchange.head.target)
+        path = url.path.strip("/").split("/")
+        query = parse_qs(url.query)
+        handler = self.handlers.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
+        if handler is not None:
+            value = handler.answer(method, path[2:], query, lambda max_bytes: _body(exchange, max_bytes))
+        else:
+            match method, path:
+                case "GET", ["v1", "alive"]:
+                    return None
+                case "GET", ["v1", "leases", lease, name]:
+                    value = self._get(lease, name, query)
+                case "POST", ["v1", "leases"]:
+                    body = _body(exchange, MAX_BODY_BYTES)
+                    check_version(body)
+                    value = self.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
+                case "POST", ["v1", "leases", lease, "doubt"]:
+                    value = self._doubt(lease, int(query.get("chunk", ["-1"])[0]))
+                case "DELETE", ["v1", "leases", lease]:
+                    if not self.release(lease):
+                        return None
+                    value = None
+                case _:
+                    raise NotFound("no such thing here")
+        # Here the caller has shown a grant, a lease or a session. The two requests that need none return above: a
+        # stranger must not take the places that are reserved for members.
+        exchange.prove()
+        return value
+
+    def _get(self, lease: str, name: str, query: Query) -> object:
+        weights = self.leased(lease)
+        if name == "map":
+            return self.map(lease)
+        if name == "table":
+            return to_message(weights.layout)
+        if name == "log":
+            after, wait_ms = (int(query.get(parameter, ["0"])[0]) for parameter in ("after", "wait_ms"))
+            if after < 0 or wait_ms < 0:
+                raise FormatError("after and wait_ms are not negative")
+            reply = self.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
+            return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
+        raise NotFound("no such thing here")
+
+    def _doubt(self, lease: str, chunk: int) -> Fault | None:
+        if self.recheck(self.leased(lease), chunk):
+            return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
+        return None
 
 
 class VersionRefused(Exception):
@@ -415,104 +419,22 @@ def check_version(body: bytes) -> None:
         raise VersionRefused(fault)
 
 
-def _handler(server: PeerServer) -> type[BoundedRequestHandler]:
-    return type("_PeerHandler", (_Handler,), {"peer_server": server})
+def _body(exchange: Exchange, max_bytes: int) -> bytes:
+    """Receive a body, which must not be empty. Raises FormatError if it is, or is longer than `max_bytes`."""
+    if not 0 < exchange.body_bytes <= max_bytes:
+        raise FormatError(f"a body of {exchange.body_bytes} bytes; at most {max_bytes}")
+    return exchange.read_body(max_bytes)
 
 
-class _Handler(BoundedRequestHandler):
-    """The HTTP handler of one connection."""
+def _fault(error: PenstockError) -> Fault:
+    return Fault(error=error.message, hint=error.hint or "")
 
-    peer_server: PeerServer
 
-    def do_GET(self) -> None:
-        """Answer requests for map, table, log and alive."""
-        self._answer(self._get)
+def _send_malformed(exchange: Exchange, error: Exception) -> None:
+    # Nothing is known of a client that sends this; the connection is not worth keeping.
+    exchange.closes = True
+    _send(exchange, HTTPStatus.BAD_REQUEST, Fault(error=str(error)[:512]))
 
-    def do_POST(self) -> None:
-        """Answer requests for a lease or a recheck."""
-        self._answer(self._post)
 
-    def do_DELETE(self) -> None:
-        """Release a lease."""
-        self._answer(self._delete)
-
-    def _answer(self, reply: Callable[[list[str], Mapping[str, list[str]]], object]) -> None:
-        url = urlsplit(self.path)
-        try:
-            path, query = url.path.strip("/").split("/"), parse_qs(url.query)
-            room = self.peer_server.handlers.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
-            found = reply(path, query) if room is None else room.answer(self.command, path[2:], query, self._body)
-        except VersionRefused as error:
-            self._send(426, Fault(error=str(error), hint=UPGRADE_HINT))
-        except PermissionDenied as error:
-            self._send(403, Fault(error=error.message, hint=error.hint or ""))
-        except NotFound as error:
-            self._send(404, Fault(error=error.message))
-        except (PlanError, StaleDescriptor) as error:
-            self._send(409 if isinstance(error, PlanError) else 410, Fault(error=error.message, hint=error.hint or ""))
-        except (FormatError, msgspec.DecodeError) as error:
-            self._refuse(error)
-        except PenstockError as error:  # before ValueError, which ConfigError is too
-            self._send(503, Fault(error=error.message, hint=error.hint or ""))
-        except ValueError as error:
-            self._refuse(error)
-        else:
-            if url.path != "/v1/alive":
-                # The caller had a valid grant, lease or session: every request but `alive` needs one.
-                self.place.prove(self.peer)
-            self._send(429 if isinstance(found, Fault) else 200 if found is not None else 204, found)
-
-    def _refuse(self, error: Exception) -> None:
-        self.close_connection = True
-        self._send(400, Fault(error=str(error)[:512]))
-
-    def _send(self, code: int, value: object) -> None:
-        body = msgspec.msgpack.encode(value) if value is not None else b""
-        self.taking(len(body))
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-        self.wfile.flush()
-
-    def _get(self, path: list[str], query: Mapping[str, list[str]]) -> object:
-        if path == ["v1", "alive"]:
-            return None
-        if len(path) != 4 or path[:2] != ["v1", "leases"]:
-            raise NotFound("no such thing here")
-        weights = self.peer_server.leased(path[2])
-        if path[3] == "map":
-            return self.peer_server.map(path[2])
-        if path[3] == "table":
-            return to_message(weights.layout)
-        if path[3] == "log":
-            after, wait_ms = (int(query.get(name, ["0"])[0]) for name in ("after", "wait_ms"))
-            if after < 0 or wait_ms < 0:
-                raise FormatError("after and wait_ms are not negative")
-            reply = self.peer_server.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
-            return msgspec.structs.replace(reply, max_bytes_per_s=self.peer_server.share())
-        raise NotFound("no such thing here")
-
-    def _post(self, path: list[str], query: Mapping[str, list[str]]) -> object:
-        if len(path) == 4 and path[:2] == ["v1", "leases"] and path[3] == "doubt":
-            chunk = int(query.get("chunk", ["-1"])[0])
-            if self.peer_server.recheck(self.peer_server.leased(path[2]), chunk):
-                return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
-            return None
-        if path != ["v1", "leases"]:
-            raise NotFound("no such thing here")
-        body = self._body(MAX_BODY_BYTES)
-        check_version(body)
-        return self.peer_server.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
-
-    def _body(self, most: int) -> bytes:
-        length = int(self.headers.get("Content-Length") or 0)
-        if not 0 < length <= most:
-            raise FormatError(f"a body of {length} bytes; at most {most}")
-        return self.take_body(length)
-
-    def _delete(self, path: list[str], query: Mapping[str, list[str]]) -> object:
-        if len(path) != 3 or path[:2] != ["v1", "leases"]:
-            raise NotFound("no such thing here")
-        self.peer_server.release(path[2])
-        return None
+def _send(exchange: Exchange, status: int, value: object) -> None:
+    exchange.answer(status, b"" if value is None else msgspec.msgpack.encode(value))

@@ -1,7 +1,7 @@
 """Reading a peer's host memory over HTTP/1.1: between any two hosts, as long as one can connect to the other.
 
 In / Out: see `protocol`.
-Not here: the holder's end (`http.server`), the reader's (`http_reader`), the wire (`http.connection`).
+Not here: the holder's end (`http.region_server`), the reader's (`http_reader`), the wire (`http.connection`).
 
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
@@ -28,7 +28,7 @@ import msgspec
 from penstock.errors import Cancelled, ConfigError
 from penstock.http.compression import Choice
 from penstock.http.connection import ReadRequest
-from penstock.http.server import Region, Server
+from penstock.http.region_server import Region, RegionServer
 from penstock.lifecycle import let_go_in_children
 from penstock.net.unix_sockets import RuntimeDir
 from penstock.segments import Segments
@@ -168,7 +168,7 @@ class HttpTransport:
         self.changing, self.handles = threading.RLock(), set[HttpHandle]()
         self._trust, self._num_connections, self._compress = trust, num_connections, compress
         self._peers: dict[Address, Peer] = {}
-        self.server = Server(listener, endpoint=self.endpoint, tls=tls)
+        self.server = RegionServer(listener, endpoint=self.endpoint, tls=tls)
         _transports.add(self)
 
     def register(self, memory: Memory) -> HttpHandle:

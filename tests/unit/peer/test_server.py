@@ -167,6 +167,9 @@ def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Local
         ("POST", "/v1/leases", b"x" * (65 << 10), 400),
         ("DELETE", "/v1/leases/none", b"", 204),
         ("GET", "/v1/alive", b"", 204),
+        ("HEAD", "/v1/alive", b"", 501),
+        ("PUT", "/v1/leases", b"", 501),
+        ("GET", "//[x/", b"", 400),
     ],
 )
 def test_hostile_requests_get_an_answer_and_change_nothing(
@@ -206,7 +209,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr("penstock.peer.server.LIMITS", ConnectionLimits(head_s=1.0))
+    monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
     door = PeerServer(tmp_path / "door.sock", allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
@@ -276,8 +279,28 @@ def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path
             time.sleep(0.01)
 
 
+def test_only_who_shows_a_grant_or_a_lease_takes_the_place_of_a_member(tmp_path: Path, holding: LocalWeights) -> None:
+    door = PeerServer(tmp_path / "proven.sock", allow, listen="127.0.0.1:0")
+    door.show(holding)
+    host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
+    admission = door._servers[1]._listener.admission
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    for verb, path in (("GET", "/v1/alive"), ("GET", "/v1/alive/"), ("DELETE", "/v1/leases/none"), ("GET", "/v1/x")):
+        connection.request(verb, path)
+        connection.getresponse().read()
+        assert not any(place.is_proven for place in admission._open), (verb, path)
+    body = msgspec.msgpack.encode(LeaseRequest(member="reader", key=holding.key, grant=b"good"))
+    connection.request("POST", "/v1/leases", body)
+    lease = msgspec.msgpack.decode(connection.getresponse().read())["lease"]
+    assert all(place.is_proven for place in admission._open)
+    connection.request("DELETE", f"/v1/leases/{lease}")
+    assert connection.getresponse().status == 204
+    connection.close()
+    door.close()
+
+
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.peer.server.LIMITS", ConnectionLimits(total=1))
+    monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
     door = PeerServer(tmp_path / "door.sock", allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"

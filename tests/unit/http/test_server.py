@@ -1,0 +1,239 @@
+"""The HTTP server's request loop: reuse, bodies, refusals, deadlines, and its end in this process and in children."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import FormatError
+from penstock.http.server import Exchange, HttpServer, Refused
+from penstock.net.admission import ConnectionLimits
+from penstock.net.listener import bound_socket
+
+MAX_BODY_BYTES = 1 << 20
+THREAD = "test-http-server"
+
+
+def handle(exchange: Exchange) -> None:
+    """Answer with what the target names."""
+    target = exchange.head.target
+    if target == "/echo":
+        exchange.answer(200, exchange.read_body(MAX_BODY_BYTES))
+    elif target == "/unread":
+        exchange.answer(200, b"unread")
+    elif target.startswith("/long/"):
+        exchange.answer(200, b"x" * int(target.removeprefix("/long/")))
+    elif target == "/pieces":
+        exchange.begin_answer(4, "Content-Length: 4\r\n")
+        for piece in (b"ab", b"cd"):
+            exchange.wire.send([memoryview(piece)])
+    elif target == "/broken":
+        exchange.begin_answer(4, "Content-Length: 4\r\n")
+        raise FormatError("after the head was sent")
+    elif target == "/malformed":
+        raise FormatError("no")
+    elif target == "/gone":
+        raise Refused(410, closes=False)
+    else:
+        raise Refused(404)
+
+
+@pytest.fixture
+def limits() -> ConnectionLimits:
+    return ConnectionLimits()
+
+
+@pytest.fixture
+def path(tmp_path: Path, limits: ConnectionLimits, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr("penstock.http.server.LIMITS", limits)
+    path = str(tmp_path / "http.sock")
+    server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
+    yield path
+    server.close()
+
+
+def connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(20.0)
+    sock.connect(path)
+    return sock
+
+
+def ask(sock: socket.socket, raw: bytes) -> tuple[int, bytes]:
+    """Send a request, and return status and body of its answer."""
+    sock.sendall(raw)
+    return receive(sock)
+
+
+def receive(sock: socket.socket) -> tuple[int, bytes]:
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += received_from(sock)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = next((int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length: ")), 0)
+    while len(body) < length:
+        body += received_from(sock)
+    assert len(body) == length
+    return int(head.split()[1]), body
+
+
+def received_from(sock: socket.socket) -> bytes:
+    data = sock.recv(1)
+    assert data, "the connection ended in the middle of an answer"
+    return data
+
+
+def post(target: str, body: bytes, *fields: str) -> bytes:
+    lines = [f"POST {target} HTTP/1.1", f"Content-Length: {len(body)}", *fields]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+def get(target: str, *fields: str) -> bytes:
+    return ("\r\n".join([f"GET {target} HTTP/1.1", *fields]) + "\r\n\r\n").encode()
+
+
+def has_ended(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:  # closed while bytes of ours were unread
+        return True
+
+
+def test_a_connection_is_used_again_until_the_client_says_otherwise(path: str) -> None:
+    with connect(path) as sock:
+        assert ask(sock, post("/echo", b"one")) == (200, b"one")
+        assert ask(sock, get("/gone")) == (410, b"")
+        assert ask(sock, get("/long/200000")) == (200, b"x" * 200_000)
+        assert ask(sock, get("/pieces")) == (200, b"abcd")
+        assert ask(sock, post("/echo", b"two", "Connection: close")) == (200, b"two")
+        assert has_ended(sock)
+
+
+def test_requests_that_arrive_together_are_answered_in_order(path: str) -> None:
+    with connect(path) as sock:
+        sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
+        assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
+        assert ask(sock, b"o" + get("/pieces")) == (200, b"two")
+        assert receive(sock) == (200, b"abcd")
+
+
+def test_a_half_closed_connection_gets_its_answer(path: str) -> None:
+    with connect(path) as sock:
+        sock.sendall(post("/echo", b"one"))
+        sock.shutdown(socket.SHUT_WR)
+        assert receive(sock) == (200, b"one")
+        assert has_ended(sock)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (get("/nothing"), 404),
+        (get("/malformed"), 400),
+        (post("/echo", b"")[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (get("/echo", "Transfer-Encoding: chunked"), 400),
+        (get("/echo", *["a: b"] * 101), 400),
+        (get("/echo", "a: " + "b" * (17 << 10)), 400),
+        (b"GET /echo HTTP/2.0\r\n\r\n", 400),
+        (b"\x16\x03\x01\x00\xff\r\n\r\n", 400),
+        (f"POST /echo HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode(), 413),
+    ],
+)
+def test_what_is_refused_ends_the_connection(path: str, raw: bytes, status: int) -> None:
+    with connect(path) as sock:
+        assert ask(sock, raw) == (status, b"")
+        assert has_ended(sock)
+
+
+def test_a_head_of_sixteen_kib_is_taken(path: str) -> None:
+    with connect(path) as sock:
+        assert ask(sock, get("/gone", "a: " + "b" * (15 << 10))) == (410, b"")
+
+
+def test_a_body_that_no_handler_read_is_not_the_next_request(path: str) -> None:
+    with connect(path) as sock:
+        assert ask(sock, post("/unread", get("/long/3"))) == (200, b"unread")
+        assert has_ended(sock)
+
+
+def test_a_client_that_expects_it_is_told_to_go_on_only_if_its_body_is_wanted(path: str) -> None:
+    expecting = "Expect: 100-continue"
+    with connect(path) as sock:
+        assert ask(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
+        assert ask(sock, b"one") == (200, b"one")
+        assert ask(sock, post("/unread", b"one", expecting)[:-3]) == (200, b"unread")
+        assert has_ended(sock)
+
+
+def test_an_error_after_the_head_of_an_answer_ends_the_connection(path: str) -> None:
+    with connect(path) as sock:
+        sock.sendall(get("/broken"))
+        assert sock.recv(999).endswith(b"\r\n\r\n")
+        assert has_ended(sock)
+
+
+@pytest.mark.parametrize("limits", [ConnectionLimits(head_s=1.0)])
+def test_a_head_and_its_body_share_one_deadline(path: str) -> None:
+    with connect(path) as sock:
+        begun = time.monotonic()
+        raw = post("/echo", b"0123456789")
+        sock.sendall(raw[:5])
+        time.sleep(0.7)
+        sock.sendall(raw[5:-5])
+        assert has_ended(sock)
+        assert time.monotonic() - begun < 1.6  # and not a second for each
+
+
+@pytest.mark.parametrize("limits", [ConnectionLimits(total=1)])
+def test_a_connection_without_a_place_is_answered_so(path: str) -> None:
+    with connect(path) as first, connect(path) as second:
+        assert ask(first, get("/gone")) == (410, b"")
+        assert receive(second) == (503, b"")
+        assert has_ended(second)
+
+
+def test_a_closed_server_cuts_its_connections_and_its_threads_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "closing.sock")
+    server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
+    with connect(path) as idle, connect(path) as half:
+        assert ask(idle, get("/gone")) == (410, b"")
+        half.sendall(post("/echo", b"one")[:-1])
+        server.close()
+        server.close()
+        assert has_ended(idle) and has_ended(half)
+    deadline = time.monotonic() + 20.0
+    while any(thread.name == THREAD for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread is left"
+        time.sleep(0.01)
+    assert server.num_open == 0
+
+
+def test_a_forked_child_neither_ends_connections_nor_keeps_them(path: str) -> None:
+    ready, done = os.pipe(), os.pipe()
+    with connect(path) as kept, connect(path) as ended:
+        for sock in (kept, ended):
+            assert ask(sock, get("/gone")) == (410, b"")
+        child = os.fork()
+        if not child:
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+            os._exit(0)
+        try:
+            os.read(ready[0], 1)
+            assert ask(kept, get("/gone")) == (410, b"")
+            # Closed by the parent: a copy in the child would keep it open.
+            assert ask(ended, get("/nothing")) == (404, b"")
+            assert has_ended(ended)
+            with connect(path) as new:
+                assert ask(new, get("/gone")) == (410, b"")
+        finally:
+            os.write(done[1], b"x")
+            os.waitpid(child, 0)
+            for end in (*ready, *done):
+                os.close(end)
