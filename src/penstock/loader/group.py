@@ -98,7 +98,6 @@ class Wire(GroupCollectives):
 
     poll_s = 1e-3
     """Seconds between looks, half of what a round takes. Each look takes the GIL from the thread that reads."""
-    is_its_own = False
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""One-sided reads between address spaces, by one protocol, and the registration of transports.
+"""Reads of a peer's memory by one protocol, and the registration of transports.
 
-In / Out: a `TransportKind` for `register_transport`, and what its transport is made of.
-Not here: what crosses and when (`plan`, `fetch`, `sync`).
+In / Out: a `TransportKind` for `register_transport`, and the types that a transport is written with.
+Not here: which bytes cross and when (`plan`, `fetch`, `sync`).
 """
 
 from penstock.transport.choose import TransportKind, TransportSetup, register_transport

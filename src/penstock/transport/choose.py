@@ -71,7 +71,7 @@ def _any_peer(into: Handle, source: Descriptor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """A way to read a peer's memory, as it is registered and chosen.
+    """The registration of a transport: its name, how to open it, and which peers it reads.
 
     Attributes:
         name: as in descriptors, reports and `ConnectionSettings.transports`.

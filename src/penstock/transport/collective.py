@@ -1,17 +1,17 @@
-"""The collectives of a torch.distributed group, each with a deadline.
+"""Collectives of a torch.distributed group, each with a deadline.
 
-In: tensors on every rank. Out: what torch.distributed makes of them, or PeerLost.
-Not here: one-sided reads (`protocol`), which bytes a load by a group exchanges (`loader.group`).
+In: tensors on every rank. Out: the gathered tensors, or PeerLost.
+Not here: one-sided reads (`protocol`), which bytes a load by a group exchanges (`loader.group`, the one user).
 
-torch.distributed itself waits without a useful bound: a rank that dies or is silent leaves the others with PeerLost
-within `stall_s`, after which the group (of NCCL) is aborted.
+torch.distributed itself waits without a useful bound. By these calls a rank that dies or is silent leaves the others
+with PeerLost within `stall_s`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,20 @@ class GroupCollectives:
     """A group's collectives, each with a deadline. Order: every rank makes the same calls, in the same order.
 
     Args:
-        group: of gloo for host memory, of NCCL for devices.
-        device: of what is exchanged.
+        group: of gloo for host memory, of NCCL for devices. It is the caller's, and is not aborted when a rank is lost.
+        device: of the exchanged tensors.
         stall_s: seconds of silence after which the others count as lost.
     """
 
-    poll_s = 5e-5
-    """Between two looks at a collective."""
-    is_its_own = True
-    """Whether only this object uses the group: then the group is aborted when a rank is lost, so that no collective
-    is left running."""
+    poll_s: ClassVar[float]
+    """Seconds between two looks at a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
-        self.group, self.device, self.stall_s = group, device, stall_s
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.device = device
+        self.stall_s = stall_s
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise PlanError("this process is not a rank of the group")
 
@@ -51,19 +51,20 @@ class GroupCollectives:
         return [bytes(row.tolist()) for row in gathered.cpu().view(self.world_size, -1)]
 
     def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
-        """As `post`: an all_gather."""
+        """Start an all_gather; see `post`."""
         return self.post(_all_gather, into, own)
 
-    def post(self, call: Callable[..., Any], *given: Any) -> Any:
-        """Start a collective on the current stream; its work. PeerLost when the group is broken."""
+    def post(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a collective on the current stream, and return its work. PeerLost when the group is broken."""
         try:
-            return call(*given, group=self.group, async_op=True)
+            return call(*arguments, group=self.group, async_op=True)
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error)) from error
 
     def finish(self, work: Any) -> None:
-        """Wait for a posted collective, and raise what it met."""
+        """Wait for a posted collective. PeerLost when it failed, or a rank is silent for `stall_s`."""
         self.wait(work.is_completed)
+        # Completed may also mean failed: only `wait` raises the error.
         try:
             work.wait()
         except (RuntimeError, ValueError) as error:
@@ -83,7 +84,4 @@ class GroupCollectives:
 
     def _lost(self, why: str) -> PeerLost:
         # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
-        # A kernel of NCCL spins on the device until its peers come: without the abort the device stays occupied.
-        if self.is_its_own and self.device.type == "cuda":
-            self.group.abort()
         return PeerLost(f"rank {self.rank}: {why}", hint="see the other ranks' errors; make a new process group")

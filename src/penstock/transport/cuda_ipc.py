@@ -1,19 +1,15 @@
 """Device memory of processes of one host: the reader's copy engines read the holder's memory, over NVLink or in place.
 
 In: CUDA memory of any allocator that can share it. Out: the peer's bytes; nothing runs on the holder's device.
-Not here: how memory is shared and mapped (`cuda_memory`), fences and life (`generation_table`, `host_endpoint`), host
-memory (`shm`).
+Not here: the driver's calls (`cuda.driver`), generations and the life of a holder (`host_endpoint`), sockets for file
+descriptors (`fd_server`), host memory (`shm`).
 
     claim --> map, once --> segments joined, cut into groups, queued on own streams --> event a group --> claim again
                             (many short ones: one kernel of the reader's device, `cuda.gather`)
 
-Device memory as other processes of the host see it: how ours is shared, and how theirs is mapped here.
-
-In: addresses of this process; a peer's payload. Out: a payload, pieces' file descriptors; addresses to copy from.
-Not here: reading (`cuda_ipc`), the driver's calls (`cuda.driver`), sockets (`fd_server`).
-
-Two kinds. Memory of cudaMalloc (torch's, unless told otherwise) has one 64-byte IPC handle an allocation. Virtual
-memory (torch's `expandable_segments`) is pieces of physical memory, 20 MiB of torch's, each with a file descriptor.
+There are two kinds of device memory. Memory of cudaMalloc (torch's default) has one 64-byte IPC handle an allocation.
+Virtual memory (torch's `expandable_segments`) is pieces of physical memory, torch's of 20 MiB, each shared by a file
+descriptor.
 """
 
 from __future__ import annotations
@@ -55,14 +51,25 @@ from penstock.transport.host_endpoint import (
     OwnHandle,
     handle_here,
 )
-from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Striding, Transport, decode_payload
+from penstock.transport.protocol import (
+    Descriptor,
+    Handle,
+    Memory,
+    Pending,
+    Reaching,
+    Striding,
+    Sweeping,
+    Transport,
+    decode_payload,
+)
 from penstock.types import MIB, U64
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
 _MAX_RUNS = 4096
+"""Entries of a payload's table of pieces: runs of equal lengths, so that one descriptor stays below its limit."""
 _MAX_PIECES = 1 << 20
-"""File descriptors of one registration that are asked for: 20 TiB of torch's pieces."""
+"""File descriptors that are requested for one registration: 20 TiB of torch's pieces."""
 
 
 class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,27 +77,37 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 
     page: GenerationAddress
     address: _Count
-    """Of the memory, in the holder's process."""
+    """Address of the memory in the holder's process."""
     offset: _Count
-    """Of the memory, in what is mapped."""
+    """Offset of the memory in the mapping."""
     handle: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
+    # The name on the wire: a renamed field would be lost between members of two releases.
     door: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Where to ask for file descriptors, if there is no handle."""
+    """Name of the server that sends file descriptors, if there is no handle."""
     pieces: Annotated[tuple[tuple[_Length, _Length], ...], msgspec.Meta(max_length=_MAX_RUNS)] = ()
-    """Lengths of the pieces of physical memory, in order: how many of how many bytes, and so on."""
+    """Lengths of the pieces of physical memory, in order, as runs: a count, and the bytes of each."""
 
     @property
     def num_pieces(self) -> int:
-        """File descriptors to ask for."""
+        """Return the number of file descriptors to request."""
         return sum(count for count, _ in self.pieces)
 
 
 class Shared:
-    """The shared form of a local registration. Its pieces' addresses are kept; descriptors are made when asked for."""
+    """The shared form of a local registration: its IPC handle, or its pieces, whose descriptors are made on request.
+
+    Attributes:
+        handle: of the allocation; empty for virtual memory.
+        offset: of the memory in the allocation, or in its first piece.
+        pieces: address and bytes of each piece of virtual memory.
+    """
 
     def __init__(self, driver: CudaDriver, device: int, memory: Memory) -> None:
-        self.handle, self.offset, self.pieces = b"", 0, list[tuple[int, int]]()
-        self._driver, self._device = driver, device
+        self.handle = b""
+        self.offset = 0
+        self.pieces = list[tuple[int, int]]()
+        self._driver = driver
+        self._device = device
         with driver.entered(device):
             if memory.nbytes:
                 self._look(memory)
@@ -104,7 +121,7 @@ class Shared:
                 raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
             self.handle = handle
             return
-        # Exported once here only to learn whether it can be: descriptors are made again for each peer that asks.
+        # Exported once here only to learn whether it can be: descriptors are made again for each peer that connects.
         fd = self._driver.export_fd(base)
         if fd is None:
             raise ConfigError(
@@ -119,7 +136,7 @@ class Shared:
             base += nbytes
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The pieces' lengths as the payload has them."""
+        """Return the pieces' lengths as the payload has them."""
         runs: list[tuple[int, int]] = []
         for _, nbytes in self.pieces:
             if runs and runs[-1][1] == nbytes:
@@ -127,16 +144,18 @@ class Shared:
             else:
                 runs.append((1, nbytes))
         if len(runs) > _MAX_RUNS:
-            raise ConfigError(f"device memory in {len(runs)} runs of pieces", hint="use an arena")
+            message = f"cannot describe device memory in {len(runs)} runs of pieces, more than {_MAX_RUNS}"
+            raise ConfigError(message, hint="use an arena")
         return tuple(runs)
 
     def export(self) -> Iterator[int]:
-        """File descriptors of the pieces, in order; each is the taker's."""
+        """Yield file descriptors of the pieces, in order; the receiver closes each."""
         for address, _ in self.pieces:
             with self._driver.entered(self._device):
                 fd = self._driver.export_fd(address)
             if fd is None:
-                return  # the owner freed the memory meanwhile; the peer notices that pieces are missing
+                # The owner freed the memory meanwhile; the peer notices that pieces are missing.
+                return
             yield fd
 
 
@@ -144,7 +163,9 @@ class Mapped:
     """A peer's memory mapped in this process for one device; unmapped when this object is collected."""
 
     def __init__(self, address: int, nbytes: int, keep: object = None) -> None:
-        self.address, self.nbytes, self.keep = address, nbytes, keep
+        self.address = address
+        self.nbytes = nbytes
+        self.keep = keep
 
     def at(self, offset: int, source: Descriptor) -> int:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
@@ -155,13 +176,13 @@ class Mapped:
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    """Make a peer's memory reachable from a device of ours. Takes milliseconds; keep what it gives.
+    """Make a peer's memory reachable from a device of ours, and return the mapping. Takes milliseconds: keep it.
 
     Raises:
         ConfigError: the devices cannot reach each other's memory.
         DestinationError: the driver refuses, or there is no address space.
         FormatError: the payload contradicts itself.
-        PeerLost, StaleDescriptor, SourceStalled: as `fd_door.receive_fds`.
+        PeerLost, StaleDescriptor, SourceStalled: as `fd_server.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
@@ -181,7 +202,7 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
     uri = f"{source.transport}:{source.endpoint}"
     if not 0 < payload.num_pieces <= _MAX_PIECES:
-        raise FormatError(f"device memory in {payload.num_pieces} pieces", uri=uri)
+        raise FormatError(f"the descriptor names {payload.num_pieces} pieces of device memory", uri=uri)
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
     total, at = sum(lengths), 0
     with driver.entered(device):
@@ -200,15 +221,18 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
     return mapped
 
 
-def _when_gone(found: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
+def _when_gone(mapped: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
+    """Call `undo` when a mapping is collected."""
     assert callable(undo)
     # The process id too: a forked child inherits the finalizer, and must not unmap what its parent uses.
-    weakref.finalize(found, undo, os.getpid(), driver, device, *arguments).atexit = False  # the driver may be gone then
+    finalizer = weakref.finalize(mapped, undo, os.getpid(), driver, device, *arguments)
+    # At the interpreter's exit the driver may be gone already.
+    finalizer.atexit = False
 
 
 @contextmanager
 def _undoing(pid: int, driver: CudaDriver, device: int) -> Iterator[bool]:
-    """Return whether this is the process that mapped; its forked children have no driver."""
+    """Yield whether this is the process that mapped; its forked children have no driver."""
     if pid != os.getpid():
         yield False
         return
@@ -229,7 +253,7 @@ def _unmap(pid: int, driver: CudaDriver, device: int, address: int, nbytes: int)
 
 
 GROUP_BYTES = 256 * MIB
-"""Bytes between two events, which is how progress is seen: 0.7 ms of NVLink at 397 GB/s."""
+"""Bytes between two events, by which progress is seen: 0.7 ms of NVLink at 397 GB/s."""
 
 SHORT_BYTES = 256 << 10
 """Segments shorter than this are short: starting a copy takes 0.7 us, in which NVLink moves 0.28 MB.
@@ -238,18 +262,21 @@ Source: benchmarks/results/h200x2_202611/transport.md.
 """
 
 MANY = 64
-"""So many short segments of a read are copied by one kernel, whose launch and table cost about 0.2 ms."""
+"""Short segments of a read from which on one kernel copies them; its launch and table cost about 0.2 ms."""
 
 SETTLE_S = 30.0
-"""How long `register` waits for kernels queued before it, and `close` for copies under way."""
+"""Seconds that `register` waits for kernels queued before it, and `close` for copies under way."""
 
 _SPIN_S = 0.0002
 _NAP_S = 0.00005
-"""A wait looks without pause for the first, as long as 80 MB take over NVLink, and then at these intervals at least."""
+"""A wait looks without pause for `_SPIN_S`, as long as 80 MB take over NVLink, and then each `_NAP_S` at most."""
 
 _FASTEST_BYTES_PER_S = 2.1e12
-"""No copy is faster, so a wait naps at least as long as what is left takes by it: a look takes the interpreter's lock
-from those that verify and serve. Source: benchmarks/results/h200x2_202611/transport.md, on the same device."""
+"""No copy is faster, so a wait sleeps at least as long as the bytes left would take at this rate: each look takes the
+interpreter's lock from threads that verify and serve.
+
+Source: benchmarks/results/h200x2_202611/transport.md, on the same device.
+"""
 _LONGEST_NAP_S = 0.01
 
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
@@ -268,11 +295,15 @@ class CudaRead:
     """See `Pending`. Keeps both memories alive until its last event, also if its waiter gave up."""
 
     def __init__(self, into: OwnHandle, claim: Claim, source: Mapped | None, nbytes: int) -> None:
-        self.into, self.claim, self.source = into, claim, source
-        self.nbytes, self.moved_bytes = nbytes, 0
+        self.into = into
+        self.claim = claim
+        self.source = source
+        self.nbytes = nbytes
+        self.moved_bytes = 0
         self.events: deque[tuple[int, int]] = deque()
         """Events not passed yet, and the bytes that will have arrived by each."""
-        self.lock, self.is_checked = threading.Lock(), False
+        self.lock = threading.Lock()
+        self.is_checked = False
         self.error: PenstockError | None = None
 
 
@@ -296,11 +327,12 @@ class CudaIpcTransport:
         self._laid_out: WeakKeyDictionary[Rectangles, tuple[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
         )
-        """Reads that come again, as a sync's do with each version: between which addresses, and their copies."""
-        self._lanes = StreamPools(self._driver, num_streams=num_streams)
+        """Rectangles that are read again, as a sync's are for each version: the addresses and the copies laid out."""
+        self._streams = StreamPools(self._driver, num_streams=num_streams)
         self._flying: set[CudaRead] = set()
-        self._lock, self._mapping = threading.RLock(), threading.Lock()
-        self._door: FdServer | None = None
+        self._lock = threading.RLock()
+        self._mapping = threading.Lock()
+        self._fd_server: FdServer | None = None
 
     def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Waits for what the device's default stream has queued: it may be this memory's.
@@ -316,7 +348,8 @@ class CudaIpcTransport:
         # A peer's copy engine knows nothing of this process's streams: kernels that still write the memory must end
         # before a descriptor exists.
         self._settle(device)
-        runs, door = shared.runs(), self._open_fd_server() if shared.pieces else ""
+        runs = shared.runs()
+        door = self._open_fd_server() if shared.pieces else ""
 
         def describe(page: GenerationAddress) -> bytes:
             payload = CudaPayload(
@@ -332,27 +365,28 @@ class CudaIpcTransport:
         return self._endpoint.register(memory, describe, keep=shared)
 
     def _settle(self, device: int) -> None:
+        """Wait for what the device's default stream has queued. DestinationError after `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
         with self._driver.entered(device):
             with self._lock:
-                event = self._lanes.of(device).take_event()
+                event = self._streams.of(device).take_event()
             self._driver.record(event, 0)
             while not self._driver.is_done(event):
                 if time.monotonic() > deadline:
                     raise DestinationError(f"kernels queued on cuda:{device} before did not end in {SETTLE_S} s")
                 time.sleep(_NAP_S)
             with self._lock:
-                self._lanes.of(device).give_event(event)
+                self._streams.of(device).give_event(event)
 
     def _open_fd_server(self) -> str:
         with self._lock:
-            if self._door is None:
-                self._door = FdServer(self._endpoint.page.name, self._export)
-                self._door.open()
-            return self._door.name
+            if self._fd_server is None:
+                self._fd_server = FdServer(self._endpoint.page.name, self._export)
+                self._fd_server.open()
+            return self._fd_server.name
 
     def _export(self, generation: int) -> Iterator[int]:
-        """For the door: file descriptors of a registration of ours that is of this generation now."""
+        """Return file descriptors of our registration of this generation. StaleDescriptor: it is over."""
         with self._endpoint.changing:
             registrations = [h.keep for h in self._endpoint.handles if h.descriptor.generation == generation]
         if not registrations or not isinstance(registrations[0], Shared):
@@ -375,8 +409,8 @@ class CudaIpcTransport:
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Raises as `post_read`.
 
-        Cost: to lay the copies out takes some 2 ms a GiB, the first time; while the same object is read again, between
-            the same addresses, to queue them is all.
+        Cost: laying the copies out takes some 2 ms a GiB, once. When the same object is read again between the same
+            addresses, they are only queued.
         """
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
@@ -434,17 +468,15 @@ class CudaIpcTransport:
         self._map(self._endpoint.claim(source, payload.page), payload, ordinal(mine.memory.device))
 
     def sweep(self) -> None:
-        """Let go of memory of peers that are gone or gave it up, so that it is free there. A post does so too.
-
-        Order: now and then while a peer's descriptors are kept and nothing is read, as of a fleet's beat.
-        """
+        """See `Sweeping`. A post does so too."""
         with self._lock:
             self._reap()
             self._mapped.sweep()
 
     def _map(self, claim: Claim, payload: CudaPayload, device: int) -> Mapped:
-        """Return the address of the peer's memory here, mapped once; reads of mapped memory do not wait for it."""
+        """Return the peer's memory, mapped once; reads of memory that is mapped already do not wait for it."""
         source = claim.source
+        # The driver refuses to open memory of the process itself; it is at its own address already.
         ours = handle_here(source)
         if ours is not None:
             if source.device != f"cuda:{device}":
@@ -464,8 +496,8 @@ class CudaIpcTransport:
                 try:
                     mapped = map_peer(self._driver, device, source, payload)
                 finally:
-                    # The holder's end is the better reason for a failed mapping. After a success the check proves
-                    # that the mapped memory was still the holder's.
+                    # After a failure: if the holder is gone, that is the better reason, and `check` raises it. After a
+                    # success: the check proves that the mapped memory was still the holder's.
                     claim.check()
                 with self._lock:
                     self._mapped.put(claim, mapped, device)
@@ -475,23 +507,24 @@ class CudaIpcTransport:
         self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
     ) -> Iterator[_Group]:
         """Yield the copies in groups, with the streams in turns."""
-        lane, driver = self._lanes.of(device), self._driver
+        pool = self._streams.of(device)
+        driver = self._driver
         for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
-            stream = lane.take_stream()
+            stream = pool.take_stream()
             queue = driver.lay_out_rectangles(some, device, stream)
             yield _Group(queue=queue, stream=stream, nbytes=int(some.nbytes.sum()))
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         for is_short in (True, False):
             for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
-                stream = lane.take_stream()
+                stream = pool.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
                 queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
                 yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
     def _mark(self, read: CudaRead, device: int, group: _Group) -> None:
         """Record an event behind a group, to note its bytes as arrived when it passes."""
-        event = self._lanes.of(device).take_event()
+        event = self._streams.of(device).take_event()
         self._driver.record(event, group.stream)
         read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
 
@@ -524,7 +557,8 @@ class CudaIpcTransport:
             read.into.check_open()
             self._advance(read)
             now = time.monotonic()
-            if read.moved_bytes != seen:  # by this thread, or by one that swept
+            # Also by a thread that swept, which takes note of the events of all reads.
+            if read.moved_bytes != seen:
                 moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
                 read.claim.check()
@@ -546,7 +580,7 @@ class CudaIpcTransport:
             with self._driver.entered(device):
                 while read.events and self._driver.is_done(read.events[0][0]):
                     event, read.moved_bytes = read.events.popleft()
-                    self._lanes.of(device).give_event(event)
+                    self._streams.of(device).give_event(event)
             if not read.events:
                 read.source = None
                 self._flying.discard(read)
@@ -561,8 +595,8 @@ class CudaIpcTransport:
         if not self._endpoint.page.is_mine:
             return
         self._endpoint.close()
-        if self._door is not None:
-            self._door.close()
+        if self._fd_server is not None:
+            self._fd_server.close()
         deadline = time.monotonic() + SETTLE_S
         try:
             while self._flying and time.monotonic() < deadline:
@@ -573,15 +607,16 @@ class CudaIpcTransport:
             pass
         with self._lock:
             if self._flying:
-                never_freed.append((self._flying, self._mapped, self._lanes))
+                # Freed memory could be used again while a copy that cannot be cancelled still writes to it.
+                never_freed.append((self._flying, self._mapped, self._streams))
                 return
             self._mapped.clear()
             self._laid_out.clear()
-            self._lanes.close()
+            self._streams.close()
 
 
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
-    """The rows with addresses, long ones cut, gathered to about `GROUP_BYTES`."""
+    """Yield the rows with addresses, long ones cut, in groups of about `GROUP_BYTES`."""
     cut = rows.cut(GROUP_BYTES)
     dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
     for some in gathered(cut.nbytes, GROUP_BYTES):
@@ -590,3 +625,5 @@ def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64,
 
 _fits: type[Transport] = CudaIpcTransport
 _strides: type[Striding] = CudaIpcTransport
+_reaches: type[Reaching] = CudaIpcTransport
+_sweeps: type[Sweeping] = CudaIpcTransport

@@ -22,31 +22,37 @@ from penstock.net.listener import ThreadedListener
 from penstock.net.unix_sockets import peer_credentials
 
 _PER_MESSAGE = 64
-"""Descriptors a message; the kernel allows 253 (SCM_MAX_FD)."""
+"""File descriptors in one message; the kernel allows 253 (SCM_MAX_FD)."""
 
 TIMEOUT_S = 10.0
-"""For one message. Exporting 64 pieces of memory takes a few milliseconds."""
+"""Deadline of one message, in seconds. Exporting 64 pieces of memory takes a few milliseconds."""
 
 _LIMITS = ConnectionLimits(total=64, unproven=32, unproven_per_address=32, per_principal=48)
-"""Readers of one host that ask at the same time: its devices, a few times over."""
+"""Readers of one host that connect at the same time: its devices, a few times over."""
 
-_ASK = struct.Struct("<Q")
+_REQUEST = struct.Struct("<Q")
+"""A request is the generation."""
 
 Export = Callable[[int], Iterator[int]]
-"""Descriptors of a generation, each closed by whoever takes it; StaleDescriptor if it is over."""
+"""Yields the file descriptors of a generation, each closed by its receiver; StaleDescriptor if it is over."""
 
 
 class FdServer:
-    """Listens from `open` to `close`."""
+    """A server of file descriptors; it listens from `open` to `close`.
+
+    Args:
+        name: of the endpoint; the address is made of it.
+        export: makes the descriptors of a generation.
+    """
 
     def __init__(self, name: str, export: Export) -> None:
         self.name = f"penstock-{name}"
         self._export = export
-        # One at a time: descriptors of device memory are made by calls of the driver, which take turns anyway.
+        # One export at a time: descriptors of device memory are made by driver calls, which take turns anyway.
         self._exporting = threading.Lock()
 
     def open(self) -> None:
-        """Start to listen. DestinationError if the address cannot be had."""
+        """Start to listen. DestinationError if the address cannot be bound."""
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             bound.bind(f"\0{self.name}")
@@ -56,20 +62,21 @@ class FdServer:
         self._listener = ThreadedListener(bound, Admission(_LIMITS, name=self.name), self._serve, name=self.name)
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
-        place.begin(place.limits.total * TIMEOUT_S)  # exports take turns: all other readers may be served first
+        # Exports take turns, so all other readers may be served first.
+        place.begin(place.limits.total * TIMEOUT_S)
         # The reader sees the connection end, and raises its own error with the reason that it can check.
         with contextlib.suppress(PenstockError):
             self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(TIMEOUT_S)
-        request = peer.recv(_ASK.size)
-        if len(request) != _ASK.size:
+        request = peer.recv(_REQUEST.size)
+        if len(request) != _REQUEST.size:
             return
         fds: list[int] = []
         self._exporting.acquire()
         try:
-            for fd in self._export(_ASK.unpack(request)[0]):
+            for fd in self._export(_REQUEST.unpack(request)[0]):
                 fds.append(fd)
                 if len(fds) == _PER_MESSAGE:
                     _send(peer, fds)
@@ -82,11 +89,13 @@ class FdServer:
             self._exporting.release()
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop listening. Idempotent."""
         self._listener.close()
 
 
 def _send(peer: socket.socket, fds: list[int]) -> None:
+    """Send the descriptors, and close ours: the kernel keeps those in flight open by itself."""
+    # With as many bytes of data: a message without any would read as the end of the connection.
     socket.send_fds(peer, [bytes(len(fds))], fds)
     while fds:
         os.close(fds.pop())
@@ -107,7 +116,7 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
             # Any process can bind an abstract address: without this check another user could supply the memory.
             if peer_credentials(peer) != (pid, os.geteuid()):
                 raise PeerLost(f"another process than {pid} listens at {name}", uri=uri)
-            peer.send(_ASK.pack(generation))
+            peer.send(_REQUEST.pack(generation))
             received = 0
             while received < count:
                 _, fds, _, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
@@ -119,7 +128,7 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
         except TimeoutError as error:
             raise SourceStalled(f"no answer in {TIMEOUT_S} s", uri=uri) from error
         except OSError as error:
-            raise PeerLost(f"the peer cannot be asked for its memory: {error}", uri=uri) from error
+            raise PeerLost(f"cannot request the peer's memory: {error}", uri=uri) from error
 
 
 def _each(fds: list[int]) -> Iterator[int]:

@@ -1,12 +1,9 @@
-"""The endpoint of a transport for peers of its host: handles, their generations, and peers' pages.
+"""Registrations that peers of this host can check: handles, the table of generations, and claims on peers' memory.
 
 In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
-Not here: how bytes cross (`shm`, `cuda_ipc`), the page itself (`generation_table`).
+Not here: how bytes cross (`shm`, `cuda_ipc`).
 
-A page of shared memory that shows every reader on the host the generation of each registration.
-
-In: registrations' generations, from their owner. Out: their current values, for readers that map the page (read-only).
-Not here: the bytes of the registrations (`shm`, `cuda_ipc`), handles and generations (`host_endpoint`).
+An endpoint has one **generation table**: a page of shared memory that every reader on the host maps read-only.
 
     page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
 
@@ -39,11 +36,12 @@ from penstock.memory.memfd import MappedMemfd, create_memfd, open_peer_memfd
 from penstock.transport.protocol import Descriptor, Handle, Memory
 
 PAGE_BYTES = 64 << 10
+"""Bytes of a generation table."""
 _MAGIC = b"penstock page 1\n"
 _HEADER_BYTES = 64
 _SLOT_WORDS = 4
 NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
-"""2,046. An arena is one registration; a model of loose tensors that has more belongs in one."""
+"""2,046. An arena is one registration; a model of more loose tensors than this belongs in an arena."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
@@ -60,8 +58,9 @@ class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def here() -> str:
-    """Return what processes share that can open each other's pages: the boot and the PID namespace."""
+    """Return an identifier that is equal for processes that can open each other's pages: boot and PID namespace."""
     try:
+        # Not the host's name: two containers may have the same, and a process id of one means nothing in the other.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError as error:
@@ -69,29 +68,39 @@ def here() -> str:
 
 
 def seal_of(descriptor: Descriptor) -> int:
-    """The digest of a descriptor that stands beside its generation."""
+    """Return the checksum of a descriptor, which is in the table beside its generation."""
     # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
     fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
     raw = msgspec.msgpack.encode((*fields, descriptor.payload))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
+# A child inherits the lock, and while it has it a dead parent looks alive. It must not write to the shared page either.
 _pages: weakref.WeakSet[GenerationTable] = let_go_in_children(lambda page: page.forget())
 
 
 class GenerationTable:
-    """The owner's side. Made by `create`; a forked child's copy does nothing."""
+    """The owner's side of a generation table. Made by `create`; a forked child's copy does nothing.
+
+    Attributes:
+        name: the endpoint's name, new in each life of a process.
+        is_mine: False once it is closed, and in a forked child.
+    """
 
     def __init__(self, name: str, mapped: MappedMemfd, lock_fd: int) -> None:
-        self.name, self.is_mine = name, True
-        self._mapped, self._words = mapped, memoryview(mapped)[_HEADER_BYTES:].cast("Q")
-        self._free, self._changing = list(range(NUM_SLOTS))[::-1], threading.Lock()
+        self.name = name
+        self.is_mine = True
+        self._mapped = mapped
+        self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
+        self._free = list(range(NUM_SLOTS))[::-1]
+        self._changing = threading.Lock()
         self._closer = weakref.finalize(self, os.close, lock_fd)
 
     @classmethod
     def create(cls) -> GenerationTable:
-        """A new page with a new name, alive. ConfigError, DestinationError: as `create_memfd`."""
-        mapped, name = create_memfd("penstock-page", PAGE_BYTES), secrets.token_hex(8)
+        """Return a new table with a new name, alive. ConfigError, DestinationError: as `create_memfd`."""
+        mapped = create_memfd("penstock-page", PAGE_BYTES)
+        name = secrets.token_hex(8)
         try:
             # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
             lock_fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -108,7 +117,7 @@ class GenerationTable:
         return GenerationAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
 
     def take_slot(self) -> int:
-        """A slot, until `give_slot`. ConfigError if all are taken."""
+        """Return a free slot, taken until `give_slot`. ConfigError if all are taken."""
         with self._changing:
             if not self._free:
                 hint = "put the tensors into one arena and register that"
@@ -116,30 +125,33 @@ class GenerationTable:
             return self._free.pop()
 
     def set(self, slot: int, generation: int, checksum: int, serial: int = 0) -> None:
-        """Say that the registration in this slot is now of this generation."""
+        """Publish the current generation of the registration in this slot."""
         if self.is_mine:
             at = _SLOT_WORDS * slot
             # Zero first and the generation last: a reader between these stores finds no valid generation, never a
             # new generation with the checksum of an old one.
             self._words[at] = 0
-            self._words[at + 1], self._words[at + 2] = checksum, serial
+            self._words[at + 1] = checksum
+            self._words[at + 2] = serial
             self._words[at] = generation
 
     def give_slot(self, slot: int) -> None:
-        """The registration is over."""
+        """End the registration in this slot, and free the slot."""
         if self.is_mine:
-            self._words[_SLOT_WORDS * slot] = self._words[_SLOT_WORDS * slot + 2] = 0
+            # The serial too: readers that kept the memory mapped let go of it when the serial is no longer theirs.
+            self._words[_SLOT_WORDS * slot] = 0
+            self._words[_SLOT_WORDS * slot + 2] = 0
             with self._changing:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """End the page; readers find its owner dead. Idempotent."""
+        """End the table: no registration is valid any more, and readers find its owner dead. Idempotent."""
         if self.is_mine:
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
             self.forget()
 
     def forget(self) -> None:
-        """Let go of the page without a word to readers. Its descriptors are closed now, not when it is collected."""
+        """Let go of the page without a change that readers see. Its descriptors are closed now, not on collection."""
         self.is_mine = False
         self._closer()
         self._words.release()
@@ -147,31 +159,35 @@ class GenerationTable:
 
 
 class PeerGenerationTable:
-    """A reader's side, of one endpoint. Made by `open`."""
+    """A reader's side of the generation table of one peer's endpoint. Made by `open`."""
 
     def __init__(self, name: str, pid: int, fd: int, mapped: mmap.mmap) -> None:
-        self.name, self.pid, self._fd = name, pid, fd
+        self.name = name
+        self.pid = pid
+        self._fd = fd
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._closer = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
-        """Map the page of the endpoint that gave this descriptor.
+        """Map the page of the endpoint that made this descriptor.
 
         Raises:
             ConfigError: it is on another host, or in another PID namespace.
-            PeerLost: the process is gone, or its number is another's now.
+            PeerLost: the process is gone, or another process has its number now.
             PermissionDenied, DestinationError: as `open_peer_memfd`.
         """
         uri = f"{source.transport}:{source.endpoint}"
         if address.host != here():
-            raise ConfigError("the peer is on another host or in another PID namespace", uri=uri)
+            hint = "run both in one PID namespace of one host, or read by http or nixl"
+            raise ConfigError("the peer is on another host or in another PID namespace", uri=uri, hint=hint)
         fd = open_peer_memfd(address.pid, address.fd, PAGE_BYTES, uri)
         try:
             mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
+        # The name too: after the peer's end another process of this user may have its process id.
         if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
             os.close(fd)
             raise PeerLost(f"process {address.pid} is not the one that made the descriptor", uri=uri)
@@ -186,7 +202,7 @@ class PeerGenerationTable:
         return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
     def is_alive(self) -> bool:
-        """Return whether the owner still has its page open: False from its last instant, however it ended."""
+        """Return whether the owner still has its page open; False as soon as it ended, in whatever way."""
         # The owner has the exclusive lock for as long as it lives. A process id would not do: it can be used again.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -196,11 +212,11 @@ class PeerGenerationTable:
         return False
 
     def check(self, slot: int, source: Descriptor, checksum: int) -> None:
-        """Raise unless the descriptor is just as it was given, still holds, and its owner lives.
+        """Raise unless the descriptor is unaltered and current, and its owner lives.
 
         Raises:
             PeerLost: the owner is gone.
-            StaleDescriptor: it fenced or released the memory, or never gave this descriptor.
+            StaleDescriptor: it fenced or released the memory, or never made this descriptor.
         """
         uri = f"{source.transport}:{source.endpoint}"
         if not self.is_alive():
@@ -214,16 +230,19 @@ class PeerGenerationTable:
 
 
 Describe = Callable[[GenerationAddress], bytes]
-"""A registration's payload, given where its slot is."""
+"""Returns a registration's payload, given the address of its slot."""
 
 
 class FencedHandle:
-    """See `Handle`. Its generation is in the endpoint's page."""
+    """See `Handle`. Its generation is in the endpoint's table; `keep` lives as long as the handle."""
 
     def __init__(self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: object) -> None:
-        self.endpoint, self.memory, self.is_open = endpoint, memory, True
+        self.endpoint = endpoint
+        self.memory = memory
+        self.is_open = True
         self.keep = keep
-        self._slot, self._serial = slot, endpoint.next_generation()
+        self._slot = slot
+        self._serial = endpoint.next_generation()
         self._payload = describe(endpoint.page.address(slot, self._serial))
         self.descriptor = self._begin()
 
@@ -241,6 +260,7 @@ class FencedHandle:
 
     def fence(self) -> Descriptor:
         """See `Handle.fence`."""
+        # Before the lock too: after a fork in another thread the child's copy of the lock may stay taken for good.
         self.check_open()
         with self.endpoint.changing:
             self.check_open()
@@ -260,7 +280,7 @@ class FencedHandle:
                 self.endpoint.handles.discard(self)
 
     def check_open(self) -> None:
-        """Cancelled if it is closed, or of the process that this one was forked from."""
+        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
         if not self.is_open or not self.endpoint.page.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -269,15 +289,17 @@ class IntoHandle:
     """See `Handle`: memory that is read into and that no peer can read, so it has no descriptor and takes no slot."""
 
     def __init__(self, endpoint: Endpoint, memory: Memory) -> None:
-        self.endpoint, self.memory, self.is_open = endpoint, memory, True
+        self.endpoint = endpoint
+        self.memory = memory
+        self.is_open = True
 
     @property
     def descriptor(self) -> Descriptor:
-        """ConfigError: there is none."""
+        """Raise ConfigError: there is none."""
         raise ConfigError(f"{self.endpoint.transport} cannot show this memory to peers")
 
     def fence(self) -> Descriptor:
-        """See `descriptor`."""
+        """Raise ConfigError: there is no descriptor to replace."""
         return self.descriptor
 
     def close(self) -> None:
@@ -285,7 +307,7 @@ class IntoHandle:
         self.is_open = False
 
     def check_open(self) -> None:
-        """Cancelled if it or its endpoint is closed, or of the process that this one was forked from."""
+        """Raise Cancelled if it or its endpoint is closed, or belongs to the process that this one was forked from."""
         if not self.is_open or not self.endpoint.page.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -294,14 +316,16 @@ OwnHandle = FencedHandle | IntoHandle
 
 
 class Claim:
-    """A peer's registration as a descriptor says it is, to be checked before and after its bytes are read."""
+    """A peer's registration as a descriptor describes it, to be checked before and after its bytes are read."""
 
     def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
-        self.page, self.source, self.address = page, source, address
+        self.page = page
+        self.source = source
+        self.address = address
         self._seal = seal_of(source)
 
     def check(self) -> None:
-        """PeerLost, StaleDescriptor: as `PeerGenerationTable.check`."""
+        """Raise PeerLost or StaleDescriptor as `PeerGenerationTable.check` does."""
         self.page.check(self.address.slot, self.source, self._seal)
 
 
@@ -311,8 +335,8 @@ _Mapped = TypeVar("_Mapped")
 class Mappings(Generic[_Mapped]):
     """The mappings of peers' memory, each kept from its first read until its registration is over.
 
-    A mapping keeps the memory from being freed where the holder gave it up, so `sweep` is called now and then. What is
-    let go is unmapped when the last read that uses it is done.
+    A mapping keeps memory from being freed that its holder gave up, so `sweep` is called now and then. A mapping is
+    unmapped when it was let go and the last read that uses it is done.
     """
 
     def __init__(self) -> None:
@@ -324,30 +348,41 @@ class Mappings(Generic[_Mapped]):
         return entry and entry[0]
 
     def put(self, claim: Claim, mapped: _Mapped, device: int = 0) -> None:
-        """Keep it, and no longer what is over."""
+        """Keep a mapping; let go of those that are over."""
         self.sweep()
         self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
 
     def sweep(self) -> None:
         """Let go of the memory of peers that are gone, and of registrations that were closed."""
+        # A fence is no reason: the same memory is soon read again in its next generation.
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1].page.holds(entry[1].address)}
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Let go of all mappings."""
         self._kept.clear()
 
 
 _endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
-"""Those of this process, by name."""
+"""Endpoints of this process, by name."""
 
 
 class Endpoint:
-    """Handles given, and peers' pages opened. `changing` guards both."""
+    """A transport's registrations and its table of their generations, and the tables of the peers that it reads.
+
+    Attributes:
+        transport: name of the transport.
+        page: the table.
+        handles: the open registrations.
+        changing: guards handles and peers' tables.
+    """
 
     def __init__(self, transport: str, page: GenerationTable) -> None:
-        self.transport, self.page = transport, page
-        self.changing, self.handles = threading.RLock(), set[FencedHandle]()
-        self._generations, self._peers = itertools.count(1), dict[str, PeerGenerationTable]()
+        self.transport = transport
+        self.page = page
+        self.changing = threading.RLock()
+        self.handles = set[FencedHandle]()
+        self._generations = itertools.count(1)
+        self._peers = dict[str, PeerGenerationTable]()
         _endpoints[page.name] = self
 
     def next_generation(self) -> int:
@@ -355,11 +390,11 @@ class Endpoint:
         return next(self._generations)
 
     def register(self, memory: Memory, describe: Describe, keep: object = None) -> FencedHandle:
-        """A handle in a slot of the page, with `keep` to keep alive.
+        """Return a handle in a slot of the table; it keeps `keep` alive.
 
         Raises:
             Cancelled: the endpoint is closed.
-            ConfigError: the page is full.
+            ConfigError: the table is full.
         """
         with self.changing:
             self.check_open()
@@ -373,12 +408,12 @@ class Endpoint:
         return handle
 
     def check_open(self) -> None:
-        """Cancelled if it is closed."""
+        """Raise Cancelled if it is closed."""
         if not self.page.is_mine:
             raise Cancelled("the transport is closed")
 
     def check_mine(self, into: Handle, source: Descriptor) -> OwnHandle:
-        """Our own open handle, where the descriptor is of this kind of transport.
+        """Return our own open handle, where the descriptor is of this kind of transport.
 
         Raises:
             ConfigError: one of them is another transport's.
@@ -391,7 +426,7 @@ class Endpoint:
         return into
 
     def claim(self, source: Descriptor, address: GenerationAddress) -> Claim:
-        """Return the checked content of a descriptor.
+        """Return the claim of a descriptor, checked once.
 
         Raises as `PeerGenerationTable.open` and `PeerGenerationTable.check`.
         """
@@ -417,7 +452,7 @@ class Endpoint:
 
 
 def handle_here(source: Descriptor) -> FencedHandle | None:
-    """The registration that a descriptor is of, if it is one of this process and its generation has not passed."""
+    """Return the registration of a descriptor if it is one of this process and of the current generation, else None."""
     endpoint = _endpoints.get(source.endpoint)
     if endpoint is None or not endpoint.page.is_mine:
         return None

@@ -6,9 +6,10 @@ Not here: the holder's end (`http.region_server`), the reader's (`http_reader`),
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
 
-Who has a descriptor may read what it describes: its key is 16 random bytes, compared in constant time, and nothing is
-answered without it. TLS hides it, and the bytes. Nothing else is shown to the address that a descriptor names, and
-`fleet` takes only descriptors whose address is that of the member's own door (`Peer.check_data_ports`).
+A process that has a descriptor may read the memory that it describes: its key is 16 random bytes, compared in constant
+time, and nothing is answered without it. TLS hides the key and the bytes. A reader sends nothing but the request to the
+address that a descriptor names, and members of a fleet take only descriptors whose address is that of the member that
+sent them (`data_port`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
 from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Transport, decode, decode_payload
 
 CONNECTIONS = 2
-"""To one peer, unless told otherwise. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Default of connections to one peer. Source: benchmarks/results/cpu2_202611/hosts.md."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
@@ -55,7 +56,6 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 _DECODER = msgspec.msgpack.Decoder(_Payload)
 
-
 _transports: weakref.WeakSet[HttpTransport] = let_go_in_children(lambda transport: transport.forget())
 
 
@@ -63,7 +63,9 @@ class HttpHandle:
     """See `Handle`."""
 
     def __init__(self, transport: HttpTransport, memory: Memory) -> None:
-        self.transport, self.memory, self.is_open = transport, memory, True
+        self.transport = transport
+        self.memory = memory
+        self.is_open = True
         self.view = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
         self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
         self._region, self.descriptor = self._begin()
@@ -117,7 +119,7 @@ class HttpHandle:
             read.fail(Cancelled("the registration is closed"))
 
     def check_open(self) -> None:
-        """Cancelled if it is closed, or of the process that this one was forked from."""
+        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
         if not self.is_open or not self.transport.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -137,10 +139,10 @@ class HttpTransport:
         tls: server side context with a certificate; None: plain.
         trust: how readers here check a peer's certificate (and show one); None: as the system does.
         num_connections: to one peer at most.
-        compress: whether what is read comes coded (`planes`); None: where that was measured to be faster.
+        compress: whether bytes cross compressed (`http.compression`); None: where that was measured to be faster.
 
     Raises:
-        ConfigError: an address that is none or cannot be bound.
+        ConfigError: the address is malformed or cannot be bound.
     """
 
     name = "http"
@@ -164,9 +166,13 @@ class HttpTransport:
         except BaseException:
             self._leave_home()
             raise
-        self.endpoint, self.is_mine = secrets.token_hex(8), True
-        self.changing, self.handles = threading.RLock(), set[HttpHandle]()
-        self._trust, self._num_connections, self._compress = trust, num_connections, compress
+        self.endpoint = secrets.token_hex(8)
+        self.is_mine = True
+        self.changing = threading.RLock()
+        self.handles = set[HttpHandle]()
+        self._trust = trust
+        self._num_connections = num_connections
+        self._compress = compress
         self._peers: dict[Address, Peer] = {}
         self.server = RegionServer(listener, endpoint=self.endpoint, tls=tls)
         _transports.add(self)
@@ -200,6 +206,7 @@ class HttpTransport:
         with self.changing:
             self._check_open()
             into.check_open()
+            # Before it is posted: closing the handle or the transport from now on fails it too.
             into.reads.add(read)
             read.peer = self._peer(payload.address)
         read.peer.post(parts)
@@ -241,8 +248,10 @@ class HttpTransport:
             self._home.close()
 
     def forget(self) -> None:
-        """In a forked child: closed, without a word to anybody."""
-        self.is_mine, self.changing = False, threading.RLock()
+        """Close in a forked child: connections and the listener are the parent's, and are left to it."""
+        self.is_mine = False
+        # A new lock: another thread of the parent may have held it at the fork.
+        self.changing = threading.RLock()
         self.server.forget()
 
     def _check_open(self) -> None:
@@ -261,7 +270,7 @@ class HttpTransport:
 
 
 def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, Address]:
-    """A bound socket, and where others find it. ConfigError."""
+    """Return a bound socket and the address by which readers find it. ConfigError if it cannot be had."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -296,7 +305,7 @@ def _bound(sock: socket.socket, where: object, listen: str) -> socket.socket:
     except (OSError, OverflowError) as error:
         with contextlib.suppress(OSError):
             sock.close()
-        raise ConfigError(f"memory cannot be served at {listen}: {error}") from error
+        raise ConfigError(f"cannot serve memory at {listen}: {error}") from error
     return sock
 
 

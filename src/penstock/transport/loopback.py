@@ -22,15 +22,17 @@ PIECE_BYTES = 8 * MIB
 
 _generations = itertools.count(1)
 _regions: dict[int, LoopbackHandle] = {}
-"""Every registration of this process, by its generation."""
+"""Every registration of this process, by its generation: one number space, so a descriptor finds its holder."""
 _changing = threading.Lock()
 
 
-def _after_fork() -> None:  # a child has copies of the memory, which are not what a descriptor promised
+def _after_fork() -> None:
+    # A child has copies of the memory, which are not what a descriptor promised.
     _regions.clear()
     _changing.release()
 
 
+# Held over the fork: a lock that another thread holds at that moment would never be released in the child.
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_after_fork)
 
 
@@ -38,7 +40,9 @@ class LoopbackHandle:
     """See `Handle`."""
 
     def __init__(self, transport: LoopbackTransport, memory: Memory) -> None:
-        self.transport, self.memory, self.is_open = transport, memory, True
+        self.transport = transport
+        self.memory = memory
+        self.is_open = True
         self.descriptor = self._begin()
 
     def _begin(self) -> Descriptor:
@@ -61,7 +65,7 @@ class LoopbackHandle:
             _regions.pop(self.descriptor.generation, None)
 
     def check_open(self) -> None:
-        """Cancelled if it is closed."""
+        """Raise Cancelled if it is closed."""
         if not self.is_open:
             raise Cancelled("the registration is closed")
 
@@ -92,7 +96,8 @@ class LoopbackTransport:
     name = "loopback"
 
     def __init__(self) -> None:
-        self.endpoint, self._is_open = secrets.token_hex(8), True
+        self.endpoint = secrets.token_hex(8)
+        self._is_open = True
 
     def register(self, memory: Memory) -> LoopbackHandle:
         """See `Transport.register`. Cancelled if the transport is closed."""
@@ -126,7 +131,7 @@ class LoopbackTransport:
 
 
 def _find(source: Descriptor) -> LoopbackHandle:
-    """The registration a descriptor stands for, if it is just as it was given and still holds."""
+    """Return the registration of a descriptor. StaleDescriptor unless the descriptor is current and unaltered."""
     handle = _regions.get(source.generation)
     if handle is None or handle.descriptor != source:
         raise StaleDescriptor(f"generation {source.generation} is gone", uri=f"{source.transport}:{source.endpoint}")

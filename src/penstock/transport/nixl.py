@@ -1,10 +1,10 @@
 """Reading a peer's memory with NIXL: RDMA, NVLink, shared memory or TCP, whichever its back end (UCX) finds best.
 
-In / Out: see `protocol`. Not here: NIXL itself (`nixl_agent`), how a read is carried out (`nixl_reader`).
+In / Out: see `protocol`. Not here: NIXL's agent, and how a read is carried out (`nixl_reader`).
 
-The **word**, one a registration, lies in memory of the holder that is registered too: the generation and the seal of
-the descriptor (`generation_table`). A holder changes it before it changes a byte; a read whose word was the same
-after its last byte as before its first saw one generation. NIXL's descriptors are pickles, so what crosses is ours.
+Each registration has a **word** in memory of the holder that is registered too: its generation and the checksum of its
+descriptor. A holder changes the word before it changes a byte; a read whose word was the same after its last byte as
+before its first saw one generation. NIXL's own descriptors are pickles, so ours cross instead.
 
 Order: memory released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
 A process with a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
@@ -33,13 +33,18 @@ from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, Job, Pa
 from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport, decode_payload
 
 LINGER_S = 3.0
-"""Reason: a reader posts within milliseconds of looking at the word, and holds a window of 128 MiB."""
+"""Seconds that released memory stays registered. A reader posts within milliseconds of looking at the word, and has at
+most a window of 128 MiB in flight."""
+
 BUSY_POLL_S = 1e-4
-"""Between two turns of the serving thread while peers read: TCP is served in those turns only, RDMA without them."""
+"""Seconds between turns of the serving thread while peers read: TCP is served in these turns only, RDMA without."""
+
 IDLE_POLL_S = 1e-2
-"""The same while none does."""
+"""Seconds between turns of the serving thread while no peer reads."""
+
 BUSY_S = 2.0
-"""A peer that said so is taken to read for this long; it says so each half second (`nixl_reader`)."""
+"""Seconds for which a peer counts as reading after it said so; it says so each half second (`nixl_reader`)."""
+
 NUM_SLOTS = 4096
 """Registrations at once."""
 
@@ -48,6 +53,7 @@ _transports: weakref.WeakSet[NixlTransport] = let_go_in_children(lambda transpor
 
 
 def _at_exit() -> None:
+    # The serving thread is a daemon: without this it would be in a call of NIXL while the interpreter is torn down.
     for transport in list(_transports):
         transport.close()
 
@@ -59,7 +65,10 @@ class NixlHandle:
     """See `Handle`."""
 
     def __init__(self, transport: NixlTransport, memory: Memory, slot: int) -> None:
-        self.transport, self.memory, self.is_open, self.num_reads = transport, memory, True, 0
+        self.transport = transport
+        self.memory = memory
+        self.is_open = True
+        self.num_reads = 0
         self.slot = slot
         self.registration = transport.agent.register(memory) if memory.nbytes else None
         self._payload = msgspec.msgpack.encode(
@@ -82,6 +91,8 @@ class NixlHandle:
             device=self.memory.device,
             payload=self._payload,
         )
+        # Zero first and the generation last: a reader between these stores sees no valid generation, never a new one
+        # with the checksum of an old one.
         at.words[self.slot, 0] = 0
         at.words[self.slot, 1] = seal_of(descriptor)
         at.words[self.slot, 0] = descriptor.generation
@@ -104,7 +115,7 @@ class NixlHandle:
             self.is_open = False
 
     def check_open(self) -> None:
-        """Cancelled if it is closed, or of the process that this one was forked from."""
+        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
         if not self.is_open or not self.transport.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -137,7 +148,8 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
             check_wanted=into.check_open,
             stall_s=stall_s,
         )
-        while True:  # once, and again whenever another read gave up its peer and the agent with it
+        # Once, and again whenever another read gave up its peer and, with it, the agent that both read by.
+        while True:
             reader = into.transport.begin_read(into)
             try:
                 reader.carry(job)
@@ -155,7 +167,7 @@ class NixlTransport:
     """See `Transport`. Host memory, and device memory where the back end reaches it.
 
     Args:
-        backends: NIXL's, by name.
+        backends: names of NIXL's back ends.
         tls: UCX's transports, as its `UCX_TLS`; None: `PENSTOCK_NIXL_TLS`, else what UCX chooses.
 
     Raises:
@@ -166,16 +178,21 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> None:
-        self.endpoint, self.is_mine = secrets.token_hex(8), True
-        self._backends, self._tls = backends, Settings.read().nixl_tls if tls is None else tls
+        self.endpoint = secrets.token_hex(8)
+        self.is_mine = True
+        self._backends = backends
+        self._tls = Settings.read().nixl_tls if tls is None else tls
         self.agent = Agent.open(self.endpoint, backends, self._tls)
         self._reader: Reader | None = None
-        self.changing, self._generations = threading.RLock(), itertools.count(1)
+        self.changing = threading.RLock()
+        self._generations = itertools.count(1)
         self.words: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SLOTS, 2), np.uint64)
-        self.word_address, self._free_slots = int(self.words.ctypes.data), list(range(NUM_SLOTS))
+        self.word_address = int(self.words.ctypes.data)
+        self._free_slots = list(range(NUM_SLOTS))
         words = self.agent.register(Memory(address=self.word_address, nbytes=self.words.nbytes, owner=self.words))
         self.word_metadata = self.agent.metadata(words)
-        self._handles, self._retired = set[NixlHandle](), list[tuple[float, NixlHandle]]()
+        self._handles = set[NixlHandle]()
+        self._retired = list[tuple[float, NixlHandle]]()
         self._closing = threading.Event()
         threading.Thread(target=self._serve, name="penstock-nixl", daemon=True).start()
         _transports.add(self)
@@ -202,13 +219,13 @@ class NixlTransport:
         return handle
 
     def retire(self, handle: NixlHandle) -> None:
-        """Keep what was registered for a while."""
+        """Keep a released handle's registration for `LINGER_S`; the caller holds `changing`."""
         self._handles.discard(handle)
         self._free_slots.append(handle.slot)
         self._retired.append((time.monotonic() + LINGER_S, handle))
 
     def begin_read(self, into: NixlHandle) -> Reader:
-        """The reading agent there is, or a new one; `into` stays registered until `end_read`."""
+        """Return the reading agent, a new one if the last was discarded. `into` stays registered until `end_read`."""
         with self.changing:
             into.check_open()
             if self._reader is None or self._reader.is_discarded:
@@ -217,7 +234,7 @@ class NixlTransport:
             return self._reader
 
     def end_read(self, into: NixlHandle) -> None:
-        """See `begin_read`."""
+        """Let `into` be unregistered again; see `begin_read`."""
         with self.changing:
             into.num_reads -= 1
 
@@ -251,8 +268,10 @@ class NixlTransport:
         self.agent.close()
 
     def forget(self) -> None:
-        """In a forked child: closed, without a word to anybody."""
-        self.is_mine, self.changing = False, threading.RLock()
+        """Close in a forked child, without a call of NIXL: its agents are the parent's."""
+        self.is_mine = False
+        # New ones: another thread of the parent may have held their locks at the fork.
+        self.changing = threading.RLock()
         self._closing = threading.Event()
         self._closing.set()
         self.agent.forget()
@@ -264,6 +283,7 @@ class NixlTransport:
             raise Cancelled("the transport is closed")
 
     def _serve(self) -> None:
+        """Serve reading peers, and let go of released memory, until the transport is closed."""
         busy_until = sweep_at = 0.0
         try:
             while not self._closing.is_set():
@@ -275,7 +295,8 @@ class NixlTransport:
                     self._sweep(now)
                 time.sleep(BUSY_POLL_S if now < busy_until else IDLE_POLL_S)
         except Discarded:
-            return  # closed meanwhile
+            # The agent was closed meanwhile.
+            return
 
     def _sweep(self, now: float) -> None:
         """Let go of what was released a while ago."""

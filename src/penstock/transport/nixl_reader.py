@@ -1,22 +1,17 @@
-"""The reading end of the `nixl` transport: one agent that only reads, the peers it met, and reads carried out by it.
+"""NIXL's agent of this process, and the reading end of the `nixl` transport, which has an agent of its own.
 
-In: descriptors' payloads, pieces to read. Out: bytes in place, or why not.
-Not here: the agent (`nixl_agent`), handles and words as their owner keeps them (`nixl`).
+In: addresses and descriptors' payloads. Out: registrations; bytes in place, or the reason why not.
+Not here: handles and words as their owner keeps them (`nixl`).
 
     the holder's word -> pieces, a window of them in flight -> the word again
 
-A transfer in flight cannot be called back: over TCP the bytes of a peer that was stopped, given up, and goes on are
-written, whatever was released or disconnected. So a read that gives up with transfers in flight ends the whole agent,
-which does stop them; the other reads by it go on by the next one from where they were.
-
-NIXL's agent of this process, as the `nixl` transport uses it: locked, its errors ours, never its pickles.
-
-In: addresses. Out: registrations, transfers in flight and their states, messages of peers.
-Not here: whose memory it is and which generation (`nixl`).
+A transfer in flight cannot be called back: over TCP the bytes of a peer that was stopped, given up and then continued
+are written even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
+ends the whole agent, which does stop them; the other reads by it continue by the next agent from where they were.
 
 An agent is used by many threads and is not safe for them (sync mode NONE), so one lock is held over each call, none of
-which waits. NIXL's progress thread stays off: it takes a core for as long as the agent lives, and with one on both ends
-TCP reached half. Transfers move when they are polled, peers are served by `nixl`'s thread.
+which waits. NIXL's progress thread stays off: it takes a core for as long as the agent lives, and with one at both ends
+TCP reached half of its rate. Transfers move when they are polled, and peers are served by `nixl`'s thread.
 Source: benchmarks/results/cpu2_202611/hosts.md.
 """
 
@@ -68,7 +63,8 @@ class Agent:
     """A NIXL agent. Made by `open`; after `close`, and in a forked child, every call raises Discarded."""
 
     def __init__(self, name: str, agent: Any, bind: Any) -> None:
-        self.name, self._lock = name, threading.Lock()
+        self.name = name
+        self._lock = threading.Lock()
         self._agent: Any = agent
         self._flights: set[PostedTransfer] = set()
         self._is_left = False
@@ -82,7 +78,7 @@ class Agent:
 
     @classmethod
     def open(cls, name: str, backends: tuple[str, ...], tls: str) -> Agent:
-        """A new agent with these back ends.
+        """Return a new agent with these back ends.
 
         Raises:
             MissingExtra: NIXL is not installed.
@@ -92,7 +88,7 @@ class Agent:
             try:
                 from nixl import _api as api
             except ImportError as error:
-                message = f"NIXL does not import: {error}"
+                message = f"cannot import NIXL: {error}"
                 raise MissingExtra(message, hint="pip install 'penstock[nixl]'") from error
             bind = api.nixlBind
             failed: tuple[type[Exception], ...] = (*_errors(bind), RuntimeError)
@@ -101,7 +97,7 @@ class Agent:
                 for backend in backends:
                     agent.create_backend(backend)
             except failed as error:
-                raise ConfigError(f"NIXL's {', '.join(backends)} does not start: {error}") from error
+                raise ConfigError(f"cannot start NIXL's back ends {', '.join(backends)}: {error}") from error
         return cls(name, agent, bind)
 
     @property
@@ -115,7 +111,7 @@ class Agent:
         return self._agent
 
     def register(self, memory: Memory) -> Any:
-        """NIXL's registration of this memory. ConfigError if none of the back ends reaches it."""
+        """Return NIXL's registration of this memory. ConfigError if none of the back ends reaches it."""
         kind, device = place_of(memory.device)
         with self._lock:
             agent = self._check_open()
@@ -126,7 +122,8 @@ class Agent:
 
     def deregister(self, registration: Any) -> None:
         """End a registration. Nothing is read from it or into it any more."""
-        with self._lock, contextlib.suppress(*self._failed):  # NIXL frees it with the agent then
+        # Failures are ignored: NIXL then frees the registration with the agent.
+        with self._lock, contextlib.suppress(*self._failed):
             if self._agent is not None:
                 self._agent.deregister_memory(registration)
 
@@ -136,10 +133,10 @@ class Agent:
             return bytes(self._check_open().get_partial_agent_metadata(registration, True))
 
     def meet(self, metadata: bytes) -> str:
-        """Take in a peer's metadata; the name of its agent.
+        """Add a peer by its metadata, and return the name of its agent.
 
         Raises:
-            StaleDescriptor: it is none.
+            StaleDescriptor: it is not the metadata of an agent.
             PeerLost: the peer cannot be connected to.
         """
         with self._lock:
@@ -149,7 +146,7 @@ class Agent:
             except self._unreachable as error:
                 raise PeerLost(f"no connection to the peer: {error}") from error
             except self._failed as error:
-                raise StaleDescriptor(f"no metadata of an agent: {error}") from error
+                raise StaleDescriptor(f"not the metadata of an agent: {error}") from error
 
     def part(self, peer: str) -> None:
         """Forget a peer and disconnect from it."""
@@ -158,13 +155,14 @@ class Agent:
                 try:
                     self._agent.remove_remote_agent(peer)
                 except self._failed:
-                    return  # it was not known any more
+                    # The agent does not know the peer any more.
+                    return
 
     def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> PostedTransfer:
         """Post a transfer: rows of (address, bytes, device) of the peer's memory into ours; kinds are (ours, its).
 
         Raises:
-            StaleDescriptor: the peer's rows are in no registration it told us of.
+            StaleDescriptor: the peer's rows are in no registration of the metadata that it sent.
             PeerLost: no connection to it.
         """
         with self._lock:
@@ -182,7 +180,7 @@ class Agent:
                 raise PeerLost(f"no connection to the peer: {error}") from error
 
     def is_done(self, flight: PostedTransfer) -> bool:
-        """Return whether it has landed; makes progress. PeerLost if it never will."""
+        """Return whether a transfer is complete; makes progress. PeerLost if it never will be."""
         with self._lock:
             agent = self._check_open()
             try:
@@ -194,21 +192,22 @@ class Agent:
         return bool(state == "DONE")
 
     def drop(self, flight: PostedTransfer) -> None:
-        """Let go of a transfer that has ended."""
+        """Release a transfer that has ended."""
         with self._lock:
             self._flights.discard(flight)
             self._release(flight)
 
     def tell(self, peer: str, message: bytes) -> None:
-        """Send a peer a word, which nothing depends on."""
+        """Send a peer a notification, on which nothing depends."""
         with self._lock:
             try:
                 self._check_open().send_notif(peer, message)
             except self._failed:
-                return  # whoever waits for the peer's bytes finds out
+                # The wait for the peer's bytes finds out.
+                return
 
     def progress(self) -> bool:
-        """Serve what peers ask for; whether any of them said a word."""
+        """Serve peers' reads, and return whether any peer sent a notification."""
         with self._lock:
             try:
                 return bool(self._check_open().get_new_notifs())
@@ -221,20 +220,25 @@ class Agent:
             if xfer is not None and not self._is_left:
                 xfer.release()
         except self._failed:
-            return  # NIXL frees it with the agent
+            # NIXL frees it with the agent.
+            return
 
     def close(self) -> None:
-        """End the agent and all it has in flight: nothing is written any more. Idempotent."""
+        """End the agent and its transfers in flight: nothing is written any more. Idempotent."""
         with self._lock:
             flights, self._flights = self._flights, set()
             for flight in flights:
-                self._release(flight)  # each holds the agent
+                # Each keeps a reference to the agent, which ends with the last of them.
+                self._release(flight)
             self._agent = None
 
     def forget(self) -> None:
         """In a forked child: never touch the agent again, not even to free it."""
         _left_behind.extend([self._agent, self._flights])
-        self._agent, self._lock, self._is_left = None, threading.Lock(), True
+        self._agent = None
+        self._is_left = True
+        # A new lock: another thread of the parent may have held it at the fork.
+        self._lock = threading.Lock()
 
 
 def _errors(bind: Any) -> tuple[type[Exception], ...]:
@@ -242,10 +246,11 @@ def _errors(bind: Any) -> tuple[type[Exception], ...]:
 
 
 _left_behind: list[Any] = []
+"""The parent's agents in a forked child, kept so that they are never freed: their connections are the parent's."""
 
 
 def place_of(device: str) -> tuple[str, int]:
-    """NIXL's word for a device's memory, and its number. ConfigError for one it does not know."""
+    """Return NIXL's name for a device's memory, and its number. ConfigError for a device that it does not know."""
     name, _, number = device.partition(":")
     if name == "cpu":
         return "DRAM", 0
@@ -255,17 +260,25 @@ def place_of(device: str) -> tuple[str, int]:
 
 
 PIECE_BYTES = 64 * MIB
-"""One transfer: what progress is counted in. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Bytes of one transfer, in which progress is counted. Source: benchmarks/results/cpu2_202611/hosts.md."""
+
 PIECE_SEGMENTS = 4096
+"""Segments of one transfer at most: short ones are gathered up to it."""
+
 WINDOW = 2
 """Transfers of one read in flight."""
+
 POLL_S = 2e-4
-"""Between two looks at a transfer, after the first few. Reason: on few cores a tight loop starves the copy."""
+"""Seconds between two looks at a transfer, after the first few: on few cores a tight loop starves the copy."""
+
 TELL_S = 0.5
-"""How often a peer that is read from is told so: one that serves by its processor looks more often then."""
+"""Seconds between notifications to a peer that it is read from; one that serves by its processor then polls faster."""
+
 NUM_SCRATCH = 1024
 """Reads waited for at once."""
+
 WORD_BYTES = 16
+"""Bytes of a registration's word: generation and checksum, of 8 bytes each."""
 
 Piece = tuple[I64, I64]
 """Rows of (address, bytes, device): ours and the peer's."""
@@ -304,7 +317,7 @@ class Job:
     todo: collections.deque[Piece]
     landed: Callable[[int], None]
     check_wanted: Callable[[], None]
-    """Raises if nobody wants the rest any more."""
+    """Raises Cancelled if the rest is not wanted any more."""
     stall_s: float
 
 
@@ -342,7 +355,7 @@ class Reader:
         self._agent.forget()
 
     def carry(self, job: Job) -> None:
-        """Carry out a read. Raises as `Transport.wait`, or Discarded: what is left is still to do."""
+        """Carry out a read. Raises as `Transport.wait`, or Discarded: the rest of `job.todo` is still to do."""
         with self._met(job) as remote, self._scratch_word() as slot:
             flights: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
             # The same word before and after: one generation for all bytes in between.
@@ -382,7 +395,7 @@ class Reader:
         job.landed(int(piece[0][:, 1].sum()))
 
     def _drain(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
-        """Wait for reads in flight: they would write to the memory after the caller was told that they ended."""
+        """Wait for reads in flight: they would write to the memory after the caller got the error."""
         try:
             while flights:
                 self._land(job, remote, flights)
@@ -390,13 +403,14 @@ class Reader:
             self.discard()
 
     def _wait(self, job: Job, remote: _Remote, flight: PostedTransfer) -> None:
-        """Wait until it has landed. SourceStalled, PeerLost, Discarded."""
+        """Wait until a transfer is complete. SourceStalled, PeerLost, Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()
             if self._agent.is_done(flight):
                 remote.progress_at = now
                 return
+            # Progress of any read of this peer counts: the transfers of several share its link, and take turns.
             if now - max(began, remote.progress_at) > job.stall_s:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
             if now - remote.told_at > TELL_S:
@@ -414,7 +428,7 @@ class Reader:
             raise StaleDescriptor(f"generation {job.source.generation} is gone")
 
     def _part(self, remote: _Remote, flights: list[PostedTransfer]) -> None:
-        """Disconnect from a peer that is gone; whatever is not known to have ended is ended with the agent."""
+        """Disconnect from a peer that is gone; if a transfer is not known to have ended, end the agent with it."""
         deadline = time.monotonic() + 1.0
         for flight in flights:
             with contextlib.suppress(PeerLost):
@@ -431,6 +445,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _scratch_word(self) -> Iterator[int]:
+        """Reserve a place in our own registered memory into which a holder's word is read."""
         with self._lock:
             if not self._free:
                 raise ConfigError(f"{NUM_SCRATCH} reads are waited for at once, which is the most at one time")
@@ -442,7 +457,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _met(self, job: Job) -> Iterator[_Remote]:
-        """The peer, known and counted as read from. StaleDescriptor if the metadata is another's."""
+        """Yield the peer, connected and counted as read from. StaleDescriptor if the metadata is another's."""
         name = job.source.endpoint
         with self._lock:
             if job.owner not in self._registrations:
@@ -464,14 +479,14 @@ class Reader:
         finally:
             with self._lock:
                 remote.num_reads -= 1
-                # What it told of memory that is gone must not be taken for memory registered later at that address.
+                # Its metadata of memory that is gone must not be taken for memory registered later at that address.
                 if is_stale and not remote.num_reads and self._remotes.get(name) is remote:
                     del self._remotes[name]
                     self._agent.part(name)
 
 
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:
-    """The transfers of a read: long segments split, short ones gathered."""
+    """Yield the transfers of a read: long segments split, short ones gathered."""
     cut = rows.cut(PIECE_BYTES)
     ours, devices = place_of(memory.device)[1], np.ones_like(cut.nbytes)
     here = np.stack([memory.address + cut.dst, cut.nbytes, ours * devices], axis=1)

@@ -1,31 +1,22 @@
-"""Reading a peer's memory, one-sided: the `Transport` protocol and the values that cross it.
+"""One-sided reads of a peer's memory: the protocol of a transport, and what transports and their users share.
 
 In: memory of this process, and descriptors of a peer's. Out: the peer's bytes in our memory.
-Not here: moving the bytes (`loopback`), the form of a descriptor (`descriptor`), choosing bytes and sources (`plan`,
-`peer`).
+Not here: moving the bytes (each transport; `loopback` is the reference), choosing a transport (`choose`), which bytes
+come from which peer (`plan`, `peer`).
 
     holder    register(memory) -> Handle, whose .descriptor is encoded and sent by any channel
     receiver  register(memory) -> Handle;  post_read(handle, descriptor, segments) -> Pending;  wait(pending)
 
-Descriptors, by which a peer reads our memory, and their bytes on the wire: typed msgpack, never pickle.
-
-In: a `Descriptor`, or bytes that claim to be one. Out: the other.
-Not here: the meaning of the payload (each transport), sending descriptors (`peer`).
-
-Reads posted together, by whatever transports, and waited for: at the end none of them is under way any more.
-
-In: reads as they are posted. Out: what failed first, and whether a byte of our memory may have been written.
-Not here: which reads, and what becomes of a source that failed (`fetch.run`, `sync.receive.source_read`).
-
-A read that is carried out by the thread that waits for it: once, however many wait.
-
-In: what the read needs, until it is done. Out: how much moved, and what was met, to each who waits.
-Not here: how bytes move (each transport).
+Descriptors cross between processes as typed msgpack, never pickle, and are hostile until they are checked. An ability
+that only some transports, handles or reads have is a protocol of its own (`Filling`, `Striding`, `Stoppable`, ...),
+checked by `isinstance`. `wait_all` waits for reads that were posted together; a `DeferredRead` is carried out by the
+thread that waits for it.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
@@ -48,13 +39,14 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     transport: _Name
     endpoint: _Name
-    """The holder's transport: one life of one process."""
+    """Identifies the holder's transport in one life of its process."""
     generation: _Count
-    """Of the registration; never given twice by an endpoint, so an address used again is not mistaken."""
+    """Generation of the registration. An endpoint never uses a number twice, so memory that is registered later at the
+    same address is not mistaken for this."""
     nbytes: _Count
     device: _Name = "cpu"
     payload: bytes = b""
-    """The transport's own: an IPC handle, an agent's metadata. Hostile until that transport has checked it."""
+    """The transport's own data: an IPC handle, an agent's metadata. Hostile until that transport has checked it."""
 
 
 _DECODER = msgspec.msgpack.Decoder(Descriptor)
@@ -62,15 +54,15 @@ _Payload = TypeVar("_Payload", bound=msgspec.Struct)
 
 
 def encode(descriptor: Descriptor) -> bytes:
-    """The descriptor as bytes (msgpack)."""
+    """Return the descriptor as bytes (msgpack)."""
     return msgspec.msgpack.encode(descriptor)
 
 
 def decode(raw: bytes) -> Descriptor:
-    """The descriptor that a peer sent. FormatError for anything else."""
+    """Return the descriptor that a peer sent. FormatError for anything else."""
     # Before decoding: the bytes come from another process, and a decoder allocates what they claim.
     if len(raw) > MAX_DESCRIPTOR_BYTES:
-        raise FormatError(f"a descriptor of {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
+        raise FormatError(f"a descriptor has {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
     try:
         return _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -78,7 +70,7 @@ def decode(raw: bytes) -> Descriptor:
 
 
 def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
-    """A descriptor's payload, typed. FormatError if it is malformed."""
+    """Return a descriptor's payload, typed. FormatError if it is malformed."""
     try:
         return decoder.decode(source.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -87,7 +79,7 @@ def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Memory:
-    """A run of writable bytes of this process; `owner` is whatever keeps them alive."""
+    """A run of writable bytes of this process; `owner` is the object that keeps them alive."""
 
     address: int
     nbytes: int
@@ -96,7 +88,7 @@ class Memory:
 
     @classmethod
     def of_buffer(cls, buffer: bytearray | memoryview) -> Memory:
-        """Host memory behind a contiguous buffer. ConfigError if it may not be written to."""
+        """Return the host memory behind a contiguous buffer. ConfigError if it may not be written to."""
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:
             raise ConfigError("memory to register must be writable")
@@ -113,13 +105,14 @@ class Handle(Protocol):
 
     @property
     def descriptor(self) -> Descriptor:
-        """For peers; that of the current generation."""
+        """Return the descriptor of the current generation, to be sent to peers."""
         ...
 
     def fence(self) -> Descriptor:
-        """Begin a generation: descriptors given before are stale, and so are the reads under way by them.
+        """Begin a generation: descriptors sent before are stale, and so are the reads under way by them.
 
-        Raises: Cancelled if it is closed.
+        Raises:
+            Cancelled: it is closed.
 
         Order: before the memory is changed. A read that ends without an error saw none of the change.
         """
@@ -139,7 +132,7 @@ class Lending(Protocol):
         ...
 
     def take_back(self, borrower: str) -> None:
-        """Refuse what was lent to it: new reads are stale, and so are those under way. Idempotent, at once."""
+        """Refuse the borrower's descriptor: new reads are stale, and so are those under way. Idempotent, at once."""
         ...
 
 
@@ -148,12 +141,12 @@ class Pending(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it is to move."""
+        """Return the bytes that it is to move."""
         ...
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes moved so far; only grows."""
+        """Return the bytes moved so far; the number only grows."""
         ...
 
 
@@ -171,7 +164,7 @@ class Filling(Protocol):
     """A transport that can read into memory which it cannot show to peers."""
 
     def register_into(self, memory: Memory) -> Handle:
-        """A handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
+        """Return a handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
         ...
 
 
@@ -180,7 +173,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """A short stable word, in descriptors and reports."""
+        """Return a short stable word, for descriptors and reports."""
         ...
 
     def register(self, memory: Memory) -> Handle:
@@ -188,7 +181,7 @@ class Transport(Protocol):
         ...
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> Pending:
-        """Ask for segments of a peer's memory; nothing runs on the peer. Returns at once.
+        """Request segments of a peer's memory and return at once; nothing runs on the peer.
 
         Raises, with nothing touched:
             PlanError: a segment lies outside its memory.
@@ -204,7 +197,7 @@ class Transport(Protocol):
         ...
 
     def wait(self, pending: Pending, *, stall_s: float) -> None:
-        """Return once every byte is there; more than once if you like. `mutated` says if any was written before.
+        """Return once every byte is there. May be called again; an error's `mutated` says if any byte was written.
 
         Raises:
             StaleDescriptor: the peer fenced or released the memory before the last byte was read.
@@ -224,7 +217,7 @@ class Striding(Protocol):
     """A transport that reads rectangles without a table of their runs, of which there may be millions."""
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> Pending:
-        """As `Transport.post_read`, of rectangles."""
+        """Request rectangles of a peer's memory; see `Transport.post_read`."""
         ...
 
 
@@ -259,30 +252,32 @@ class Coding(Protocol):
 
 
 CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
-"""Transports whose copies, once a device has them, cannot be called back: after a stall what they still write would be
-written over bytes that were read again and verified, so it is the end of whoever reads."""
+"""Transports whose copies cannot be called back once a device has them. After a stall they may still write, over bytes
+that were read again and verified by then, so a stall of theirs ends the reader's whole fetch or update."""
 
 LATE_S = 1.0
-"""Patience with what is left where a read failed, since all of it is read again: a hundred reads of a peer that fell
-silent end after `stall_s`, and so much for each, not after a hundred times that."""
+"""Seconds to wait for each read that is left after one failed, since all of them are read again: a hundred reads of a
+peer that fell silent end after `stall_s` and a second for each, not after a hundred times `stall_s`."""
 
 
 def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
-    """Wait for all that is posted, well or not: what is read again must not be written over.
+    """Wait for all reads that are posted, failed or not, so that none of them is under way any more.
 
     Args:
         posting: posts a read per iteration; an error ends the posting, and the earlier reads are waited for.
         stall_s: see `Transport.wait`; less once one failed.
 
     Returns:
-        The first failure, but a DestinationError before others: bytes may still arrive. And whether any was written.
+        The first failure, but a DestinationError before others, since bytes may still arrive; and whether a byte of our
+        memory may have been written.
     """
     posted: list[tuple[Transport, Pending]] = []
     failed: PenstockError | None = None
     is_touched = False
     try:
         for read in posting:
-            posted.append(read)  # one by one: those before one that fails are waited for
+            # One by one, not by list(): those before one that fails are under way and must be waited for.
+            posted.append(read)
     except PenstockError as error:
         failed, is_touched = error, error.mutated
     for transport, pending in posted:
@@ -290,12 +285,13 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
         try:
             transport.wait(pending, stall_s=stall_s if is_patient else min(stall_s, LATE_S))
         except PenstockError as error:
-            met: PenstockError = error
+            failure: PenstockError = error
             if isinstance(error, SourceStalled) and transport.name in CANNOT_RECALL:
-                met = DestinationError(f"{error.message}, and may still arrive", mutated=True)
-            is_touched |= met.mutated
-            if failed is None or (isinstance(met, DestinationError) and not isinstance(failed, DestinationError)):
-                failed = met
+                failure = DestinationError(f"{error.message}, and may still arrive", mutated=True)
+            is_touched |= failure.mutated
+            if failed is None or (isinstance(failure, DestinationError) and not isinstance(failed, DestinationError)):
+                failed = failure
+        # Also of a read that succeeded: its bytes are there, whatever became of the others.
         is_touched |= pending.moved_bytes > 0
     return failed, is_touched
 
@@ -303,22 +299,23 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
 Ts = TypeVarTuple("Ts")
 
 
-class DeferredRead(Generic[*Ts]):
-    """See `Pending`. Subclasses say what it is to carry it out; `work` keeps both memories alive until then.
+class DeferredRead(ABC, Generic[*Ts]):
+    """A `Pending` that is carried out by the first thread that waits for it, once, however many wait.
 
     Args:
-        nbytes: that it is to move.
-        work: what `_carry` is given.
+        nbytes: bytes that it is to move.
+        work: arguments of `_carry`; they keep both memories alive until it is done.
     """
 
     def __init__(self, nbytes: int, *work: *Ts) -> None:
-        self.nbytes, self.moved_bytes = nbytes, 0
+        self.nbytes = nbytes
+        self.moved_bytes = 0
         self._lock = threading.Lock()
         self._work: tuple[*Ts] | None = work
         self._error: PenstockError | None = None
 
     def run(self, stall_s: float) -> None:
-        """Carry it out, in the first thread that comes; the others wait for it. Raises what was met."""
+        """Carry it out, in the first thread that comes; the others wait for it. Each gets the error of the read."""
         # The lock is kept for the whole copy: other waiters of the same read have nothing else to do.
         with self._lock:
             if self._work is not None:
@@ -328,10 +325,11 @@ class DeferredRead(Generic[*Ts]):
                     error.mutated = error.mutated or self.moved_bytes > 0
                     # The traceback's frames refer to both memories, and would keep them alive with the error.
                     self._error = error.with_traceback(None)
+                # Done or failed, it never runs again: both memories may go.
                 self._work = None
             if self._error is not None:
                 raise self._error
 
+    @abstractmethod
     def _carry(self, stall_s: float, *work: *Ts) -> None:
-        """Move every byte, noting `moved_bytes`."""
-        raise NotImplementedError
+        """Move every byte, and add to `moved_bytes` as they arrive."""
