@@ -132,6 +132,7 @@ class RegionServer:
         """Accept no connections and cut all answers. Idempotent; does not wait for their threads."""
         with self._lock:
             self._is_open = False
+            # First: an answer under way sees at its next piece that its region is gone.
             self._regions.clear()
         self._http.close()
 
@@ -145,6 +146,7 @@ class RegionServer:
         """Answer one request for runs of a region."""
         generation, request = _parse(exchange)
         src, length = request.runs()
+        # Python's integers: a sum of many int64 could wrap to a small number.
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)

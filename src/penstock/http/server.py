@@ -91,6 +91,7 @@ class Exchange:
         # Sent only now, so that a client that waits for it does not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # Set before: a body that fails to arrive is an OSError, which ends the connection anyway.
         self._unread_bytes = 0
         return self.wire.receive_body(nbytes)
 
@@ -130,6 +131,7 @@ class Exchange:
     def refuse(self, refused: Refused) -> None:
         """Answer with the status of a refusal; end the connection if an answer has begun already."""
         if self._has_begun:
+            # A status now would be taken for bytes of the answer.
             self.closes = True
             return
         self.closes = self.closes or refused.closes
@@ -147,7 +149,7 @@ def _empty_answer(status: int) -> bytes:
 
 
 def _answer_wait_s(limits: ConnectionLimits) -> float:
-    # A handler may wait for news before it answers, as long as an idle connection may.
+    """Return the time in which a request must be answered, which is not only work: a handler may wait for news."""
     return limits.idle_s + limits.answer_s
 
 
@@ -210,6 +212,7 @@ class HttpServer:
     def forget(self) -> None:
         """In a forked child: close the copies of the parent's sockets; the parent and its clients notice nothing."""
         self._is_open = False
+        # First: closing a connection needs the lock of the admission, which this renews.
         self._listener.forget()
         for wire in list(self._wires):
             wire.close()
@@ -227,6 +230,7 @@ class HttpServer:
     def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
         """Receive one request and have it answered; return True if the connection stays open."""
         limits = place.limits
+        # Members keep connections for their next request; a stranger has no reason to wait with the first one.
         first_s = limits.idle_s if place.is_proven else limits.head_s
         try:
             head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)
@@ -235,6 +239,8 @@ class HttpServer:
             return False
         if head is None:
             return False
+        # The admission cuts a connection at its deadline. The head's is over; this one leaves the handler time to wait
+        # for news, and reading a body or sending the answer sets another.
         place.begin(_answer_wait_s(limits))
         exchange = Exchange(head, wire, place, peer)
         try:

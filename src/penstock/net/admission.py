@@ -1,16 +1,14 @@
-"""Admission control: count the connections of a listener and close those that are too many, too slow or unproven.
+"""Admission control of a listener: its limits, and which connections are cut when there are too many or they are slow.
 
 In: `ConnectionLimits`, connections as they arrive. Out: one `Connection` for each, or a refusal.
-Not here: sockets (`listener`), the credentials that a request must carry (each server).
+Not here: sockets (`listener`), deadlines of one message (`timed`), the credentials of a request (each server).
 
     accepted -> unproven --prove--> proven -> released
                    |  deadline, or the oldest of too many       deadline, or the longest idle of its principal
                    +-> cut                                      +-> cut
 
-Limits of a listener: numbers of connections, deadlines, and bytes accepted before authentication.
-
-In: nothing. Out: `ConnectionLimits`, the defaults of every listener.
-Not here: enforcing them (`admission`), deadlines of one message (`timed`).
+A connection's server calls `prove`, `begin`, `end` and `release`, from any thread. The listener calls `admit` and
+`sweep` from one thread. `cut` only shuts a socket down: its server sees the end, closes it, and then frees the place.
 """
 
 from __future__ import annotations
@@ -106,12 +104,13 @@ _log = logging.getLogger("penstock.net")
 
 
 class Connection:
-    """One admitted connection with a deadline. Its server moves the deadline; `Admission` cuts the connection after it.
+    """An admitted connection with a deadline. Its server moves the deadline; `Admission` cuts the connection after it.
 
     Attributes:
         admitted: time of admission, on the monotonic clock.
         address: the network that the connection counts against while it is unproven.
         principal: the authenticated peer; None: not authenticated yet.
+        deadline: time after which the connection is cut, on the monotonic clock.
         cut: ends the connection at once, from any thread; a server may replace it with its own way to do that.
     """
 
@@ -128,11 +127,15 @@ class Connection:
     )
 
     def __init__(self, admission: Admission, address: str, cut: Callable[[], None]) -> None:
-        self._admission, self.address, self.cut = admission, address, cut
+        self.address = address
         self.principal: str | None = None
         self.admitted = time.monotonic()
         self.deadline = self.admitted + admission.limits.head_s
-        self._is_busy = self._is_cut = False
+        self.cut = cut
+        self._admission = admission
+        self._is_busy = False
+        # Set under the admission's lock by whoever decides to cut, so that each connection is cut once.
+        self._is_cut = False
 
     def expect(self, seconds: float) -> None:
         """Set the deadline to this many seconds from now."""
@@ -145,7 +148,7 @@ class Connection:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the peer has authenticated."""
+        """True once the peer has authenticated."""
         return self.principal is not None
 
     def prove(self, principal: str) -> bool:
@@ -172,12 +175,19 @@ class Connection:
 
 
 class Admission:
-    """The set of open connections of one listener. Thread-safe."""
+    """The open connections of one listener. Thread-safe.
+
+    Args:
+        limits: of the listener.
+        name: of the listener, for the log.
+    """
 
     def __init__(self, limits: ConnectionLimits, *, name: str) -> None:
-        self.limits, self._name = limits, name
+        self.limits = limits
+        self._name = name
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
+        # Ordered sets, so that the victim is found in constant time: under a flood this runs for each connection.
         # Oldest first.
         self._unproven: OrderedDict[Connection, None] = OrderedDict()
         self._by_address: dict[str, OrderedDict[Connection, None]] = {}
@@ -186,7 +196,8 @@ class Admission:
         self._swept_at = time.monotonic() - SWEEP_S
         # Past their deadline at the last check; not cut yet.
         self._late: list[Connection] = []
-        self._logged_at, self._num_unlogged = -LOG_EVERY_S, 0
+        self._logged_at = -LOG_EVERY_S
+        self._num_unlogged = 0
 
     @property
     def num_open(self) -> int:
@@ -200,18 +211,23 @@ class Admission:
             address: the peer's host; the limit per address counts connections of its network only.
             cut: ends the connection; called from any thread.
         """
-        limits, victim = self.limits, None
+        limits = self.limits
         connection = Connection(self, network_of(address), cut)
+        victim = None
         with self._lock:
             mine = self._by_address.get(connection.address)
             if mine is not None and len(mine) >= limits.unproven_per_address:
+                # Of the same address, so that one host's connections push out each other and nobody else's.
                 victim = next(iter(mine))
             elif self._unproven and (len(self._unproven) >= limits.unproven or len(self._open) >= limits.total):
                 victim = next(iter(self._unproven))
             elif len(self._open) >= limits.total:
+                # All places are taken by proven connections.
                 connection._is_cut = True
             if victim is not None and victim.admitted + limits.grace_s > connection.admitted:
-                victim, connection._is_cut = None, True
+                # In a flood each connection would push out the one before, and none would have time to authenticate.
+                victim = None
+                connection._is_cut = True
             if victim is not None:
                 self._forget_unproven(victim)
                 victim._is_cut = True
@@ -219,6 +235,7 @@ class Admission:
                 self._open.add(connection)
                 self._unproven[connection] = None
                 self._by_address.setdefault(connection.address, OrderedDict())[connection] = None
+        # Without the lock, here and below: `cut` is the server's own callable, and may take locks of its own.
         if victim is not None:
             victim.cut()
             self.report("an unauthenticated connection was closed in favour of a newer one")
@@ -241,14 +258,14 @@ class Admission:
             self._swept_at = now
             with self._lock:
                 self._late = [conn for conn in self._open if conn.deadline + paused_s < now and not conn._is_cut]
-        late, self._late = self._late[:most], self._late[len(self._late[:most]) :]
+        late = self._late[:most]
+        self._late = self._late[len(late) :]
         with self._lock:
             # A deadline may have been moved since the check.
             late = [conn for conn in late if conn.deadline < now and not conn._is_cut]
             for conn in late:
                 conn._is_cut = True
                 self._forget_unproven(conn)
-        # `cut` is the server's own callable, so the lock is not held while it runs.
         for conn in late:
             conn.cut()
         if any(not conn.is_proven for conn in late):
@@ -287,7 +304,8 @@ class Admission:
             self._num_unlogged += 1
             if now - self._logged_at < LOG_EVERY_S:
                 return
-            self._logged_at, num = now, self._num_unlogged
+            num = self._num_unlogged
+            self._logged_at = now
             self._num_unlogged = 0
         _log.warning("%s: %s (%d refusals since the last line; %d open)", self._name, what, num, len(self._open))
 
@@ -296,6 +314,7 @@ class Admission:
             return True
         victim = None
         with self._lock:
+            # It may have been released meanwhile, and would be counted for ever.
             if connection not in self._open:
                 return False
             mine = self._by_principal.setdefault(principal, OrderedDict())
@@ -329,6 +348,7 @@ class Admission:
             self._forget_proven(connection)
 
     def _forget_unproven(self, connection: Connection) -> None:
+        # `self` stands for "not there": the values are None.
         if self._unproven.pop(connection, self) is self:
             return
         mine = self._by_address[connection.address]

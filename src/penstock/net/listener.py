@@ -1,15 +1,10 @@
-"""Listening sockets with admission control, and an accept loop that survives a shortage of descriptors or threads.
+"""Listening sockets with admission control, and accept loops that survive a shortage of descriptors or threads.
 
-In: a bound socket, an `Admission`. Out: admitted sockets, for asyncio's loop or for a thread each.
-Not here: the limits (`limits`, `admission`), requests and answers (each server).
+In: a bound socket, an `Admission`. Out: admitted sockets, each in a thread of its own or in an asyncio loop.
+Not here: the limits (`admission`), requests and answers (each server).
 
-Accept connections in an asyncio loop at a bounded rate, so that open connections are served first.
-
-In: a `GuardedListener`, a factory of protocols. Out: connections of the loop, as `loop.create_server` makes them.
-Not here: the choice of connections to admit (`admission`), the protocol.
-
-`loop.create_server` accepts whenever the listener is readable. Under a flood of new connections each turn of the loop
-then begins with dozens of them, and a request on an open connection waits for all of them.
+    GuardedListener.accept: admitted, or refused and closed -+-> ThreadedListener: a thread for each (members)
+                                                             +-> Acceptor: an asyncio protocol for each (hub)
 """
 
 from __future__ import annotations
@@ -98,7 +93,8 @@ class GuardedListener(socket.socket):
         family, kind, proto = bound.family, bound.type, bound.proto
         super().__init__(family, kind, proto, fileno=bound.detach())
         self.setblocking(False)
-        self.admission, self._refusal = admission, refusal
+        self.admission = admission
+        self._refusal = refusal
         self._by_descriptor: WeakValueDictionary[int, Connection] = WeakValueDictionary()
         # Closed to accept, and drop, one connection when no descriptor is left: it would stay in the backlog and wake
         # the loop again and again.
@@ -124,10 +120,13 @@ class GuardedListener(socket.socket):
             if connection is not None:
                 self._by_descriptor[descriptor] = connection
                 return sock, address
+            # Another user at a Unix socket gets no answer: it would say that something listens here.
             if self._refusal and (sock.family != socket.AF_UNIX or is_same_user(sock)):
                 with contextlib.suppress(OSError):
+                    # The answer fits an empty send buffer; nothing here may wait for the peer.
                     sock.setblocking(False)
                     sock.send(self._refusal)
+            # Not AdmittedSocket.close: there is no place to free.
             socket.socket.close(sock)
         raise BlockingIOError(errno.EAGAIN, f"{_REFUSED_A_TURN} connections were refused in this turn")
 
@@ -144,6 +143,7 @@ class GuardedListener(socket.socket):
         connection = self.admission.admit(sock.peer or "unix", sock.cut)
         if connection is not None:
             sock.connection = connection
+            # At a Unix socket the kernel has authenticated the peer: it is this user.
             if sock.family == socket.AF_UNIX and not connection.prove("unix"):
                 connection.release()
                 return None
@@ -196,8 +196,12 @@ class ThreadedListener:
         tls: ssl.SSLContext | None = None,
         refusal: bytes = b"",
     ) -> None:
-        self._listener, self.admission = GuardedListener(bound, admission, refusal=refusal), admission
-        self._serve, self._name, self._tls, self._is_open = serve, name, tls, True
+        self.admission = admission
+        self._listener = GuardedListener(bound, admission, refusal=refusal)
+        self._serve = serve
+        self._name = name
+        self._tls = tls
+        self._is_open = True
         self.address: Any = self._listener.getsockname()
         self._listener.listen(BACKLOG)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -222,7 +226,9 @@ class ThreadedListener:
             except OSError:
                 if not self._is_open:
                     return
-                time.sleep(0.05)  # a connection that ended before it was accepted, or a kernel short of memory
+                # A connection that ended before it was accepted, or a kernel short of memory. In the second case the
+                # listener stays readable, and without the pause this loop would spin.
+                time.sleep(0.05)
                 continue
             self._start(sock)
 
@@ -231,7 +237,7 @@ class ThreadedListener:
         thread = threading.Thread(target=self._connection, args=(sock,), name=self._name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread can be started (RLIMIT_NPROC, cgroup pids.max)
+        except RuntimeError:
             self.admission.report("a connection was refused: no thread can be started (RLIMIT_NPROC, cgroup pids.max)")
             sock.close()
 
@@ -246,10 +252,12 @@ class ThreadedListener:
                 connection.cut = lambda: cut(served)
                 served.do_handshake()
             self._serve(served, connection, peer)
-        except PenstockError:  # a fault of the handler, not of the connection
+        except PenstockError:
+            # A fault of the handler, not of the connection, though some of these classes are an OSError, too.
             raise
         except OSError:
-            return  # the connection broke, or was cut: the peer knows
+            # The connection broke, or was cut: the peer knows.
+            return
         finally:
             served.close()
             connection.release()
@@ -260,7 +268,8 @@ class ThreadedListener:
             return
         self._is_open = False
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            # Wakes the thread, also where a forked child has a copy of the socket.
+            self._listener.shutdown(socket.SHUT_RDWR)
         # The thread closes the socket: closed here, its number could name another file before the thread's `poll` looks
         # at it again, and the thread would wait for that file without end.
         if threading.current_thread() is not self._thread:
@@ -287,7 +296,10 @@ PAUSE_S = 0.01
 
 
 class Acceptor:
-    """An accept loop for one listener. Call `start` and `close` in the loop's thread.
+    """An accept loop of asyncio for one listener, at a bounded rate. Call `start` and `close` in the loop's thread.
+
+    `loop.create_server` accepts whenever the listener is readable. Under a flood of new connections each turn of the
+    loop then begins with dozens of them, and a request on an open connection waits for all of them.
 
     Args:
         listener: a socket that listens already; its owner closes it.
@@ -298,8 +310,11 @@ class Acceptor:
     def __init__(
         self, listener: GuardedListener, make_protocol: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
     ) -> None:
-        self._listener, self._make_protocol, self._context = listener, make_protocol, context
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._context = context
         self._loop = asyncio.get_running_loop()
+        # The loop itself has only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
 

@@ -1,6 +1,6 @@
-"""Deadlines for whole messages, so that a peer that sends one byte now and then cannot hold a reader.
+"""Deadlines for whole messages, so that a peer that sends one byte now and then cannot hold a thread.
 
-In: a socket. Out: its bytes, until the deadline or the limit. For requests at a server and answers at a client alike.
+In: seconds, bytes as they move; a socket. Out: the seconds that are left; the socket's bytes, until the deadline.
 Not here: connections without a thread (`admission` cuts those), weight bytes (a fetch has a deadline by progress).
 """
 
@@ -35,41 +35,26 @@ class MessageDeadline:
     def left_s(self) -> float:
         """Return the seconds left. Raises TimeoutError after the deadline."""
         left = self._at - time.monotonic()
+        # Also at exactly 0: it would make a socket non-blocking, and SO_RCVTIMEO endless.
         if left <= 0:
             raise TimeoutError("the message was not complete before its deadline")
         return left
 
 
 class TimedReader(io.RawIOBase):
-    """A raw stream over a socket that enforces a deadline and a size limit on each message.
+    """A raw stream over a socket that enforces the deadline of one message.
 
     Ownership: keeps the socket's file open, as `makefile` does; the socket closes only once this is closed, too.
 
     Args:
         sock: blocking; each read changes its timeout.
-        seconds: for the first message, see `expect`.
-        max_bytes: limit of the first message; None: no limit.
+        seconds: for the message, and one more for each `MIN_BYTES_PER_S` of it.
     """
 
-    def __init__(self, sock: socket.socket, seconds: float, max_bytes: int | None = None) -> None:
-        self._sock, self._file = sock, sock.makefile("rb", buffering=0)
-        self.expect(seconds, max_bytes)
-
-    def expect(self, seconds: float, max_bytes: int | None = None, *, first_s: float | None = None) -> None:
-        """Start a new message with its own deadline and size limit.
-
-        Args:
-            seconds: for the whole message; counted from its first byte if `first_s` is given.
-            max_bytes: size limit; None: no limit.
-            first_s: seconds for the first byte to arrive.
-        """
-        self._deadline = MessageDeadline(seconds if first_s is None else first_s)
-        self._then_s, self._left_bytes = (None if first_s is None else seconds), max_bytes
-
-    def allow(self, nbytes: int) -> None:
-        """Raise the size limit by the length of a body that the head announced."""
-        if self._left_bytes is not None:
-            self._left_bytes += nbytes
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb", buffering=0)
+        self._deadline = MessageDeadline(seconds)
 
     def readable(self) -> bool:
         """Return True."""
@@ -79,21 +64,12 @@ class TimedReader(io.RawIOBase):
         """Read some bytes into `buffer`; see `io.RawIOBase`.
 
         Raises:
-            TimeoutError: the deadline has passed. ConnectionAbortedError: the message is longer than allowed.
+            TimeoutError: the deadline has passed.
         """
-        view = memoryview(buffer).cast("B")
-        if self._left_bytes is not None:
-            if not self._left_bytes:
-                raise ConnectionAbortedError("the message is longer than allowed")
-            view = view[: self._left_bytes]
         self._sock.settimeout(self._deadline.left_s())
-        got = self._file.readinto(view) or 0
-        if self._then_s is not None:
-            self._deadline, self._then_s = MessageDeadline(self._then_s), None
-        self._deadline.add_bytes(got)
-        if self._left_bytes is not None:
-            self._left_bytes -= got
-        return got
+        received = self._file.readinto(buffer) or 0
+        self._deadline.add_bytes(received)
+        return received
 
     def close(self) -> None:
         """Close the socket's file. Idempotent."""

@@ -1,12 +1,8 @@
-"""Peer credentials: the process and the user at the other end of a Unix socket.
+"""Unix sockets of this user: credentials of the other end, connecting, and a private directory to put sockets in.
 
-In: a connected Unix socket. Out: its peer's process id and user id, as the kernel recorded them at `connect`.
-Not here: tokens and grants (`hub.auth`, `hub.grants`), which are for sockets that other hosts can reach.
-
-Runtime directory of one process: private to the user; a later process removes it if its owner died.
-
-In: nothing. Out: a directory for the sockets of a member's server and of a data port.
-Not here: the files of this host's hub (`hub.local_hub`).
+In: a socket or an address. Out: the process and user at the other end, as the kernel recorded them at `connect`.
+Not here: tokens and grants (`hub.auth`, `hub.grants`), which are for sockets that other hosts can reach; the files of
+this host's hub (`hub.local_hub`).
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import time
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")
+"""`struct ucred` of Linux: process id, user id, group id. Source: unix(7)."""
 _RETRY_S = 0.005
 """Pause between two attempts to connect to a socket whose backlog is full; the listener accepts within microseconds."""
 
@@ -67,6 +64,7 @@ def connect_unix(address: str, timeout_s: float) -> socket.socket:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"cannot connect to {address!r}: its backlog stayed full") from None
                 time.sleep(_RETRY_S)
+        # A path in a shared directory, or an abstract name, can be taken by any user while its owner is away.
         if not is_same_user(sock):
             message = f"user {peer_uid(sock)} listens at this socket, not user {os.geteuid()}"
             raise PermissionError(errno.EPERM, message, address)
@@ -78,6 +76,7 @@ def connect_unix(address: str, timeout_s: float) -> socket.socket:
 
 _PREFIX = "penstock-member-"
 _LOCK = "alive"
+"""Name of the locked file in each directory."""
 
 
 class RuntimeDir:
@@ -108,6 +107,7 @@ def _sweep(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*"):
         # An OSError: the directory has no lock file yet (it is being made), belongs to another user, or is in use.
         with contextlib.suppress(OSError):
+            # Any user can put a directory of this name into /tmp, with a link to a file of ours in it.
             fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 if os.fstat(fd).st_uid == os.getuid():

@@ -211,6 +211,7 @@ class PeerServer:
             self._draining.add(key)
         self.hide(key)
         deadline = time.monotonic() + wait_s
+        # Polled: a lease whose reader is gone ends by the clock alone, which wakes nobody.
         while (left := self.num_readers(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
@@ -264,7 +265,9 @@ class PeerServer:
                 return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
             for lease, leased in same_key:
                 if leased.reader == request.member:
-                    self._end(lease)  # the reader restarted or reconnected; it needs no second place
+                    # The reader restarted or reconnected; it needs no second place.
+                    self._end(lease)
+            # Random: this name is all that authorises the requests that follow.
             new_lease = secrets.token_hex(16)
             self._leases[new_lease] = _Leased(request.member, weights, request.attach)
             weights.num_readers = len(readers) + (not request.attach)
@@ -291,7 +294,8 @@ class PeerServer:
         # Without the lock: descriptors of many regions take a while.
         holding_map = weights.map(lease)
         with self._lock:
-            if lease not in self._leases:  # it ended meanwhile, before these descriptors existed: revoke them now
+            if lease not in self._leases:
+                # It ended meanwhile, before these descriptors existed: revoke them now.
                 weights.take_back(lease)
         return holding_map
 
@@ -342,12 +346,14 @@ class PeerServer:
             _send(exchange, HTTPStatus.GONE, _fault(error))
         except (FormatError, msgspec.DecodeError) as error:
             _send_malformed(exchange, error)
-        except PenstockError as error:  # before ValueError, which ConfigError is too
+        except PenstockError as error:
+            # Before ValueError, which ConfigError is too.
             _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, _fault(error))
         except ValueError as error:
             _send_malformed(exchange, error)
         else:
             if isinstance(value, Fault):
+                # Not an error of either side: the reader asks again, or asks another member.
                 _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
             else:
                 _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
@@ -394,7 +400,9 @@ class PeerServer:
             after, wait_ms = (int(query.get(parameter, ["0"])[0]) for parameter in ("after", "wait_ms"))
             if after < 0 or wait_ms < 0:
                 raise FormatError("after and wait_ms are not negative")
+            # Bounded, because the wait occupies a thread.
             reply = self.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
+            # The share is computed after the wait: readers come and go meanwhile.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such thing here")
 
@@ -414,6 +422,7 @@ def check_version(body: bytes) -> None:
     Raises:
         VersionRefused: another major version. msgspec.DecodeError: it is malformed.
     """
+    # This field alone: another release may send others that do not decode, and must be refused for its version instead.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol, "the reader", "this member"):
         raise VersionRefused(fault)
