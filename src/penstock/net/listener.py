@@ -150,12 +150,18 @@ class GuardedListener(socket.socket):
         return connection
 
     def _drop_one(self) -> None:
-        os.close(self._spare)
+        self._close_spare()
         with contextlib.suppress(OSError):
             descriptor, _ = self._accept()  # type: ignore[attr-defined]
             os.close(descriptor)
+        # Another thread may take the descriptor first; the next shortage then has no spare one, and only gets it back.
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _close_spare(self) -> None:
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
 
     def connection_of(self, descriptor: int) -> Connection:
         """Return the admission's record of an open, accepted socket, by its file descriptor."""
@@ -165,8 +171,7 @@ class GuardedListener(socket.socket):
         """Stop listening. Idempotent."""
         if self.fileno() >= 0:
             super().close()
-            with contextlib.suppress(OSError):
-                os.close(self._spare)
+            self._close_spare()
 
 
 Serve = Callable[[socket.socket, Connection, str], None]

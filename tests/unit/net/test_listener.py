@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -11,8 +12,10 @@ import sys
 import threading
 import time
 
+import pytest
+
 from penstock.net.admission import Admission, ConnectionLimits
-from penstock.net.listener import ThreadedListener
+from penstock.net.listener import GuardedListener, ThreadedListener
 
 NUM_DESCRIPTORS = 64
 LISTENER = f"""
@@ -77,6 +80,26 @@ def test_a_listener_without_descriptors_serves_members_and_does_not_spin() -> No
     assert 0 < said["num_open"] < NUM_DESCRIPTORS
     assert said["cpu_s"] < 5.0, said  # importing is most of it
     assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
+
+
+def test_a_spare_descriptor_that_was_lost_is_not_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = GuardedListener(socket.create_server(("127.0.0.1", 0)), Admission(ConnectionLimits(), name="test"))
+    real_open = os.open
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    monkeypatch.setattr(os, "open", refuse)
+    spare = listener._spare
+    listener._drop_one()
+    monkeypatch.setattr(os, "open", real_open)
+    other = os.open(os.devnull, os.O_RDONLY)
+    try:
+        assert other == spare  # the number is in use again
+        listener.close()
+        os.fstat(other)
+    finally:
+        os.close(other)
 
 
 def test_the_thread_of_a_closed_listener_ends_though_its_descriptor_is_used_again() -> None:
