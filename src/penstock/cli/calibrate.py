@@ -1,4 +1,4 @@
-"""What `penstock doctor --calibrate` measures: the rates of a sync's and a fetch's stages on this machine.
+"""Measurement of the rates that a simulation needs, stage by stage of a sync and a fetch, on this machine.
 
 In: nothing. Out: `Rates`, for `penstock simulate --rates`. A few seconds; memory of half a GiB, host or device.
 Not here: links between GPUs and hosts, which a cluster's description says (`plan.cluster`).
@@ -23,16 +23,18 @@ from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB, MIB
 
 _BYTES = 128 * MIB
+# The quickest of several runs: other processes of the machine only ever make a run slower.
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096
+# The rates of copies between two devices of one host.
 _NEAR = ("slab_s", "near_post_s", "copy_s", "gap_s", "gather_s", "gather_gb_per_s", "worker_gb_per_s")
 
 Timed = Callable[[], object]
 
 
 def calibrate() -> Rates:
-    """Measure on the first CUDA device, where there is one, else on the CPU; asking is measured over loopback."""
+    """Measure on the first CUDA device if there is one, else on the CPU; requests are measured over loopback."""
     on_device = False
     if importable("torch"):
         import torch
@@ -55,7 +57,7 @@ def calibrate() -> Rates:
         source.append(("quantise_gb_per_s", "assumed: torch is not installed; as fast as a copy"))
     else:
         source.append(("quantise_gb_per_s", f"{where}, fp8-block128"))
-    # Between two devices, or of several processes: one is too few to measure them.
+    # One process with one device cannot measure these: they are of two devices, or of several processes.
     near = {name: getattr(H200_RATES, name) if on_device else 0.0 for name in _NEAR}
     source += [(name, "assumed: as of two H200" if on_device else "assumed: nothing") for name in near]
     return Rates(
@@ -119,7 +121,7 @@ def _device_stages() -> dict[str, float]:
 
 
 def _quantise(on_device: bool) -> float | None:
-    """GB/s of BF16 that the transform reads; None without torch."""
+    """Return the GB/s of BF16 that the transform reads; None without torch."""
     if not importable("torch"):
         return None
     import torch
@@ -144,7 +146,7 @@ def _quantise(on_device: bool) -> float | None:
 
 
 def _posting() -> tuple[float, float, float]:
-    """Return what a read costs beside its bytes, what a further long run, and what a short one."""
+    """Return the seconds of a read apart from its bytes, of each further long run, and of each further short run."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory
@@ -159,17 +161,19 @@ def _posting() -> tuple[float, float, float]:
         transport.wait(transport.post_read(ends[1], ends[0].descriptor, segments), stall_s=60.0)
 
     try:
+        # Runs that cost next to no copying, then runs whose bytes are subtracted by copying them as one run.
         one_s = _best_s(lambda: read(1, _SHORT_BYTES))
         short_s = (_best_s(lambda: read(_RUNS, _SHORT_BYTES)) - one_s) / (_RUNS - 1)
         joined_s = _best_s(lambda: read(1, room))
         long_s = (_best_s(lambda: read(_RUNS, SHORT_RUN_BYTES)) - joined_s) / (_RUNS - 1)
     finally:
         transport.close()
+    # The difference of two measured times may come out below zero, and a long run costs no less than a short one.
     return one_s, max(long_s, short_s), short_s
 
 
 def _answer() -> float:
-    """Return the seconds that a small request over a kept connection takes."""
+    """Return the seconds of a small request over a connection that is open already."""
     with _answering() as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
 
@@ -183,12 +187,16 @@ def _answer() -> float:
             connection.close()
 
 
-class _Answers(http.server.BaseHTTPRequestHandler):
+class _Echo(http.server.BaseHTTPRequestHandler):
+    """A handler that answers a request with its own body."""
+
+    # HTTP/1.0 would close the connection after each answer. Nagle's algorithm would hold back the body, which is
+    # written after the headers.
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """Answer with as many bytes."""
+        """Answer with the body of the request."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -196,13 +204,13 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Write no log: the default goes to stderr, a line for each of the requests."""
 
 
 @contextmanager
 def _answering() -> Iterator[int]:
-    """The port of a server of this process that answers."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+    """Serve requests in a thread of this process, and yield the port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="penstock-answers", daemon=True)
         thread.start()
         try:

@@ -1,12 +1,9 @@
-"""`penstock inspect`: what a weight set holds, read from its headers alone.
+"""`penstock inspect`, `penstock manifest` and `penstock verify`: commands about a weight set in storage.
 
-In: a URI. Out: files, dtypes, tensors on stdout. No torch, no body is read.
-Not here: the reading (`api.inspect`), checking the bodies (`manifest`).
+In: a URI, keys as PEM files. Out: files, dtypes and tensors, what was written, or the verdict, on stdout.
+Not here: the work (`loader.verify`).
 
-`penstock manifest` and `penstock verify`: writing the digests of a weight set, and holding it to them.
-
-In: a URI, keys as PEM files. Out: what was written, or the verdict, on stdout.
-Not here: the work (`loader.manifest`, `loader.verify`).
+`inspect` reads headers only and needs no torch; `manifest` and `verify` read every body.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from penstock.cli.terminal import (
     FormatOption,
     Uri,
     bytes_text,
-    given,
+    option,
     write_columns,
     write_fields,
     write_json,
@@ -31,7 +28,6 @@ from penstock.cli.terminal import (
 
 if TYPE_CHECKING:
     from penstock.types import Manifest
-
 
 _SHOWN = 40
 
@@ -44,17 +40,17 @@ def inspect(
     """List files, dtypes, sizes and tensors of a weight set."""
     from penstock import api
 
-    found = api.inspect(uri)
-    manifest = found.manifest
+    report = api.inspect(uri)
+    manifest = report.manifest
     per_file = tensors_per_file(manifest)
     if format is Format.json:
         write_json(
             {
-                "uri": found.uri,
-                "num_tensors": found.num_tensors,
-                "nbytes": found.nbytes,
-                "dtypes": found.dtypes,
-                "not_loadable": list(found.not_loadable),
+                "uri": report.uri,
+                "num_tensors": report.num_tensors,
+                "nbytes": report.nbytes,
+                "dtypes": report.dtypes,
+                "not_loadable": list(report.not_loadable),
                 "revision": manifest.revision,
                 "digests": manifest.leaves is not None,
                 "files": [
@@ -72,16 +68,16 @@ def inspect(
         return
     write_fields(
         {
-            "uri": found.uri,
-            "tensors": found.num_tensors,
-            "bytes": f"{bytes_text(found.nbytes)} ({found.nbytes})",
+            "uri": report.uri,
+            "tensors": report.num_tensors,
+            "bytes": f"{bytes_text(report.nbytes)} ({report.nbytes})",
             "revision": manifest.revision,
             "digests": "yes" if manifest.leaves is not None else "no (penstock manifest writes them)",
         }
     )
-    if found.not_loadable:
-        write_lines(f"torch has no dtype for {len(found.not_loadable)} of the tensors: load refuses them")
-    dtypes = sorted(found.dtypes.items(), key=lambda item: -item[1])
+    if report.not_loadable:
+        write_lines(f"torch has no dtype for {len(report.not_loadable)} of the tensors: load refuses them")
+    dtypes = sorted(report.dtypes.items(), key=lambda item: -item[1])
     write_lines("")
     write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
     write_lines("")
@@ -99,7 +95,7 @@ def inspect(
 
 
 def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:
-    """One tensor as plain values."""
+    """Return a tensor of a manifest as plain values."""
     table = manifest.tensors
     return {
         "name": table.names[row],
@@ -112,7 +108,7 @@ def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:
 
 
 def tensors_per_file(manifest: Manifest) -> list[int]:
-    """Number of tensors in each of the manifest's files."""
+    """Return the number of tensors in each of the manifest's files."""
     counts = [0] * len(manifest.files)
     for file in manifest.tensors.file_index.tolist():
         counts[file] += 1
@@ -121,8 +117,8 @@ def tensors_per_file(manifest: Manifest) -> list[int]:
 
 def manifest(
     uri: Uri,
-    sign: Annotated[Path | None, given("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
-    out: Annotated[str | None, given("--out", "URI", "Where to write; default: beside the weights.")] = None,
+    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
+    out: Annotated[str | None, option("--out", "URI", "Where to write; default: beside the weights.")] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Read every body once and write the manifest with its digests, so that every later load is verified."""
@@ -146,10 +142,12 @@ def manifest(
 
 def verify(
     uri: Uri,
-    public_key: Annotated[Path | None, given("--public-key", "KEY", "Ed25519 public key (PEM) to ask for.")] = None,
+    public_key: Annotated[
+        Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM); require its signature.")
+    ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Read every body and hold it to the manifest's digests, and the manifest to its signature."""
+    """Read every body and compare it with the manifest's digests; check the manifest's signature."""
     from penstock import api
 
     verdict = api.verify(uri, public_key=public_key)
@@ -166,4 +164,5 @@ def verify(
             }
         )
     if not verdict.verified:
+        # The exit code of a failure with an intact destination (`main.FAILED`): a script can tell it from success.
         raise typer.Exit(3)

@@ -1,8 +1,9 @@
-"""`penstock convert`: any checkpoint to any other, out of core, resumable.
+"""`penstock convert`: convert checkpoints out of core, into files or into a keeper.
 
-In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan. Into a
-keeper: then it keeps, until SIGTERM.
+In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
 Not here: the conversion (`api.convert`).
+
+With a destination `keeper:MODEL` this process keeps the result after the report, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from penstock.cli.terminal import (
     Verify,
     bytes_text,
     connection_of,
-    given,
     keep_stdout,
     note,
+    option,
     write_columns,
     write_fields,
     write_json,
@@ -47,12 +48,17 @@ if TYPE_CHECKING:
     from penstock.jobs.workers.launch import LocalLauncher
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
-Workers = Annotated[int | None, typer.Option("--workers", help="How many.", show_default=False)]
-WorkerBytes = Annotated[str | None, given("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Number of worker processes.", show_default=False)]
+WorkerBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
 ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
 Scratch = Annotated[
     Path | None,
-    typer.Option("--scratch", metavar="DIR", help="Where files grow that go to an object store.", show_default=False),
+    typer.Option(
+        "--scratch",
+        metavar="DIR",
+        help="Local directory for files on their way to an object store.",
+        show_default=False,
+    ),
 ]
 Trace = Annotated[
     Path | None,
@@ -67,7 +73,9 @@ Ray = Annotated[
 def convert(
     places: Annotated[
         list[str],
-        typer.Argument(metavar="SRC... DST", help="What is read, and where the result appears; or keeper:MODEL."),
+        typer.Argument(
+            metavar="SRC... DST", help="Sources, and the destination: a directory, an object store, or keeper:MODEL."
+        ),
     ],
     to: To = None,
     op: Operations = None,
@@ -87,7 +95,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Convert checkpoints out of core: formats, shards, merges, your own functions. Goes on where it was ended.
+    """Convert checkpoints out of core: formats, shards, merges, your own functions. Resumes if interrupted.
 
     Operations and their words: docs/convert.md, or `penstock convert . . --op help`. Formats: docs/transforms.md.
     """
@@ -95,6 +103,7 @@ def convert(
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
+    # Refused, not ignored: whoever gives them expects that the result is offered to a fleet.
     if (hub, token_file, listen) != (None, None, None) and not places[-1].startswith("keeper:"):
         message = f"--hub, --token-file and --listen are for a destination keeper:MODEL, not for {places[-1]!r}"
         raise ConfigError(message, hint="leave them out")
@@ -106,6 +115,7 @@ def convert(
         from penstock.jobs.result import ONE_FILE, SCHEME
         from penstock.jobs.workers.launch import devices_of
 
+        # A keeper has no files: the plan of its memory is that of one file.
         shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
         job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shards)
         where = devices_of(devices.split(","), workers) if ray is None else ()
@@ -115,10 +125,12 @@ def convert(
 
     launcher = None
     if ray is not None:
-        keep_stdout()  # Ray's native code logs there under RAY_LOG_TO_STDERR, from threads of its own
+        # Ray's native code logs to descriptor 1 under RAY_LOG_TO_STDERR, from threads of its own.
+        keep_stdout()
     else:
         launcher = LocalLauncher(devices.split(","), workers)
-        launcher.begin()  # now, for the rest is imported meanwhile
+        # The workers start while this process imports the rest.
+        launcher.begin()
     from penstock.jobs.result import SCHEME
 
     settings = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray, "rates": speeds}
@@ -142,29 +154,34 @@ def convert(
         write_report(run(destination=places[-1]), format)
 
 
-def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **told: Any) -> ConvertReport:
+def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:
     """Run `api.convert` with these `WorkerSettings` and this launcher, and end the launcher."""
     from penstock import api
 
     with launcher or nullcontext():
-        return api.convert(sources, workers=api.WorkerSettings(launcher=launcher, **settings), **told)
+        return api.convert(sources, workers=api.WorkerSettings(launcher=launcher, **settings), **options)
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
-    """Convert into a keeper, which keeps until SIGTERM."""
+    """Convert into a keeper, and keep the result until SIGTERM."""
     from penstock import api
 
     with api.Keeper(connection=connection) as keeper:
         write_report(run(destination=keeper.into(model)), format)
+        # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
-        kept = bytes_text(sum(one.nbytes for one in keeper.models()))
-        note(f"keeping {model}: {kept} on {keeper.device}; SIGTERM or Ctrl-C ends it")
+        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        note(f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it")
         keeper.serve()
 
 
+_EXECUTORS = ("fetch", "place", "compute", "send")
+
+
 def write_report(report: ConvertReport, format: Format) -> None:
-    """The report on stdout."""
+    """Write the report of a conversion to stdout."""
     if format is Format.json:
+        # Properties of the report: `plain` writes fields only.
         derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
         return
@@ -175,8 +192,8 @@ def write_report(report: ConvertReport, format: Format) -> None:
             "tensors": f"{report.num_tensors}, {bytes_text(report.nbytes)}",
             "sources": f"{'verified' if report.verified else 'not verified'}: {report.why}; "
             f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
-            "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} stolen, "
-            f"{report.num_twice} run twice",
+            "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} reassigned, "
+            f"{report.num_twice} duplicated",
             "read": f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches",
             "time": f"{report.wall_s:.2f} s, of them {report.start_s:.2f} to start and {report.end_s:.2f} to end; "
             f"{report.gb_per_s:.2f} GB/s read",
@@ -187,25 +204,30 @@ def write_report(report: ConvertReport, format: Format) -> None:
         }
     )
     for path in report.left_out:
-        note(f"left out {path}: it is not of the weight set beside it")
+        note(f"left out {path}: it does not belong to the weight set in the same directory")
     rows = [
-        [one.worker, one.device, one.num_tasks, *(f"{one.busy_s.get(name, 0.0):.2f}" for name in _EXECUTORS), one.end]
-        for one in report.workers
+        [
+            worker.worker,
+            worker.device,
+            worker.num_tasks,
+            *(f"{worker.busy_s.get(name, 0.0):.2f}" for name in _EXECUTORS),
+            worker.end,
+        ]
+        for worker in report.workers
     ]
     write_columns(["worker", "device", "tasks", *(f"{name} s" for name in _EXECUTORS), "end"], rows)
 
 
 def _moving(report: ConvertReport) -> str:
+    """Return the predicted and the measured time of the transfer as text."""
     if report.predicted_s is None or report.off_by is None:
         return f"took {report.moving_s:.2f} s, not predicted: {report.predicted_by}"
     off = f"{abs(report.off_by):.0%} {'over' if report.off_by >= 0 else 'under'}".replace("%", " %")
     return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), by {report.predicted_by}"
 
 
-_EXECUTORS = ("fetch", "place", "compute", "send")
-
-
 def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
+    """Write the plan of a conversion to stdout."""
     seconds, by = predicted
     facts: dict[str, int | str] = {
         "operation": job.operation.name,

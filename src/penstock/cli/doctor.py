@@ -1,4 +1,4 @@
-"""`penstock doctor`: what this machine has, how fast its links are, what is installed, what is set.
+"""`penstock doctor`: report devices, measured rates, installed engines and environment variables of this machine.
 
 In: nothing, or a path whose disk is measured. Out: facts on stdout; each measurement takes about a second at most.
 Not here: a weight set (`inspect`), a loader's speed (`bench load`).
@@ -18,8 +18,8 @@ from penstock.cli.terminal import (
     Format,
     FormatOption,
     bytes_text,
-    given,
     importable,
+    option,
     package_version,
     write_columns,
     write_fields,
@@ -37,6 +37,7 @@ _ECOSYSTEMS = {
     "RUNAI_STREAMER_": "penstock.compat.runai_streamer",
 }
 
+# More than the processor's caches hold: the rate is that of memory.
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
 _READ_S = 1.0
@@ -45,7 +46,7 @@ _READ_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One line of the report: what, what was found, and why it is so."""
+    """A line of the report: a name, its value, and the reason for the value."""
 
     name: str
     value: str
@@ -54,7 +55,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """One measured rate, in decimal GB/s; None where it could not be measured, and why."""
+    """A measured rate in decimal GB/s; None and the reason where it could not be measured."""
 
     name: str
     gb_per_s: float | None
@@ -62,10 +63,10 @@ class Limit:
 
 
 def doctor(
-    path: Annotated[Path | None, given("--path", "FILE", "A large file on the disk to measure.")] = None,
+    path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk to measure.")] = None,
     calibrate: Annotated[
         Path | None,
-        given("--calibrate", "FILE", "Measure instead the stages that a simulation needs; write their rates."),
+        option("--calibrate", "FILE", "Measure instead the stages that a simulation needs; write their rates."),
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
@@ -107,46 +108,47 @@ def _calibrate(path: Path, format: Format) -> None:
     if format is Format.json:
         write_json({name: getattr(rates, name) for name in rates.__struct_fields__})
         return
-    said = dict(rates.source)
-    shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in said}
-    write_fields({name: f"{value:.6g}  {said[name]}" for name, value in shown.items()})
+    source = dict(rates.source)
+    shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in source}
+    write_fields({name: f"{value:.6g}  {source[name]}" for name, value in shown.items()})
 
 
 def find_devices() -> list[Fact]:
-    """CPU cores, memory, and every CUDA device with the memory it has."""
+    """Return the CPU cores, the memory, and every CUDA device with its memory."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A container may use fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [
+    facts = [
         Fact(name="cpu", value=f"{cores} cores usable of {os.cpu_count()}"),
         Fact(name="memory", value=bytes_text(pages)),
     ]
     if not importable("torch"):
-        return [*found, Fact(name="cuda", value="no", why="torch is not installed: pip install 'penstock[torch]'")]
+        return [*facts, Fact(name="cuda", value="no", why="torch is not installed: pip install 'penstock[torch]'")]
     import torch
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch is a CPU build" if built is None else f"torch is built for CUDA {built} but finds no device"
-        return [*found, Fact(name="cuda", value="no", why=why)]
+        return [*facts, Fact(name="cuda", value="no", why=why)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         value = f"{properties.name}, {bytes_text(total)}, {bytes_text(free)} free"
-        found.append(Fact(name=f"cuda:{index}", value=value))
+        facts.append(Fact(name=f"cuda:{index}", value=value))
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     if pairs:
         peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        found.append(Fact(name="peer access", value=f"{peers} of {len(pairs)} ordered pairs of devices"))
-    return found
+        facts.append(Fact(name="peer access", value=f"{peers} of {len(pairs)} ordered pairs of devices"))
+    return facts
 
 
 def find_engines() -> list[Fact]:
-    """Return what each way of moving or checking bytes needs, and whether it is here."""
+    """Return the kernel features and packages by which bytes are moved or checked, and whether they are here."""
     kernel = os.uname().release
     direct = "yes" if hasattr(os, "O_DIRECT") else "no"
     nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"
-    found = [
+    facts = [
         Fact(name="direct I/O", value=direct, why="probed for each file system when a file is opened"),
         Fact(name="RWF_NOWAIT", value=nowait, why=f"kernel {kernel}"),
     ]
@@ -161,18 +163,19 @@ def find_engines() -> list[Fact]:
     }
     for name, (module, what) in needs.items():
         version = package_version(name)
-        found.append(Fact(name=name, value=version or ("yes" if importable(module) else "not installed"), why=what))
-    return found
+        facts.append(Fact(name=name, value=version or ("yes" if importable(module) else "not installed"), why=what))
+    return facts
 
 
 def find_variables() -> list[tuple[str, str | None, str]]:
-    """Penstock's variables with their values; the names of other ecosystems' that are set."""
+    """Return Penstock's variables with their values, and the names of other ecosystems' variables that are set."""
+    # Names only: values of these may be credentials.
     others = [(name, "(set)", what) for prefix, what in _ECOSYSTEMS.items() for name in sorted(ecosystem(prefix))]
     return [*environment(), *others]
 
 
 def measure_limits(path: Path | None) -> list[Limit]:
-    """Host copy, disk reads of `path` (warm and direct) when given, host to device for every CUDA device."""
+    """Measure a host copy, reads of `path` where one is given, and copies from host to every CUDA device."""
     limits = [_host_copy(), *_disk(path)]
     if not importable("torch"):
         return limits
@@ -183,7 +186,7 @@ def measure_limits(path: Path | None) -> list[Limit]:
 
 
 def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
-    """GB/s of the best of some runs of `work`, which returns the bytes it moved."""
+    """Return the GB/s of the best of some runs of `work`, which returns the bytes it moved."""
     best = 0.0
     for _ in range(repeat):
         begin = time.perf_counter()
@@ -195,6 +198,7 @@ def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
 def _host_copy() -> Limit:
     import numpy as np
 
+    # Written, not zeros: pages never written to are all the same zero page, which is copied from the cache.
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
 
@@ -213,7 +217,7 @@ def _disk(path: Path | None) -> list[Limit]:
 
 
 def _read(path: Path, how: str, flags: int) -> Limit:
-    """Read `path` from its start for a second at most, by one thread, into one page-aligned buffer."""
+    """Measure reads of `path` from its start, for a second at most, by one thread."""
     name = f"disk read, {how}, one thread"
     if how == "direct" and not flags:
         return Limit(name=name, gb_per_s=None, why="this system has no direct I/O")
@@ -221,12 +225,15 @@ def _read(path: Path, how: str, flags: int) -> Limit:
         file = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
         return Limit(name=name, gb_per_s=None, why=f"{path}: {error.strerror}")
+    # A mapping is aligned to pages, as direct I/O requires.
     buffer = memoryview(mmap.mmap(-1, _READ_CHUNK_BYTES))
     try:
-        offset, begin = 0, time.perf_counter()
+        offset = 0
+        begin = time.perf_counter()
         while offset < 4 * GIB and time.perf_counter() - begin < _READ_S:
             nbytes = os.preadv(file, [buffer], offset)
             offset += nbytes
+            # The end of the file: a direct read after it would not be aligned.
             if nbytes < _READ_CHUNK_BYTES:
                 break
         wall_s = time.perf_counter() - begin

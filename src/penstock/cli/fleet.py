@@ -1,15 +1,7 @@
-"""`penstock status` and `penstock why`: who holds what, and why who takes a model from whom.
+"""`penstock status`, `why`, `keep` and `pull`: commands of a process that uses a fleet.
 
-In: the hub's answers. Out: columns or JSON on stdout. Not here: the answers (`hub.directory`).
-
-`penstock keep`: holds models for the engines of this host until it is told to stop.
-
-In: URIs. Out: a report of each on stdout once all are kept; then nothing until SIGTERM or SIGINT.
-Not here: keeping (`keeper.keeper`).
-
-`penstock pull`: a model from the fleet into a directory, or onto a device to see by which path and how fast.
-
-In: a model's name. Out: the report on stdout. Not here: fetching and writing (`fetch.pull`).
+In: a model's name, or URIs for `keep`. Out: the hub's answers, or reports, on stdout.
+Not here: the answers (`hub.directory`), keeping (`keeper.keeper`), fetching and writing (`fetch.pull`).
 """
 
 from __future__ import annotations
@@ -32,8 +24,8 @@ from penstock.cli.terminal import (
     TokenFile,
     bytes_text,
     connection_of,
-    given,
     note,
+    option,
     write_columns,
     write_json,
     write_lines,
@@ -44,7 +36,6 @@ from penstock.report import plain
 if TYPE_CHECKING:
     from penstock import api
     from penstock.hub.messages import HoldingState, MemberStatus, Status
-
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
 _HEADER = [
@@ -68,17 +59,19 @@ _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "by
 
 def status(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Only members that have or get it.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="Only members that have it or fetch it.", show_default=False)
     ] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
     watch: Annotated[
         float | None,
-        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Again and again, until ^C.", show_default=False),
+        typer.Option(
+            "--watch", metavar="SECONDS", min=0.1, help="Repeat at this interval until Ctrl-C.", show_default=False
+        ),
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Members of the fleet, what they hold, how far they are, and where their bytes come from."""
+    """List the members of the fleet: their models, their progress, and the sources of their bytes."""
     from penstock import api
 
     connection = connection_of(hub, token_file)
@@ -98,26 +91,29 @@ def status(
                 write_lines("")
 
 
-def _show(found: Status, model: str | None, format: Format) -> None:
+def _show(fleet: Status, model: str | None, format: Format) -> None:
     if format is Format.json:
         import msgspec
 
-        write_json(msgspec.to_builtins(found))
+        write_json(msgspec.to_builtins(fleet))
         return
-    if not found.members:
+    if not fleet.members:
         write_lines("no members" if model is None else f"no member has or wants {model}")
         return
-    held = [row for member in found.members for row in _rows(member, model)]
-    syncs = [row for member in found.members for row in _sync_rows(member)]
-    for number, (header, rows) in enumerate(((_HEADER, held), (_SYNC_HEADER, syncs))):
-        if rows:
-            write_lines(*[""] * (number > 0 and bool(held)))
-            write_columns(header, rows)
+    weights = [row for member in fleet.members for row in _rows(member, model)]
+    syncs = [row for member in fleet.members for row in _sync_rows(member)]
+    if weights:
+        write_columns(_HEADER, weights)
+    if weights and syncs:
+        write_lines("")
+    if syncs:
+        write_columns(_SYNC_HEADER, syncs)
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     """Return one row for each set of weights; a member without weights or syncs has a row too."""
     who = _who(member)
+    # Seconds since the last beat: a value near the hub's TTL is a member about to be forgotten.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
     for holding in member.holdings:
@@ -129,7 +125,8 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
 
 
 def _who(member: MemberStatus) -> str:
-    return f"{member.member[:8]} {member.name}"  # as paths and `why` name it
+    # As paths and `why` name it, so that a reader can find it there.
+    return f"{member.member[:8]} {member.name}"
 
 
 def _sync_rows(member: MemberStatus) -> list[list[object]]:
@@ -158,7 +155,8 @@ def _cells(holding: HoldingState) -> list[object]:
     return [
         holding.identity.model,
         holding.key[:8],
-        holding.revision[:19],  # as reports show it; `--revision` takes it
+        # As reports show it: long enough for `--revision`.
+        holding.revision[:19],
         holding.state,
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
@@ -172,42 +170,44 @@ def _cells(holding: HoldingState) -> list[object]:
 
 def why(
     model: Model,
-    member: Annotated[str | None, given("--member", "ID", "Only of this member.")] = None,
+    member: Annotated[str | None, option("--member", "ID", "Only the reasons of this member.")] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Why who takes a model from whom, and what keeps the others apart: identities, states, complaints."""
+    """Explain from which members a model is read and why not from others: identities, states, complaints."""
     import msgspec
 
     from penstock import api
 
-    found = api.why(model, member=member, connection=connection_of(hub, token_file))
+    answer = api.why(model, member=member, connection=connection_of(hub, token_file))
     if format is Format.json:
-        write_json(msgspec.to_builtins(found))
+        write_json(msgspec.to_builtins(answer))
     else:
-        write_lines(*found.lines)
+        write_lines(*answer.lines)
 
 
 def keep(
     uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")],
     model: Annotated[
-        list[str] | None, given("--model", "NAME", "What engines call it; one a URI. Default: its last part.")
+        list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: its last part.")
     ] = None,
     device: Device = "cpu",
     hub: Hub = None,
     listen: Listen = None,
     token_file: TokenFile = None,
     memory_bytes: Annotated[
-        str | None, given("--memory-bytes", "BYTES", "Bound of all models on the device: 40G.")
+        str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device: 40G.")
     ] = None,
     host_bytes: Annotated[
-        str | None, given("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
+        str | None, option("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
     ] = None,
-    disk: Annotated[str | None, given("--disk", "DIR", "Where idle models go then, on a local disk.")] = None,
-    disk_bytes: Annotated[str | None, given("--disk-bytes", "BYTES", "Bound of --disk.")] = None,
+    disk: Annotated[
+        str | None, option("--disk", "DIR", "Local directory for idle models that no memory holds.")
+    ] = None,
+    disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0.0, help="How long the end waits for engines and readers.")
+        float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
     ] = 30.0,
     format: FormatOption = Format.human,
 ) -> None:
@@ -220,6 +220,7 @@ def keep(
         raise ConfigError(
             f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
         )
+    # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
     for uri in uris:
         look(uri)
     with api.Keeper(
@@ -235,52 +236,56 @@ def keep(
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
             write_lines(*(report.summary() for report in reports))
+        # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
-        kept = bytes_text(sum(one.nbytes for one in keeper.models()))
-        note(f"keeping {', '.join(names)}: {kept} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it")
+        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        note(f"keeping {', '.join(names)}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it")
         keeper.serve(drain_s=drain_s)
 
 
 def _rest(keeper: api.Keeper) -> str:
-    """Models that are elsewhere, in words."""
+    """Return the models that are not in the first tier, as text."""
     first = next(iter(keeper.stats().tiers))
-    away = [f"{one.model} in {one.tier}" for one in keeper.models() if one.tier != first]
+    away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]
     return f" ({', '.join(away)})" if away else ""
 
 
 def model_name(uri: str) -> str:
-    """Return what a weight set is called where nobody says: the last part of its path. ConfigError for a glob."""
+    """Return the default name of a weight set: the last part of its path. ConfigError for a glob."""
     last = PurePosixPath(urlsplit(uri).path or uri).name
     for ending in (".index.json", ".safetensors"):
         last = last.removesuffix(ending)
     if not last or any(letter in last for letter in "*?["):
-        raise ConfigError(f"{uri!r} does not say what the model is called", hint="give --model NAME")
+        raise ConfigError(f"{uri!r} gives the model no name", hint="give --model NAME")
     return last
 
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.")],
-    to: Annotated[Path | None, given("--to", "DIR", "Write it here, with index and manifest.")] = None,
+    to: Annotated[Path | None, option("--to", "DIR", "Write it to this directory, with index and manifest.")] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1 and let it go.", show_default=False),
+        typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1, and release it.", show_default=False),
     ] = None,
-    fallback: Annotated[str | None, given("--fallback", "URI", "Where storage has what no member has.")] = None,
+    fallback: Annotated[str | None, option("--fallback", "URI", "Storage to read what no member has.")] = None,
     revision: Annotated[
-        str, typer.Option("--revision", help="Only this one, or as it begins.", metavar="REVISION", show_default=False)
+        str,
+        typer.Option(
+            "--revision", help="Only this revision, or one that begins so.", metavar="REVISION", show_default=False
+        ),
     ] = "",
     hub: Hub = None,
     listen: Listen = None,
     token_file: TokenFile = None,
     wait_s: Annotated[
         float | None,
-        typer.Option("--wait-s", min=0.0, help="How long to wait for a first holder.", show_default=False),
+        typer.Option("--wait-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Fetch a model from the fleet and report what came from where, by which path, and how fast."""
+    """Fetch a model from the fleet and report the sources, the paths and the rate."""
     if (to is None) == (device is None):
-        raise ConfigError("say where to: either --to DIR or --device DEVICE")
+        raise ConfigError("no destination, or two", hint="give either --to DIR or --device DEVICE")
     if fallback is not None:
         from penstock.storage.locate import look
 

@@ -1,6 +1,6 @@
-"""`penstock hub`: the directory of a fleet, until it is told to stop.
+"""`penstock hub`: serve the directory of a fleet until SIGTERM or SIGINT.
 
-In: where to listen, who may ask. Out: its URL on stdout once it listens; then nothing until SIGTERM or SIGINT.
+In: the address, tokens and certificates. Out: its URL on stdout once it listens.
 Not here: serving (`hub.server`).
 """
 
@@ -14,33 +14,33 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.terminal import given, note
+from penstock.cli.terminal import note, option
 
 
 def hub(
     listen: Annotated[
-        str | None, given("--listen", "ADDRESS", "host:port or unix:///path; without, a Unix socket of this user.")
+        str | None, option("--listen", "ADDRESS", "host:port or unix:///path; default: a Unix socket of this user.")
     ] = None,
     redis: Annotated[
-        str | None, given("--redis", "URL", "State of several hubs that act as one: redis://host:6379/0.")
+        str | None, option("--redis", "URL", "Redis for several hubs that act as one: redis://host:6379/0.")
     ] = None,
     redis_password_file: Annotated[
-        Path | None, given("--redis-password-file", "FILE", "Password of that Redis: the file's first line.")
+        Path | None, option("--redis-password-file", "FILE", "File whose first line is the password of that Redis.")
     ] = None,
     token_file: Annotated[
-        Path | None, given("--token-file", "FILE", "A token a line, then the patterns of the models it is for.")
+        Path | None, option("--token-file", "FILE", "One token per line, followed by the patterns of its models.")
     ] = None,
-    cert: Annotated[Path | None, given("--cert", "FILE", "PEM certificate: speak TLS.")] = None,
-    key: Annotated[Path | None, given("--key", "FILE", "PEM key of --cert.")] = None,
+    cert: Annotated[Path | None, option("--cert", "FILE", "PEM certificate; the hub serves TLS with it.")] = None,
+    key: Annotated[Path | None, option("--key", "FILE", "PEM key of --cert.")] = None,
     client_ca: Annotated[
-        Path | None, given("--client-ca", "FILE", "Callers show a certificate that it signed.")
+        Path | None, option("--client-ca", "FILE", "Require callers to show a certificate signed by it.")
     ] = None,
-    audit: Annotated[bool, typer.Option("--audit", help="A line on stderr for each grant and refusal.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Write a line to stderr for each grant and refusal.")] = False,
     audit_file: Annotated[
-        Path | None, given("--audit-file", "FILE", "The same lines to a file, begun anew at 64 MiB; 4 are kept.")
+        Path | None, option("--audit-file", "FILE", "Write these lines to a file, rotated at 64 MiB; 4 are kept.")
     ] = None,
 ) -> None:
-    """Serve the directory of a fleet: who holds what, who reads what; never weight bytes."""
+    """Serve the directory of a fleet: members, their models, their readers. Weights never pass through it."""
     from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
 
@@ -59,9 +59,10 @@ def hub(
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
     if not auth.guards:
-        note("penstock hub: nobody is asked who they are, so only processes of this user can reach it")
+        note("penstock hub: without tokens or certificates, only processes of this user can reach it")
 
     def ready(url: str) -> None:
+        # Flushed, so that a script can wait for the line and then start members.
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
 
@@ -71,7 +72,7 @@ def hub(
         store.close()
 
 
-def _redis(option: str | None, password_file: Path | None) -> tuple[str, str | None]:
+def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:
     """Return the URL of Redis, empty for none, and its password where a file holds it.
 
     Raises:
@@ -81,14 +82,14 @@ def _redis(option: str | None, password_file: Path | None) -> tuple[str, str | N
     from penstock.errors import ConfigError
 
     settings = Settings.read()
-    query = "" if option is None else urlsplit(option).query
-    if option is not None and (urlsplit(option).password or "password=" in query):
+    query = "" if url is None else urlsplit(url).query
+    if url is not None and (urlsplit(url).password or "password=" in query):
         raise ConfigError(
-            f"--redis {without_password(option)} was given with its password, which every user of this host can read",
+            f"--redis {without_password(url)} was given with its password, which every user of this host can read",
             hint="put it into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
         )
     password_file = password_file or settings.redis_password_file
-    url = option or settings.redis_url
+    url = url or settings.redis_url
     if password_file is None:
         return url, None
     if not url:
@@ -103,7 +104,7 @@ def _redis(option: str | None, password_file: Path | None) -> tuple[str, str | N
 
 
 def _log(audit: bool, audit_file: Path | None) -> None:
-    """Write warnings to stderr, and the audit's lines where they are asked for.
+    """Write warnings to stderr, and the audit's lines to stderr and to a file as the options say.
 
     Raises:
         ConfigError: the audit's file cannot be written.

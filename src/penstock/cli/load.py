@@ -1,6 +1,6 @@
-"""`penstock load`: moves a weight set into memory of this process, reports how, and lets it go.
+"""`penstock load`: load a weight set into memory of this process, report how that went, and release it.
 
-In: a URI and where to. Out: the report on stdout; with `--dry-run` the plan, its bytes and its predicted seconds.
+In: a URI and a device. Out: the report on stdout; with `--dry-run` the plan, its bytes and its predicted seconds.
 Not here: the loading (`api.load`).
 """
 
@@ -22,17 +22,14 @@ from penstock.cli.terminal import (
     Uri,
     Verify,
     bytes_text,
-    given,
+    option,
     write_fields,
     write_json,
     write_lines,
 )
 from penstock.config import Settings, parse_bytes
 from penstock.report import plain
-from penstock.types import MIB
-
-# What a dry run reads to predict: long enough to see the link, short enough not to matter.
-_SAMPLE_BYTES = 64 * MIB
+from penstock.types import GB, MIB
 
 
 def load(
@@ -41,7 +38,7 @@ def load(
     names: Names = None,
     memory_bytes: MemoryBytes = None,
     verify: Verify = None,
-    trace: Annotated[Path | None, given("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
+    trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
@@ -68,9 +65,13 @@ def load(
         write_lines(weights.report.summary())
 
 
+# The bytes that a dry run reads to predict: long enough to see the link, short enough not to matter.
+_SAMPLE_BYTES = 64 * MIB
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What a load would do. Bytes and seconds; rates in decimal GB/s."""
+    """The plan of a load and its prediction. Bytes and seconds; rates in decimal GB/s."""
 
     uri: str
     num_files: int
@@ -86,7 +87,7 @@ class _Plan:
 
 
 def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Plan:
-    """Plan from the headers, and time a sample of the source to say how long it would take."""
+    """Plan a load from the headers, and predict its time from a sample read of the source."""
     from penstock.plan.schedule import plan_load
     from penstock.storage.weight_set import open_weights
 
@@ -99,13 +100,15 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
             chunk_bytes=min(settings.chunk_bytes, settings.memory_bytes),
         )
         read_bytes = int(plan.read_nbytes.sum())
-        path, rate, largest = "none", 0.0, int(max((file.nbytes for file in files), default=0))
+        path, rate = "none", 0.0
+        # The largest file: the sample must not end with the file.
+        largest = int(max((file.nbytes for file in files), default=0))
         if largest:
             source = weights.sources[[file.nbytes for file in files].index(largest)]
             sample = memoryview(bytearray(min(largest, _SAMPLE_BYTES)))
             begin = time.perf_counter()
             path = source.readv(0, [sample])
-            rate = len(sample) / (time.perf_counter() - begin) / 1e9
+            rate = len(sample) / (time.perf_counter() - begin) / GB
     return _Plan(
         uri=uri,
         num_files=len(files),
@@ -116,7 +119,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
         memory_bytes=settings.memory_bytes,
         sample_path=path,
         sample_gb_per_s=rate,
-        predicted_s=read_bytes / rate / 1e9 if rate else 0.0,
+        predicted_s=read_bytes / rate / GB if rate else 0.0,
         reads=plan.explain(),
     )
 

@@ -1,12 +1,9 @@
-"""The `penstock` command: its commands, and what a failure becomes.
+"""The `penstock` command: its list of commands, and the exit codes of their failures.
 
 In: arguments of the process. Out: an exit code:
-    0 done   2 wrong usage   3 failed, the destination is intact   4 failed, the destination is dirty   130 interrupted
-Not here: the commands (one file each).
-
-`penstock version`: which Penstock, on which Python, with which torch.
-
-In: nothing. Out: versions. Not here: devices and limits (`doctor`).
+    0 done   1 the reader of stdout left   2 wrong usage   3 failed, the destination is intact
+    4 failed, the destination is dirty   130 interrupted
+Not here: the commands (the other files of this folder).
 """
 
 from __future__ import annotations
@@ -19,7 +16,8 @@ from typing import NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-try:  # a process that is interrupted while it imports ends as one that is interrupted later
+# A process that is interrupted while it imports ends like one that is interrupted later: no traceback, the same code.
+try:
     import typer
 
     from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, load, plan, terminal
@@ -75,35 +73,34 @@ app.add_typer(bench.app, name="bench")
 
 
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code of an error: usage, or by whether the destination was touched."""
+    """Return the exit code of an error: wrong usage, or whether the destination was touched."""
     if isinstance(error, ConfigError):
         return USAGE
     return DIRTY if error.mutated else FAILED
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave the process by `SystemExit`, once what was written to stdout is out.
-
-    The one place that holds on to any exception: what is not a `PenstockError` is our own fault, and nothing is known
-    of the destination, so it counts as dirty.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line, flush stdout, and end the process by `SystemExit`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     code = DONE
     try:
-        app(args=given, prog_name="penstock")
+        app(args=words, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
     except PenstockError as error:
         code = exit_code(error)
-        terminal.write_error(error, exit_code=code, as_json=_asks_for_json(given))
+        terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
     except KeyboardInterrupt:
         code = INTERRUPTED
+    # The one place that catches every exception: one that is not a PenstockError is our own fault, and nothing is known
+    # of the destination, so it counts as dirty.
     except Exception as error:  # noqa: BLE001
+        # The OSError may be that of stdout, raised in the middle of a command: writing a byte more tells.
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
             code = _lost_code(lost)
         else:
             traceback.print_exc()
-            terminal.note("penstock: this is a fault of Penstock itself; take the destination as dirty")
+            terminal.note("penstock: this is a bug in Penstock; the destination may be damaged, load it again")
             code = DIRTY
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
@@ -111,11 +108,13 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _lost(more: str = "") -> OSError | None:
-    """Why what was written to stdout, and `more`, cannot be; then the interpreter does not fail at it in its end."""
+    """Write `more` to stdout and flush it; return the error if its reader or its file system does not take it."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
+        # The interpreter flushes stdout once more at its end: to a broken pipe that would print a second error and
+        # change the exit code.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -124,7 +123,7 @@ def _lost(more: str = "") -> OSError | None:
 
 
 def _lost_code(lost: OSError) -> int:
-    """Return the exit code of output that was lost: its reader had enough of it, or it is said why."""
+    """Return the exit code where output was lost: its reader left (`head`), or it cannot be written."""
     if isinstance(lost, BrokenPipeError):
         return CLOSED
     terminal.note(f"penstock: stdout cannot be written: {lost.strerror}")
@@ -132,6 +131,7 @@ def _lost_code(lost: OSError) -> int:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Return whether errors are written as JSON: known even where the arguments do not parse."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return "--format=json" in arguments or ("--format", "json") in pairs
 

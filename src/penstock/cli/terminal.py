@@ -1,14 +1,8 @@
-"""How commands write: one JSON document or plain columns on stdout; errors on stderr.
+"""The terminal of all commands: options that several of them share, and writing of data and errors.
 
-In: plain values, frozen dataclasses. Out: text; decimal units for people (GB = 10^9 bytes), bytes and seconds in JSON.
-Not here: what is written (each command's file).
-
-Look up installed packages without importing them.
-
-The arguments and options that several commands share, so that each is spelt and explained once.
-
-In / Out: `Annotated` types for typer, and the connection settings that `--hub`, `--token-file` and `--listen` make.
-Not here: options of one command alone, which stand in its file.
+In: plain values, frozen dataclasses. Out: one JSON document or plain columns on stdout, errors on stderr; decimal units
+for people (GB = 10^9 bytes), bytes and seconds in JSON.
+Not here: options of one command alone, and the data that it writes (each command's file).
 """
 
 from __future__ import annotations
@@ -31,23 +25,25 @@ from penstock.report import plain
 
 
 def write_json(value: object) -> None:
-    """One indented JSON document on stdout."""
+    """Write one indented JSON document to stdout."""
+    # JSON has no NaN or infinity: without the argument Python would write what no other parser reads.
     sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_lines(*lines: str) -> None:
-    """Lines on stdout."""
+    """Write lines to stdout."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def write_fields(fields: Mapping[str, object]) -> None:
-    """`name  value`, one a line, values aligned."""
+    """Write names and values to stdout, one pair per line, values aligned."""
     width = max((len(name) for name in fields), default=0)
     write_lines(*(f"{name:<{width}}  {value}".rstrip() for name, value in fields.items()))
 
 
 def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns two spaces apart, never cut, so that they can be piped; numbers to the right."""
+    """Write columns to stdout, two spaces apart, numbers to the right."""
+    # Never cut to the terminal's width: the output may be piped.
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
@@ -60,7 +56,7 @@ def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 
 def bytes_text(nbytes: float) -> str:
-    """`2.14 GB`, `512 B`: decimal units."""
+    """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -69,14 +65,13 @@ def bytes_text(nbytes: float) -> str:
 
 
 def keep_stdout() -> None:
-    """Keep stdout for what commands write: everything else in this process that writes to descriptor 1 goes to stderr.
-
-    Redirecting `sys.stdout` is not enough for that: native libraries write to the descriptor.
-    """
+    """Send everything that this process writes to descriptor 1 to stderr, except the output of commands."""
     stdout = sys.__stdout__
+    # A caller has replaced sys.stdout (a test, a notebook): output written there does not reach descriptor 1.
     if stdout is None or sys.stdout is not stdout:
-        return  # a caller has replaced it: what is written there does not reach descriptor 1
+        return
     stdout.flush()
+    # The descriptor, not only `sys.stdout`: native libraries write to the descriptor.
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
@@ -85,12 +80,12 @@ def keep_stdout() -> None:
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
+    """Write a remark to stderr."""
     sys.stderr.write(f"{text}\n")
 
 
 def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
-    """The error on stderr: what, where, whose fault, what it did to the destination, what to do."""
+    """Write an error to stderr: the failure, its place, its cause, the state of the destination, and a hint."""
     if as_json:
         facts = {
             "error": type(error).__name__,
@@ -129,13 +124,13 @@ def importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def given(name: str, metavar: str, help: str) -> Any:
-    """Return an option without a default that is worth showing."""
+def option(name: str, metavar: str, help: str) -> Any:
+    """Return an option whose default is not shown, because it is None."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
 
 
 class Format(enum.StrEnum):
-    """How data is written to stdout."""
+    """A form of the data on stdout."""
 
     human = "human"
     json = "json"
@@ -149,38 +144,41 @@ Uri = Annotated[
         show_default=False,
     ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", help="How data is written to stdout.")]
-Device = Annotated[str, typer.Option("--device", help="Where the tensors go: cpu, cuda, cuda:1.")]
-Names = Annotated[list[str] | None, given("--names", "GLOB", "Only tensors whose name matches; may be repeated.")]
-MemoryBytes = Annotated[str | None, given("--memory-bytes", "BYTES", "Host staging: 268435456, 256M, 1.5G.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Form of the data on stdout.")]
+Device = Annotated[str, typer.Option("--device", help="Device of the tensors: cpu, cuda, cuda:1.")]
+Names = Annotated[list[str] | None, option("--names", "GLOB", "Only tensors whose name matches; may be repeated.")]
+MemoryBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host staging: 268435456, 256M, 1.5G.")]
 Verify = Annotated[
     bool | None,
-    typer.Option("--verify/--no-verify", help="Check digests; default: where there are any.", show_default=False),
+    typer.Option("--verify/--no-verify", help="Check digests; default: if there are any.", show_default=False),
 ]
-To = Annotated[str | None, given("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
+To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
     list[str] | None,
-    given(
+    option(
         "--op",
         "OP",
         "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.md.",
     ),
 ]
-TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Bytes in and out of one task.")]
+TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Most bytes in and out of one task.")]
 Hub = Annotated[
     str | None,
-    given(
+    option(
         "--hub",
         "URL",
-        "http(s)://host:port or unix:///path; default: PENSTOCK_HUB, else this host's own, hosted by the first to ask.",
+        "http(s)://host:port or unix:///path; default: PENSTOCK_HUB, else this host's own hub.",
     ),
 ]
 TokenFile = Annotated[
-    Path | None, given("--token-file", "FILE", "Its first token is shown to the hub; default: PENSTOCK_TOKEN_FILE.")
+    Path | None,
+    option("--token-file", "FILE", "File whose first token is sent to the hub; default: PENSTOCK_TOKEN_FILE."),
 ]
 Listen = Annotated[
     str | None,
-    given("--listen", "HOST:PORT", "Where other hosts reach this member; port 0 chooses. Default: this host only."),
+    option(
+        "--listen", "HOST:PORT", "Address for members on other hosts; port 0: any free one. Default: this host only."
+    ),
 ]
 
 

@@ -50,7 +50,7 @@ def test_an_error_becomes_its_exit_code(error: Exception, code: int, monkeypatch
     assert run(["fail"], raises=error, monkeypatch=monkeypatch) == code
     written = capsys.readouterr()
     assert written.out == ""
-    assert "no" in written.err or "fault of Penstock itself" in written.err
+    assert "no" in written.err or "bug in Penstock" in written.err
 
 
 def test_an_error_says_where_whose_fault_and_what_to_do(monkeypatch, capsys) -> None:
