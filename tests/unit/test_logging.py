@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.integrations.vllm_log import NAME, vllm_logger
+from penstock.integrations.vllm import LOGGER, vllm_logger
 
 SOURCE = Path(penstock.__file__).parent
 
@@ -27,7 +27,7 @@ def test_every_logger_is_under_penstock_and_documented() -> None:
     assert {name for name in texts if not name.startswith("penstock.")} == {"vllm"}  # whose handlers are looked at
     docs = (SOURCE.parents[1] / "docs" / "tuning.md").read_text(encoding="utf-8")
     documented = texts - {"vllm", "penstock.hub.parser"}
-    assert [name for name in sorted(documented | {NAME}) if f"`{name}`" not in docs] == []
+    assert [name for name in sorted(documented | {LOGGER}) if f"`{name}`" not in docs] == []
 
 
 def test_importing_configures_nothing() -> None:
@@ -35,7 +35,7 @@ def test_importing_configures_nothing() -> None:
 
 
 def test_vllms_handlers_show_our_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, ours, theirs = io.StringIO(), logging.getLogger(NAME), logging.getLogger("vllm")
+    written, ours, theirs = io.StringIO(), logging.getLogger(LOGGER), logging.getLogger("vllm")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for logger in (ours, theirs):
         monkeypatch.setattr(logger, "handlers", [])

@@ -1,8 +1,8 @@
 """Megatron-Core parameters declared as a Hugging Face checkpoint's tensors: views of live memory, nothing is copied.
 
-In: one rank's parameters by Megatron's names, and where in the grid it is. Out: `Shard`s by Hugging Face names, for
+In: one rank's parameters by Megatron's names, and its place in the grid. Out: `Shard`s by Hugging Face names, for
 `penstock.publisher`. Megatron need not be installed.
-Not here: what a shard becomes (`sync.shards`).
+Not here: publishing shards (`sync.publish`).
 
     linear_qkv.weight, one query group after the other        q_proj   rows of group 0, 1
     [q q k v | q q k v] [hidden]                          ->  k_proj   rows of group 0, 1
@@ -25,14 +25,14 @@ from penstock.sync.shards import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What the model is, and which part of it this rank has."""
+    """The sizes of the model, and the part of it that this rank has."""
 
     num_heads: int
     num_kv_heads: int
     """Query groups; a multiple of `tp`."""
     head_dim: int
     vocab_size: int
-    """As the checkpoint has it; Megatron's is padded."""
+    """As in the checkpoint; Megatron's own is padded."""
     num_experts: int = 0
     tp_rank: int = 0
     tp: int = 1
@@ -42,23 +42,24 @@ class Grid:
     """Tensor parallelism inside experts; None: as outside."""
     expert_tp: int | None = None
     layer_offset: int = 0
-    """Of the first layer of this pipeline stage: what `get_transformer_layer_offset` gives for it."""
+    """Number of layers before this pipeline stage: `get_transformer_layer_offset` returns it."""
 
 
 Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
-"""A parameter, the grid, this rank and how many it is cut over -> which name, and the shard of it."""
+"""(parameter, grid, this rank, number of ranks it is cut over) -> index of the name in the rule, and the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a parameter is cut, and the Hugging Face names of what it holds, in its order."""
+    """The cut of a parameter, and the Hugging Face names of the tensors in it, in their order."""
 
     cut: Cut
     names: tuple[str, ...]
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the whole tensor: every rank has all of it, unless Megatron says on the parameter that it is cut."""
+    """Yield the whole tensor, which every rank has."""
+    # Unless Megatron marks the parameter as cut: some layers are parallel or not by the model's configuration.
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
     else:
@@ -66,17 +67,17 @@ def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tu
 
 
 def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Column parallel: outputs, dim 0, are cut."""
+    """Yield this rank's part of a column-parallel matrix: outputs, dim 0, are cut."""
     yield 0, _along(tensor, 0, rank, size)
 
 
 def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Row parallel: inputs, dim 1, are cut."""
+    """Yield this rank's part of a row-parallel matrix: inputs, dim 1, are cut."""
     yield 0, _along(tensor, 1, rank, size)
 
 
 def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield rows of tokens; those that pad the vocabulary are left out."""
+    """Yield the rows of this rank's tokens, without those that pad the vocabulary."""
     start = rank * len(tensor)
     count = min(len(tensor), grid.vocab_size - start)
     if count > 0:
@@ -85,18 +86,18 @@ def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterat
 
 
 def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """SwiGLU's first matrix: this rank's rows of the gate, then its rows of the other."""
+    """Yield the parts of SwiGLU's first matrix: this rank's rows of the gate, then its rows of the up projection."""
     for at, half in enumerate(tensor.chunk(2)):
         yield at, _along(half, 0, rank, size)
 
 
 def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Fused QKV: of each query group its queries, its key, its value."""
+    """Yield the parts of a fused QKV matrix: of each query group its queries, its key, its value."""
     groups, uneven = divmod(grid.num_kv_heads, size)
     queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
     if uneven or ragged or len(tensor) != groups * (queries + 2) * grid.head_dim:
-        told = f"{grid.num_heads} heads in {grid.num_kv_heads} groups of {grid.head_dim}, over {size} ranks"
-        raise PlanError(f"{list(tensor.shape)} does not hold {told}")
+        expected = f"{grid.num_heads} heads in {grid.num_kv_heads} groups of {grid.head_dim}, over {size} ranks"
+        raise PlanError(f"shape {list(tensor.shape)} does not fit {expected}")
     at = 0
     for group in range(rank * groups, (rank + 1) * groups):
         for which, heads in enumerate((queries, 1, 1)):
@@ -115,7 +116,8 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
 
 
 def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, Rule]:
-    return {at + name: Rule(cut=cut, names=tuple(to + one for one in names)) for name, (cut, names) in table.items()}
+    """Return rules by Megatron name, with a prefix before the names of both sides."""
+    return {at + name: Rule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
@@ -161,7 +163,7 @@ GPT: Mapping[str, Rule] = {
             "linear_fc2.weight": (row, ("down_proj.weight",)),
             "router.weight": (whole, ("gate.weight",)),
             "router.expert_bias": (whole, ("gate.e_score_correction_bias",)),
-            "shared_experts.linear_fc1.weight": (gate_up, tuple(f"shared_experts.{one}" for one in _GATE_UP)),
+            "shared_experts.linear_fc1.weight": (gate_up, tuple(f"shared_experts.{name}" for name in _GATE_UP)),
             "shared_experts.linear_fc2.weight": (row, ("shared_experts.down_proj.weight",)),
         },
     ),
@@ -178,7 +180,7 @@ GPT: Mapping[str, Rule] = {
         ).items()
     },
 }
-"""Of GPTModel, dense and with experts, grouped by Transformer Engine or one by one."""
+"""Rules of GPTModel, dense and with experts, grouped by Transformer Engine or one by one."""
 
 MLA: Mapping[str, Rule] = {
     **GPT,
@@ -198,36 +200,37 @@ MLA: Mapping[str, Rule] = {
         },
     ),
 }
-"""The same with DeepSeek's latent attention."""
+"""Rules of GPTModel with DeepSeek's latent attention."""
 
 
 def from_megatron(
     params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, Rule] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return what one rank of a Megatron-Core model holds, by Hugging Face names.
+    """Return the shards of one rank of a Megatron-Core model, by Hugging Face names.
 
     Args:
         params: the model chunk of this pipeline stage, or its parameters by name; layers numbered from 0 in each chunk,
-            as Megatron does. Of several chunks, each with its `layer_offset`: merge what this gives.
+            as Megatron does. For several chunks: call this for each, with its `layer_offset`, and merge the results.
         grid: the model's sizes, and this rank's place.
         rules: by Megatron name with `{layer}` and `{expert}`; None: `MLA` where there is latent attention, else `GPT`.
 
     Raises:
-        PlanError: parameters that no rule knows (all listed), or that are not of the sizes that the grid says.
+        PlanError: no rule knows a parameter (all of them are listed), or it is not of the grid's sizes.
     """
-    held = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
+    state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
     if rules is None:
-        rules = MLA if any("linear_kv_down_proj" in name for name in held) else GPT
+        rules = MLA if any("linear_kv_down_proj" in name for name in state) else GPT
     patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
-    found: dict[str, list[Shard]] = {}
+    shards: dict[str, list[Shard]] = {}
     unknown = []
-    for name, tensor in held.items():
+    for name, tensor in state.items():
+        # Wrappers (Float16Module, DDP) each put `module.` before the names.
         own = re.sub(r"^(module\.)+", "", name)
         if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
             continue
         for pattern, rule in patterns:
             if matched := pattern.fullmatch(own):
-                _add(found, name, tensor, rule, grid, matched.groupdict())
+                _add(shards, name, tensor, rule, grid, matched.groupdict())
                 break
         else:
             unknown.append(name)
@@ -235,7 +238,7 @@ def from_megatron(
         more = f" (and {len(unknown) - 10} more)" if len(unknown) > 10 else ""
         hint = "pass rules={**GPT, 'decoder.layers.{layer}....': Rule(cut=..., names=...)}"
         raise PlanError(f"no rule for {len(unknown)} parameters: {', '.join(unknown[:10])}{more}", hint=hint)
-    return dict(found)
+    return dict(shards)
 
 
 def _pattern(name: str) -> str:
@@ -243,9 +246,9 @@ def _pattern(name: str) -> str:
 
 
 def _add(
-    found: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: Rule, grid: Grid, at: Mapping[str, str]
+    shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: Rule, grid: Grid, at: Mapping[str, str]
 ) -> None:
-    """Cut one parameter; a tied one that the rank has twice is held twice."""
+    """Cut one parameter and add its shards; a tied parameter that the rank has twice gives two."""
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp
     if "expert" in at:
@@ -257,7 +260,7 @@ def _add(
         size = size if grid.expert_tp is None else grid.expert_tp
     try:
         for which, shard in rule.cut(tensor, grid, rank, size):
-            found.setdefault(rule.names[which].format(**words), []).append(shard)
+            shards.setdefault(rule.names[which].format(**words), []).append(shard)
     except PlanError as error:
         error.tensor = name
         raise

@@ -1,7 +1,8 @@
 """transformers models filled through Penstock: `load_pretrained`, for `from_pretrained` of a path or an object store.
 
-In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's; of a
-live model, `weights_loader`: its own loading, in place, and `checkpoint_shards`: what a trainer's rank publishes.
+In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's. For a
+live model: `weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank
+publishes.
 Not here: hubs, quantisers, device maps over several devices, adapters.
 
     checkpoint fits the model tensor by tensor:        empty model on the device -> load_into
@@ -46,13 +47,13 @@ def load_pretrained(
     storage_options: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """A model of `model_class` with the weights at `uri`; its outputs equal those of `model_class.from_pretrained`.
+    """Return a model with the weights at `uri`; its outputs equal those of `model_class.from_pretrained`.
 
     Args:
         model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
         uri: a directory, or a prefix in an object store, with `config.json` and safetensors files.
         config: a `PretrainedConfig`; None reads that of `uri`.
-        dtype: of the parameters; None takes the config's, or where it says nothing the weights'.
+        dtype: dtype of the parameters; None takes the config's, or if it has none the weights'.
         device: one device.
         storage_options: credentials and endpoint of an object store.
         options: `penstock.load_into`'s: `memory_bytes`, `verify`, `group`, `progress`, `trace`.
@@ -89,10 +90,10 @@ def load_pretrained(
 
 
 def weights_loader(model: Any) -> Load:
-    """Return a transformers model's own loading, as the function that `sync.recording.record` records.
+    """Return a function that loads weights into a transformers model as transformers does: `load=` of `subscriber`.
 
-    Experts are merged, names changed and values cast as from_pretrained does for this class; all is copied into the
-    parameters the model has, whose addresses stay.
+    Experts are merged, names changed and values cast as from_pretrained does for this class. The results are copied
+    into the model's parameters, whose addresses stay.
 
     Raises:
         MissingExtra: transformers 5 is not installed.
@@ -105,17 +106,18 @@ def weights_loader(model: Any) -> Load:
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         import torch
 
-        held = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
+        # transformers replaces parameters by new ones: they are put back afterwards, with the new values copied in.
+        before = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
         mapping = conversion_mapping.get_model_conversion_mapping(model)
         config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
         try:
             core_model_loading.convert_and_load_state_dict_in_model(model, dict(weights), config)
         finally:
-            made = [(old, group[name]) for group, saved in held for name, old in saved.items()]
-            for group, saved in held:
+            pairs = [(old, group[name]) for group, saved in before for name, old in saved.items()]
+            for group, saved in before:
                 group.update(saved)
         with torch.no_grad():
-            for old, new in made:
+            for old, new in pairs:
                 if old is not None and new is not old:
                     old.copy_(new)
 
@@ -125,12 +127,14 @@ def weights_loader(model: Any) -> Load:
 def checkpoint_shards(
     model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return what this rank holds of a model, FSDP2's shards or all of it, under the names that engines ask for.
+    """Return this rank's shards of a model (FSDP2's, or all of it) by the checkpoint's names, for `publisher`.
 
-    Where the class merges what a checkpoint has apart (experts), this takes it apart again: views, nothing is copied.
+    Tensors that the class has merged (experts) are split again into the checkpoint's: views, nothing is copied.
 
     Args:
+        model: a transformers model, perhaps wrapped by FSDP2.
         uri: a checkpoint of the model, for its names and shapes; its tensors are not read.
+        storage_options: see `penstock.load`.
 
     Raises:
         PlanError: the class computes some of its weights on loading; names them.
@@ -144,7 +148,8 @@ def checkpoint_shards(
     from penstock.sync.recording import layout as rename
     from penstock.sync.recording.requirements import record
 
-    own: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    # `fully_shard` replaces a model's class by a subclass, which cannot be created from a config.
+    own: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with initialization.no_init_weights(), torch.device("meta"):
         empty = own._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
@@ -155,7 +160,7 @@ def checkpoint_shards(
 def _filled(
     concrete: Any, config: Any, kind: Any, device: Any, uri: str, table: TensorTable, arguments: Mapping[str, Any]
 ) -> Any | None:
-    """Return the model filled in place; None where the checkpoint does not fit it tensor by tensor."""
+    """Return the model, filled in place; None if the checkpoint does not fit it tensor by tensor."""
     import torch
     from transformers import initialization
 
@@ -168,18 +173,19 @@ def _filled(
     if why is not None:
         _logger.info("penstock: %s is converted by transformers: %s", uri, why)
         return None
-    held = model.state_dict(keep_vars=True)
-    api.load_into({name: held[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
-    for tensor in held.values():
+    state = model.state_dict(keep_vars=True)
+    api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
+    # transformers initialises every tensor without this mark at random: these are loaded.
+    for tensor in state.values():
         tensor._is_hf_initialized = True
-    # What no checkpoint holds (rotary frequencies) is computed as from_pretrained does it, on the CPU.
+    # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
     model.initialize_weights()
     _logger.info("penstock: %s filled in place", uri)
     return model
 
 
 def _converted(concrete: Any, config: Any, kind: Any, device: Any, uri: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the model by from_pretrained, given the tensors: merged, split and cast by transformers."""
+    """Return the model by from_pretrained of the loaded tensors, which transformers merges, splits and casts."""
     from penstock import api
 
     weights = api.load(uri, device=device, **arguments)
@@ -188,7 +194,7 @@ def _converted(concrete: Any, config: Any, kind: Any, device: Any, uri: str, arg
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
-    """For each tensor of the checkpoint the model's name for it; or why they do not correspond one to one."""
+    """Return the model's name for each tensor of the checkpoint; or the reason why they do not correspond."""
     from transformers import conversion_mapping, core_model_loading
 
     from penstock.loader.tensor import torch_dtype, torch_shape
@@ -196,30 +202,32 @@ def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, core_model_loading.WeightConverter)]
-    held = model.state_dict()
-    found: dict[str, str] = {}
+    state = model.state_dict()
+    targets: dict[str, str] = {}
     for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
         target, converter = core_model_loading.rename_source_key(
-            name, renamings, converters, model.base_model_prefix, held
+            name, renamings, converters, model.base_model_prefix, state
         )
         if converter is not None:
             return {}, f"{name} is merged or split"
-        if target not in held:
+        if target not in state:
             return {}, f"the model has no {target}"
-        if (torch_dtype(dtype), torch_shape(dtype, shape)) != (held[target].dtype, tuple(held[target].shape)):
-            return {}, f"{name} is {dtype} {list(shape)}, the model's {held[target].dtype} {list(held[target].shape)}"
-        found[name] = target
+        own = state[target]
+        if (torch_dtype(dtype), torch_shape(dtype, shape)) != (own.dtype, tuple(own.shape)):
+            return {}, f"{name} is {dtype} {list(shape)}, the model's {own.dtype} {list(own.shape)}"
+        targets[name] = target
+    # Tied parameters are one tensor under several names, of which a checkpoint must fill exactly one.
     places: dict[int, list[str]] = {}
-    for name, tensor in held.items():
+    for name, tensor in state.items():
         places.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), []).append(name)
-    covered = set(found.values())
+    covered = set(targets.values())
     for names in places.values():
         count = sum(name in covered for name in names)
         if count == 0:
             return {}, f"the checkpoint has no {names[0]}"
         if count > 1:
             return {}, f"{names} are tied in the model and apart in the checkpoint"
-    return found, None if len(covered) == len(found) else "two tensors of the checkpoint have one name in the model"
+    return targets, None if len(covered) == len(targets) else "two tensors of the checkpoint have one name in the model"
 
 
 def _first_floating(table: TensorTable) -> Any:
@@ -230,20 +238,20 @@ def _first_floating(table: TensorTable) -> Any:
 
 
 def _concrete(model_class: Any, config: Any) -> Any:
-    """Return the class itself, or what an Auto class means by this config. ConfigError if it means nothing."""
+    """Return the class itself, or the class that an Auto class has for this config. ConfigError: it has none."""
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         return model_class
     try:
-        found = mapping[type(config)]
+        classes = mapping[type(config)]
     except KeyError as error:
         raise ConfigError(f"{model_class.__name__} has no model for {type(config).__name__}") from error
-    return found[0] if isinstance(found, list | tuple) else found
+    return classes[0] if isinstance(classes, list | tuple) else classes
 
 
 @contextlib.contextmanager
 def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterator[Path]:
-    """A directory with the model's configuration: its own, or a temporary copy of what is in an object store."""
+    """Yield a directory with the model's configuration: its own, or a temporary copy of an object store's files."""
     if not is_remote(uri):
         yield Path(local_path(uri))
         return

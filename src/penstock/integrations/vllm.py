@@ -1,9 +1,10 @@
 """vLLM's `--load-format penstock`: weights of local and object-store models through `penstock.stream`.
 
 In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader,
-and the registered weight-transfer backend.
-Not here: what vLLM's default loader does: finding a model's files, mapping names, checking that all was loaded;
-what a fleet takes (`replica`); new versions of the weights of a live model (`vllm_sync`).
+and the registered weight-transfer backend; the logger of the whole integration.
+Not here: finding a model's files, mapping names and checking that all was loaded, which stay with vLLM's default
+loader; reading from a fleet (`replica`); changes of vLLM's classes (`vllm_patches`); new versions of the weights of a
+live model (`vllm_sync`).
 
 Written for vLLM 0.32 and 0.33. Where a version lacks what is used, vLLM's own error or a ConfigError says so.
 """
@@ -12,43 +13,63 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
-from penstock.integrations import replica
-from penstock.integrations.vllm_log import vllm_logger
+from penstock.integrations import replica, vllm_patches
 
 if TYPE_CHECKING:
     import torch
 
 LOAD_FORMAT = "penstock"
+LOGGER = "penstock.vllm"
 
 OPTIONS = ("device", "distributed", "memory_bytes", "storage_options", "verify", *replica.OPTIONS)
 """Keys of `--model-loader-extra-config`: of `penstock.stream`, but for `distributed`; then those of a fleet."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
+
+
+def vllm_logger() -> logging.Logger:
+    """Return the integration's logger, with the handlers and level of vLLM's where the application gave it none."""
+    # vLLM configures its own logger `vllm` only: without its handlers, no line of ours below a warning would be shown.
+    logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
+    if theirs.handlers and not logger.hasHandlers():
+        for handler in theirs.handlers:
+            logger.addHandler(handler)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(theirs.level)
+    return logger
+
+
 _logger = vllm_logger()
 
 
 def register() -> None:
     """Make `penstock` known to vLLM in this process as a load format and a weight-transfer backend.
 
-    vLLM calls it by entry point; again is harmless.
-
-    For models in object stores it also gives vLLM what it takes from Run:ai Model Streamer when that is not installed
-    (the pulling of config and tokenizer), and lets its check of load formats pass this one.
+    vLLM calls it by entry point, in each of its processes and perhaps several times: a second call does nothing.
     """
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor import model_loader
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     known = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     if LOAD_FORMAT in known:
         return
     model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
-    _give_object_stores()
-    _give_weight_transfer()
+    vllm_patches.accept_object_stores(LOAD_FORMAT)
+    if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
+        # By name: `vllm_sync` is imported in workers that use it, not by every process of vLLM.
+        engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
+        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
+    vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
+    vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
 
 
 def read_options(extra: Any) -> dict[str, Any]:
@@ -76,7 +97,8 @@ def read_options(extra: Any) -> dict[str, Any]:
 
 
 def _loader_class() -> type[Any]:
-    """Return the loader, a subclass of vLLM's default one: made when vLLM is there to be subclassed."""
+    """Return the loader, a subclass of vLLM's default one."""
+    # Defined inside a function, because this module must be importable without vLLM.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -93,14 +115,15 @@ def _loader_class() -> type[Any]:
             self._objects: dict[str, str] = {}
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            """Fill `model`. vLLM keeps the URI of an object-store model apart, its config's copy in `model`."""
+            """Fill `model`."""
+            # Of an object-store model vLLM keeps the URI in `model_weights`, and a local copy of the config in `model`.
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
             super().load_weights(model, model_config)
 
         def download_model(self, model_config: Any) -> None:
-            """Download a hub's model; what is in an object store is read from there."""
+            """Download a hub's model; a model in an object store is read from there when it is loaded."""
             weights = getattr(model_config, "model_weights", "") or model_config.model
             if not _is_object(weights):
                 super().download_model(model_config)
@@ -121,19 +144,20 @@ def _loader_class() -> type[Any]:
 
 def _files(loader: Any, source: Any) -> list[str]:
     """Return a model's safetensors files, as vLLM's default loader finds (or downloads) them."""
-    given = {"model_name_or_path": source.model_or_path, **vars(source)}
+    # vLLM's versions differ in the parameters of this method: those that it has are passed, by name.
+    known = {"model_name_or_path": source.model_or_path, **vars(source)}
     needed = inspect.signature(loader._prepare_weights).parameters
-    missing = [n for n, p in needed.items() if n not in given and p.default is inspect.Parameter.empty]
+    missing = [n for n, p in needed.items() if n not in known and p.default is inspect.Parameter.empty]
     if missing:
         raise ConfigError(f"this version of vLLM finds files by {missing}, which Penstock does not know")
-    _, files, use_safetensors, *_ = loader._prepare_weights(**{n: given[n] for n in needed if n in given})
+    _, files, use_safetensors, *_ = loader._prepare_weights(**{n: known[n] for n in needed if n in known})
     if not use_safetensors:
         raise ConfigError(f"{source.model_or_path} has no safetensors files", hint="use --load-format auto for it")
     return sorted(files)
 
 
 def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
-    """Names worth reading on this rank: not another rank's experts, not what the model says it does not use."""
+    """Return a filter of the names that this rank reads: no other rank's experts, no weights the model does not use."""
     experts = getattr(loader, "local_expert_ids", None)
     is_unused = getattr(source, "is_unused_weight", None)
     if experts is None and is_unused is None:
@@ -169,10 +193,10 @@ def _stream(
         if fleet is not None:
             # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
             device, stores = options.get("device", "cpu"), options.get("storage_options")
-            found = replica.tensors(
+            tensors = replica.tensors(
                 fleet, files, in_fleet, log=_logger, device=device, storage_options=stores, serves=rank == 0
             )
-            yield from ((prefix + name, tensor) for name, tensor in found if wanted is None or wanted(name))
+            yield from ((prefix + name, tensor) for name, tensor in tensors if wanted is None or wanted(name))
             return
     arguments = {name: options[name] for name in ("memory_bytes", "storage_options", "verify") if name in options}
     device = options.get("device") or _device(load_config)
@@ -185,14 +209,14 @@ def _stream(
 
 
 def _rank() -> int:
-    """Of this process among those of one replica on this host, which read the same checkpoint."""
+    """Return the rank of this process among those of one replica on this host, which read the same checkpoint."""
     from vllm.distributed import get_world_group
 
     return int(get_world_group().local_rank)
 
 
 def _device(load_config: Any) -> str:
-    """Return where weights go first: the device vLLM's parameters are on."""
+    """Return the device of vLLM's parameters, where weights are read to."""
     if load_config.device:
         return str(load_config.device)
     from vllm.platforms import current_platform
@@ -214,56 +238,3 @@ def _group() -> Any:
 
 def _is_object(uri: str) -> bool:
     return uri.lower().startswith(_OBJECT_STORES)
-
-
-def _give_object_stores() -> None:
-    """Let vLLM take object-store models with this load format. What is not found is left to vLLM's own errors."""
-    import importlib.util
-
-    from vllm.config import VllmConfig
-    from vllm.transformers_utils import runai_utils
-
-    from penstock.compat import runai_streamer
-
-    if importlib.util.find_spec("runai_model_streamer") is None:
-        # vLLM holds placeholders there that only raise.
-        for name, function in (
-            ("runai_pull_files", runai_streamer.pull_files),
-            ("runai_list_safetensors", runai_streamer.list_safetensors),
-        ):
-            if hasattr(runai_utils, name):
-                setattr(runai_utils, name, function)
-    original = getattr(VllmConfig, "try_verify_and_update_config", None)
-    if original is None:
-        return
-
-    def try_verify_and_update_config(self: Any) -> Any:
-        """vLLM's own, which refuses object stores to formats it does not list; with this one it is not asked."""
-        model: Any = getattr(self, "model_config", None)
-        load = getattr(self, "load_config", None)
-        weights = getattr(model, "model_weights", "")
-        if not weights or getattr(load, "load_format", "") != LOAD_FORMAT:
-            return original(self)
-        model.model_weights = ""
-        try:
-            return original(self)
-        finally:
-            model.model_weights = weights
-
-    VllmConfig.try_verify_and_update_config = try_verify_and_update_config
-
-
-def _give_weight_transfer() -> None:
-    """The backend of `--weight-transfer-config`; caches that tell versions apart; answers that are the call's own."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    from penstock.integrations.vllm_prefix_cache import salt_requests
-    from penstock.integrations.vllm_replies import receive_all_replies
-
-    if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
-        engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
-        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
-    salt_requests(EngineCore, LOAD_FORMAT)
-    receive_all_replies(MultiprocExecutor, LOAD_FORMAT)

@@ -1,12 +1,12 @@
 """The staging model of a vLLM model: its weights in the format that its own loader fills, to be received and installed.
 
-In: a loaded vLLM model. Out: a module whose tensors are received into, loaded and recorded as any other's; `install`.
+In: a loaded vLLM model. Out: a module that a sync fills and records like any other; `install`.
 Not here: receiving (`penstock.sync`), when to install (`vllm_sync`).
 
-vLLM repacks, quantises and drops parameters after loading: what serves is not what a loader can fill. It remembers of
-each layer what that was; the staging model is that, allocated. Installing is vLLM's layerwise reload, a layer at a
-time: the layer as loaded, its post-processing, then copies into the tensors that serve, whose addresses stay (CUDA
-graphs).
+vLLM repacks, quantises and drops parameters after loading: a loader cannot fill the serving tensors. vLLM remembers the
+shapes that each layer had before; the staging model has tensors of these. Installing is vLLM's layerwise reload, one
+layer at a time: the layer as loaded, its post-processing, then copies into the serving tensors, whose addresses stay
+the same, because CUDA graphs hold them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.memory.arena import Arena, needed_bytes
 from penstock.sync.recording.requirements import Requirements
 
 _LISTED = 10
-"""Parameters that an error names; the rest are counted."""
+"""Parameters that an error lists; the rest are counted, since a large model has thousands."""
 
 
 class StagingModel(torch.nn.Module):
-    """A vLLM model's weights as its loader fills them, under the model's names, in memory of their own."""
+    """A vLLM model's weights as its loader fills them, under the model's names, in an arena of their own."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
-        """Allocate them on `device`: as much as the model's weights took before vLLM post-processed them.
+        """Allocate the weights on `device`: as many bytes as they had before vLLM post-processed them.
 
         Raises:
             ConfigError: a layer's parameters have no shape before they are loaded.
@@ -37,7 +37,8 @@ class StagingModel(torch.nn.Module):
         """
         super().__init__()
         self._vllm_config = vllm_config
-        self._model = (model,)  # in a tuple, since it is no part of this module
+        # In a tuple: as an attribute the model would be registered as a submodule, and its tensors as ours.
+        self._model = (model,)
         self._loaded: set[str] = set()
         formats = {name: _loader_format(name, layer) for name, layer in model.named_modules()}
         nbytes = needed_bytes(_span_bytes(form) for forms in formats.values() for form in forms.values())
@@ -49,9 +50,9 @@ class StagingModel(torch.nn.Module):
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Return the model's own loading, into the staging model.
+        """Run the model's own loader into the staging model, and return what it returns.
 
-        Order: the model must not run meanwhile: its layers hold the staging model's tensors until this returns.
+        Order: the model must not run meanwhile: its layers have the staging model's tensors until this returns.
         """
         from vllm.config import set_current_vllm_config
 
@@ -64,21 +65,22 @@ class StagingModel(torch.nn.Module):
             return named
 
     def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
-        """Return how many elements of a tensor an update leaves, of those that have any; as far as the loader tells."""
+        """Return the number of elements that an update leaves unfilled, by tensor, where there are any."""
         if not wanted.unrecorded:
             return wanted.unfilled
+        # Some tensors pass through the loader at each update: the names that it returned are filled as well.
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
     def check(self, wanted: Requirements, *, strict: bool = True) -> None:
-        """See that what an update fills can be installed, before anything is touched.
+        """Check that an update can be installed, before anything is touched.
 
         Args:
-            wanted: what an update fills.
-            strict: every parameter of the model, but what attention keeps for itself, must be filled.
+            wanted: the requirements of the update.
+            strict: every parameter of the model must be filled, except attention's own.
 
         Raises:
             ConfigError: vLLM made one tensor of two that are published, or cannot reload a layer.
-            PlanError: parameters that no rank publishes; lists them.
+            PlanError: no rank publishes some parameters; lists them.
         """
         unfilled = self.unfilled(wanted)
         sources = self._sources(unfilled)
@@ -87,15 +89,15 @@ class StagingModel(torch.nn.Module):
         if lacking and strict:
             more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
             hint = 'give "strict": false in init_info if they are to stay as they are'
-            raise PlanError(f"nobody publishes {', '.join(lacking[:_LISTED])}{more}", hint=hint)
+            raise PlanError(f"no rank publishes {', '.join(lacking[:_LISTED])}{more}", hint=hint)
         for layer in self._layers:
             layer.check(sources)
 
     @torch.no_grad()
     def install(self, wanted: Requirements) -> None:
-        """Put what an update filled into the model that serves; the rest stays unchanged.
+        """Install the tensors that an update filled into the serving model; the others stay unchanged.
 
-        Order: after `check`. The model must not run meanwhile; after an error it is neither the old one nor the new.
+        Order: after `check`. The model must not run meanwhile; after an error it has no complete version.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -108,16 +110,16 @@ class StagingModel(torch.nn.Module):
                     if whole in sources:
                         stack.enter_context(_reloaded(layer.live, name, sources[whole]))
             finalize_layerwise_reload(model, self._vllm_config.model_config)
+        # After the reload, which leaves these out: they are packed from the parameters that it has just loaded.
         for layer in self._layers:
             if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
                 experts.process_weights_after_loading(layer.live)
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return what each tensor is made of: the staging model's own, or that of one it is tied to.
-
-        A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself.
-        """
-        found: dict[str, torch.Tensor] = {}
+        """Return the source of each tensor that is filled: its own of the staging model, or that of a tied tensor."""
+        # A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself, so each
+        # tied tensor is reloaded in its layer, from the one that is published.
+        sources: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         shared: list[tuple[str, int]] = []
         for layer in self._layers:
@@ -128,34 +130,35 @@ class StagingModel(torch.nn.Module):
                     if place is not None:
                         shared.append((whole, place))
                     continue
-                found[whole] = staging
+                sources[whole] = staging
                 if place is not None and (other := names.setdefault(place, whole)) != whole:
                     raise ConfigError(
                         f"vLLM holds {whole} and {other} as one tensor, and both are published",
-                        hint="have tie_word_embeddings of the model's config say what the trainer does",
+                        hint="set tie_word_embeddings of the model's config as the trainer has it",
                     )
-        return found | {whole: found[names[place]] for whole, place in shared if place in names}
+        return sources | {whole: sources[names[place]] for whole, place in shared if place in names}
 
 
 class _Layer:
-    """One layer of the model, and the module of its tensors in the loader's format."""
+    """A layer of the model, and the module with its tensors in the loader's format."""
 
     def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:
-        self.live, self.staging = live, staging
+        self.live = live
+        self.staging = staging
         self._prefix = f"{name}." if name else ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Of each tensor that has elements its name in the layer, and in the model."""
+        """Yield each tensor's name in the layer and in the model; tensors without elements are left out."""
         for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
-        """Return whether it is processed anew."""
+        """Return whether an update fills a tensor of this layer, so that it is processed again."""
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
-        """Parameters that are not filled, but for what attention keeps of its own: scales of its cache."""
+        """Return the parameters that are not filled; none of attention, whose own (its cache's scales) need not be."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         if is_deferred_attention_layer(self.live):
@@ -163,7 +166,7 @@ class _Layer:
         return [whole for name, whole in self.names() if name in self.staging._parameters and whole not in filled]
 
     def check(self, filled: Collection[str]) -> None:
-        """ConfigError where the layer is processed anew without all it needs, or would not be processed."""
+        """Raise ConfigError if the layer is filled only in part, or cannot be processed again."""
         from vllm.model_executor.model_loader.reload import meta
 
         if not self.is_among(filled):
@@ -171,11 +174,12 @@ class _Layer:
         _experts_to_pack(self.live)
         lacking = [whole for whole in self.lacking(filled) if whole.rpartition(".")[2] not in meta.SKIP_TENSORS]
         if lacking:
-            raise ConfigError(f"vLLM processes a layer as a whole, and of this one nobody publishes {lacking}")
+            raise ConfigError(f"vLLM processes a layer as a whole, and no rank publishes {lacking} of this one")
 
     @contextlib.contextmanager
     def uses_staging_tensors(self) -> Iterator[None]:
-        """The live layer with the staging model's tensors in the place of its own."""
+        """Put the staging model's tensors in the place of the live layer's own, for a block."""
+        # A tensor may also be a plain attribute of the layer, which would hide the one put in here.
         own = self.live.__dict__
         hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -191,7 +195,7 @@ class _Layer:
             yield
         finally:
             for (group, staging), before in zip(pairs, saved, strict=True):
-                # What the loader put in a parameter's place goes to the staging model, for a recorder to see.
+                # A loader may replace a parameter: the staging model gets the new one, for the recording to see.
                 staging.update({name: group[name] for name in staging if group.get(name) is not None})
                 group.clear()
                 group.update(before)
@@ -200,10 +204,7 @@ class _Layer:
 
 @contextlib.contextmanager
 def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Give vLLM's reload one whole tensor of a layer; with the last of them it processes the layer.
-
-    Until the end the tensor's loader is the plain copy: the staging model's went through its own loader already.
-    """
+    """Give vLLM's reload one complete tensor of a layer; at the last tensor vLLM processes the layer."""
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -212,6 +213,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
         target.data.copy_(value)
         yield
         return
+    # A plain copy until the block ends: the staging model's values went through the tensor's own loader already.
     before = _own_loader(target.weight_loader)
     target.weight_loader = default_weight_loader
     try:
@@ -222,11 +224,12 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
 
 
 def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
-    """Experts with a packing of their own, which vLLM leaves out of a reload where they are not quantised.
+    """Return a layer's experts if they pack their weights themselves; None: vLLM's reload is enough.
 
     Raises:
-        ConfigError: it is not known here how these are packed anew.
+        ConfigError: it is not known how these are packed again.
     """
+    # vLLM's reload leaves out the packing of experts that are not quantised.
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -243,46 +246,48 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
 
 
 def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's tensors as they were before loading: on meta, but those that vLLM never moves there, as they are."""
+    """Return a layer's tensors as they were before loading, on meta; those that vLLM never moves there are live."""
     from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 
     parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
     live = {name: tensor for name, tensor in (layer._parameters | layer._buffers).items() if tensor is not None}
-    found = {name: sanitize.restore_layer_refs(form, layer) for name, form in (parameters | buffers).items()}
-    found |= {name: tensor for name, tensor in live.items() if name in meta.SKIP_TENSORS}
-    for name, form in found.items():
+    forms = {name: sanitize.restore_layer_refs(form, layer) for name, form in (parameters | buffers).items()}
+    forms |= {name: tensor for name, tensor in live.items() if name in meta.SKIP_TENSORS}
+    for name, form in forms.items():
         if torch.nn.parameter.is_lazy(form):
-            raise ConfigError(f"{where}.{name} has no shape before it is loaded: it cannot be received into")
-    return found
+            raise ConfigError(f"{where}.{name} has no shape before it is loaded, so it cannot be received")
+    return forms
 
 
 def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Tensor], arena: Arena) -> torch.nn.Module:
-    """Return the module at this dotted name under `root`, with tensors of these formats: zero, in the arena."""
-    made = root
+    """Return the module at a dotted name under `root`, with zeroed tensors of these formats in the arena."""
+    module = root
     for part in path.split(".") if path else ():
-        if part not in made._modules:
-            made.add_module(part, torch.nn.Module())
-        made = made.get_submodule(part)
+        if part not in module._modules:
+            module.add_module(part, torch.nn.Module())
+        module = module.get_submodule(part)
     for name, form in formats.items():
         nbytes = _span_bytes(form)
         (offset,) = arena.place([nbytes])
         tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
-        # As vLLM makes a layer real: its class, and what is known of the parameter, its loader above all.
+        # As vLLM materialises a layer: the parameter keeps its class and its attributes, of which loaders need
+        # `weight_loader` and the dimensions that are cut over ranks.
         tensor.__class__, tensor.__dict__ = form.__class__, _attributes(form)
         if isinstance(tensor, torch.nn.Parameter):
-            made.register_parameter(name, tensor)
+            module.register_parameter(name, tensor)
         else:
-            made.register_buffer(name, tensor)
-    return made
+            module.register_buffer(name, tensor)
+    return module
 
 
 def _attributes(form: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes, with its own loaders instead of those that a reload wrapped."""
     loaders = {name: form.__dict__[name] for name in ("weight_loader", "_weight_loader") if name in form.__dict__}
     return form.__dict__ | {name: _own_loader(loader) for name, loader in loaders.items()}
 
 
 def _own_loader(loader: Any) -> Any:
-    """Return a tensor's loader without what a reload wrapped it in."""
+    """Return a tensor's loader without the wrappers of vLLM's reload."""
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     return loader

@@ -1,14 +1,17 @@
 """vLLM's `--weight-transfer-config '{"backend": "penstock"}'`: new versions of the weights from a trainer's ranks.
 
 In: vLLM's worker calls it, by its HTTP routes or `collective_rpc`; a publisher publishes. Out: the model has a version.
-Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix caches (`vllm_prefix_cache`).
+Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix caches (`vllm_patches`).
 
     /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
     /start_weight_update
     /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
     /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
 
-Written for vLLM 0.32 and 0.33.
+Every step ends alike on all workers of an engine: each says whether it failed (`_agreed`), and one failure is raised by
+all. Otherwise some workers would serve another version than the rest.
+
+Written for vLLM 0.32 and 0.33. Imports vLLM: only vLLM's registry imports this module.
 """
 
 from __future__ import annotations
@@ -31,12 +34,10 @@ from penstock import api
 from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, PeerLost
 from penstock.hub.auth import first_token
-from penstock.integrations.vllm_log import vllm_logger
+from penstock.integrations.vllm import vllm_logger
 from penstock.integrations.vllm_staging import StagingModel
 
 _logger = vllm_logger()
-_TOLD_BYTES = 1024
-"""Of an error's text, to the other workers."""
 
 
 @dataclass(kw_only=True)
@@ -44,16 +45,16 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """The body of `/init_weight_transfer_engine`: the sync to receive from, and where its versions go."""
 
     name: str
-    """What the publisher publishes under."""
+    """The name of the sync."""
     hub: str | None = None
     token_file: str | None = None
-    """A file whose first token is shown to the hub."""
+    """A file whose first token is sent to the hub."""
     listen: str | None = None
-    """`host:port` where other hosts reach the first worker, the next ones at the ports after it."""
+    """`host:port` where other hosts reach the first worker; the next ones listen at the ports after it."""
     memory: Literal["device", "host"] = "device"
-    """Where a version lands: beside the model, or in host memory where the device has no room."""
+    """Memory of the staging model: the device's, or the host's if the device has no room."""
     strict: bool = True
-    """Every parameter must be published; else those that are not stay as they were loaded."""
+    """Every parameter must be published; False: those that are not published stay as they were loaded."""
     serve: bool = True
     """Whether other subscribers may take a version from this one."""
     memory_bytes: int | str | None = None
@@ -71,7 +72,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The body of `/update_weights`."""
 
     version: int
-    """Exactly this one, so that all workers land the same."""
+    """Exactly this version, not the newest: all workers must receive the same."""
     background: bool = False
     """Answer at once and receive while the model serves; the same call without it then waits for the end."""
     timeout_s: float | None = None
@@ -82,33 +83,36 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One worker's end of a sync. vLLM makes it with the model loaded, and calls it from one thread."""
+    """A worker's end of a sync. vLLM creates it after the model was loaded, and calls it from one thread."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        """No I/O.
+        """Check that the model's layout lasts. No I/O.
 
         Raises:
-            ConfigError: experts are moved between ranks while the model serves.
+            ConfigError: vLLM moves experts between ranks while the model serves.
         """
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
-            raise ConfigError("experts that vLLM moves (EPLB) have no layout that lasts", hint="disable EPLB")
+            raise ConfigError(
+                "vLLM moves experts between ranks (EPLB), so the layout of a sync changes", hint="disable EPLB"
+            )
         self._joined: tuple[Any, StagingModel] | None = None
         self._thread = ThreadPoolExecutor(1, "penstock-receive")
         self._receiving: tuple[int, Future[None]] | None = None
         self._landed: int | None = None
-        self._may_load, self._strict = False, True
+        self._may_load = False
+        self._strict = True
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Subscribe. Again: to another, in the place of the one before.
+        """Subscribe to a sync, instead of the one before.
 
         Raises:
             ConfigError, HubUnavailable: see `penstock.subscriber`.
-            DeviceOutOfMemory, DestinationError: no room for a staging model.
+            DeviceOutOfMemory, DestinationError: there is no room for a staging model.
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
@@ -125,20 +129,24 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                         listen=_listen(init_info.listen, rank),
                         stall_s=init_info.stall_s,
                     ),
-                    mode="direct",  # into the staging model: what serves is not touched before it is whole
+                    # Direct, but into the staging model: the serving model is not touched before a version is complete.
+                    mode="direct",
                     load=self._load,
-                    strict=False,  # the staging model knows better what must be filled
+                    # `StagingModel.check` decides it: attention has parameters that no checkpoint fills.
+                    strict=False,
                     rank=(rank, world_size),
                     serve=init_info.serve,
                     memory_bytes=init_info.memory_bytes,
                 )
                 stack.callback(subscriber.close)
+            # After `_agreed`: if another worker failed, this one must leave the sync too.
             stack.pop_all()
-        self._joined, self._strict = (subscriber, staging), init_info.strict
+        self._joined = subscriber, staging
+        self._strict = init_info.strict
         _logger.info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
     def start_weight_update(self) -> None:
-        """Begin. Nothing is touched: the model may serve until `finish_weight_update`."""
+        """Begin an update. Nothing is touched: the model may serve until `finish_weight_update`."""
         self._parts()
         self._landed = None
 
@@ -147,13 +155,14 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError: another version is being received.
-            PenstockError: see `penstock.Subscriber.update`; the model serves what it did.
+            PenstockError: see `penstock.Subscriber.update`; the model still has the version before.
         """
         subscriber, _ = self._parts()
         version = update_info.version
         receiving = self._receiving
         if receiving is not None:
             running, done = receiving
+            # Agreed on: a worker whose background thread is done must not go on while another's is not.
             if running != version and not _all(done.done()):
                 raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
             if running == version and update_info.background:
@@ -163,9 +172,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             with _agreed():
                 receiving[1].result()
         elif update_info.background and _all(subscriber.version >= 0):
+            # In the background only from the second version on: see below.
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
-        else:  # the first, above all: the model's loader is recorded, and the model must not run meanwhile
+        else:
+            # At the first version the model's loader is recorded: the model must not run meanwhile, and it does not
+            # while vLLM waits for this call.
             self._may_load = True
             try:
                 with _agreed():
@@ -175,15 +187,15 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._landed = version
 
     def finish_weight_update(self) -> None:
-        """Install what has landed.
+        """Install the received version into the model.
 
         Raises:
-            ConfigError: nothing has landed since `start_weight_update`; nothing was touched.
-            Exception: vLLM's own, of its post-processing; the model is of no version, and must not serve.
+            ConfigError: no version was received since `start_weight_update`; nothing was touched.
+            Exception: vLLM's own, of its post-processing; the model has no complete version and must not serve.
         """
         subscriber, staging = self._parts()
         if self._landed is None:
-            raise ConfigError("no version has landed since the update was started", hint="call /update_weights")
+            raise ConfigError("no version was received since the update was started", hint="call /update_weights")
         began = time.monotonic()
         with _agreed():
             staging.install(subscriber.wanted)
@@ -195,17 +207,19 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         if self._joined is not None:
             subscriber, _ = self._joined
             subscriber.close()
+        # The closed subscriber ends a receive in the background; its thread still uses the staging model until then.
         if self._receiving is not None:
             wait([self._receiving[1]])
         self._joined = self._receiving = self._landed = None
 
     def _parts(self) -> tuple[Any, StagingModel]:
         if self._joined is None:
-            raise ConfigError("this worker is subscribed to nothing", hint="call /init_weight_transfer_engine")
+            raise ConfigError("this worker has not subscribed to a sync", hint="call /init_weight_transfer_engine")
         return self._joined
 
     def _receive(self, info: UpdateInfo) -> None:
         subscriber, staging = self._parts()
+        # The current device is a setting of the thread, and this may be the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if subscriber.version != info.version or subscriber.is_dirty:
@@ -214,22 +228,26 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         staging.check(subscriber.wanted, strict=self._strict)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Return the model's loader, which may run only while vLLM waits for this worker."""
+        """Run the model's loader, which is allowed only while vLLM waits for this worker."""
         _, staging = self._parts()
         if not self._may_load:
             raise ConfigError(
-                "the model's loader is needed: it is another checkpoint, or one that cannot be recorded",
+                "the model's loader must run: the checkpoint is another one, or cannot be recorded",
                 hint="receive this version without 'background'",
             )
         return staging.load_weights(weights)
 
 
+_REASON_BYTES = 1024
+"""Size of the reason that a worker sends to the others: collectives need the same size on all."""
+
+
 @contextlib.contextmanager
 def _agreed() -> Iterator[None]:
-    """What is done inside is done by all workers of this engine, or all raise: vLLM's calls then end alike on all.
+    """Run a block that succeeds on all workers of this engine, or raises on all. Collective.
 
     Raises:
-        PeerLost: another worker failed, and this one did not; says why.
+        PeerLost: another worker failed and this one did not; gives the reason.
     """
     why = ""
     try:
@@ -238,32 +256,34 @@ def _agreed() -> Iterator[None]:
         why = str(error) or type(error).__name__
         raise
     finally:
-        told = _told(why)
-        if not why and (others := [f"worker {rank}: {one}" for rank, one in enumerate(told) if one]):
+        # In `finally`: a worker that failed takes part too, or the others would wait for it.
+        reasons = _gathered(why)
+        if not why and (others := [f"worker {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]):
             raise PeerLost("; ".join(others))
 
 
 def _all(is_so: bool) -> bool:
-    """Return whether it is so on all workers of this engine."""
-    return not any(_told("" if is_so else "no"))
+    """Return whether a condition holds on all workers of this engine. Collective."""
+    return not any(_gathered("" if is_so else "no"))
 
 
-def _told(mine: str) -> list[str]:
-    """Return what all workers of this engine say, tensor-parallel ranks of one pipeline stage after the other."""
+def _gathered(mine: str) -> list[str]:
+    """Return the texts of all workers of this engine, by pipeline stage, then by tensor-parallel rank. Collective."""
     from vllm.distributed import get_pp_group, get_tp_group
 
-    text = mine.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
-    told = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+    text = mine.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    texts = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+    # By the groups' CPU halves: the device may be what failed.
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
-            parts = [torch.empty_like(told) for _ in range(group.world_size)]
-            torch.distributed.all_gather(parts, told, group=group.cpu_group)
-            told = torch.cat(parts)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
+            parts = [torch.empty_like(texts) for _ in range(group.world_size)]
+            torch.distributed.all_gather(parts, texts, group=group.cpu_group)
+            texts = torch.cat(parts)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
 
 
 def _rank_of(parallel: Any) -> tuple[int, int]:
-    """This worker among those of one engine, its data-parallel replicas included; how many they are."""
+    """Return the rank of this worker among those of one engine, data-parallel replicas included, and their number."""
     return (
         parallel.data_parallel_index * parallel.world_size + parallel.rank,
         parallel.data_parallel_size * parallel.world_size,
@@ -271,7 +291,7 @@ def _rank_of(parallel: Any) -> tuple[int, int]:
 
 
 def _listen(place: str | None, rank: int) -> str | None:
-    """Each worker's own port, from the first worker's on."""
+    """Return the address of a worker: each has a port of its own, from the first worker's on."""
     if place is None:
         return None
     host, _, port = place.rpartition(":")

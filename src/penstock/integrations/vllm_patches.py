@@ -1,0 +1,164 @@
+"""Changes to vLLM's own classes: prefix caches per version of the weights, replies in step, object stores as models.
+
+In: classes of vLLM. Out: the same classes, with methods wrapped, for one load format or weight-transfer backend: others
+are left alone. vLLM need not be installed to import this.
+Not here: when they are applied (`vllm.register`).
+
+Each function may be called again: it changes a class once. Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+_MARK = "\x1fweights "
+"""Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
+
+
+def salt_of(own: str | None, version: str) -> str:
+    """Return the salt of a request: the client's (or what this made of it before), and the version of the weights."""
+    return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
+
+
+def salt_requests(core: type[Any], backend: str) -> None:
+    """Salt the requests of vLLM's engine core with the version of the weights, where weights come by `backend`."""
+    # vLLM hashes a request's salt into each of its blocks. It salts by what the client says, and resets its own cache
+    # in some modes of a pause only: requests kept over an update, and blocks in an external connector, would match keys
+    # and values that another version computed. Blocks of old versions are not dropped here: `/pause` does, or they age.
+    if hasattr(core, "_penstock_salts"):
+        return
+    core._penstock_salts = True
+    preprocess, add, set_version = core.preprocess_add_request, core.add_request, core.set_weight_version
+
+    def applies(engine: Any) -> bool:
+        config = engine.vllm_config.weight_transfer_config
+        return config is not None and config.backend == backend
+
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if applies(self):
+            request.cache_salt = salt_of(request.cache_salt, self.get_weight_version())
+        return preprocess(self, request)
+
+    @functools.wraps(add)
+    def add_request(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        # The version may have changed since another thread preprocessed the request.
+        if applies(self):
+            _salt(request, self.get_weight_version())
+        return add(self, request, *arguments, **named)
+
+    @functools.wraps(set_version)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        set_version(self, weight_version)
+        if applies(self):
+            for request in self.scheduler.requests.values():
+                # Requests that wait, or will be computed anew. The others have blocks of the old version already.
+                if request.num_computed_tokens == 0:
+                    _salt(request, weight_version)
+
+    core.preprocess_add_request, core.add_request = preprocess_add_request, add_request
+    core.set_weight_version = set_weight_version
+
+
+def _salt(request: Any, version: str) -> None:
+    """Salt a request of the scheduler's, and hash its blocks again if that changes them."""
+    salt = salt_of(request.cache_salt, version)
+    if salt != request.cache_salt:
+        request.cache_salt = salt
+        request.block_hashes = []
+        request.update_block_hashes()
+
+
+def receive_all_replies(executor: type[Any], backend: str) -> None:
+    """Have an executor receive the replies of all workers when one fails, where weights come by `backend`."""
+    # vLLM 0.32 raises at the first worker that failed and leaves the replies of those after it in their queues,
+    # untagged: the next call would read the replies of this one. Source: github.com/vllm-project/vllm/pull/57846.
+    if hasattr(executor, "_penstock_receives_all"):
+        return
+    executor._penstock_receives_all = True
+    call = executor.collective_rpc
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, timeout: float | None = None, *arguments: Any, **named: Any) -> Any:
+        config = self.vllm_config.weight_transfer_config
+        # Calls that do not block, or that one rank answers, read the queues in other ways.
+        reads_all = not named.get("non_block") and named.get("unique_reply_rank") is None and not arguments[2:]
+        if config is None or config.backend != backend or not reads_all:
+            return call(self, method, timeout, *arguments, **named)
+        queues = self.response_mqs
+        wrapped = self.response_mqs = [_ReplyQueue(queue) for queue in queues]
+        try:
+            return call(self, method, timeout, *arguments, **named)
+        except RuntimeError:
+            # If no queue was read, the call may not have been sent at all, and then no worker answers it.
+            if any(queue.was_read for queue in wrapped):
+                for queue in wrapped:
+                    if not queue.was_read:
+                        queue.dequeue(timeout=timeout)
+            raise
+        finally:
+            # Unless vLLM has replaced the queues meanwhile.
+            if self.response_mqs is wrapped:
+                self.response_mqs = queues
+
+    executor.collective_rpc = collective_rpc
+
+
+class _ReplyQueue:
+    """A worker's queue of replies, with a note of whether it was read."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.was_read = False
+
+    def dequeue(self, *arguments: Any, **named: Any) -> Any:
+        """Return the next reply of the worker."""
+        reply = self._queue.dequeue(*arguments, **named)
+        self.was_read = True
+        return reply
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def accept_object_stores(load_format: str) -> None:
+    """Let vLLM take models in object stores with this load format.
+
+    It gives vLLM the functions that it takes from Run:ai Model Streamer, if that is not installed (they pull config and
+    tokenizer), and lets vLLM's check of load formats pass this one. If a version of vLLM lacks the names changed here,
+    its own errors say so.
+    """
+    from vllm.config import VllmConfig
+    from vllm.transformers_utils import runai_utils
+
+    from penstock.compat import runai_streamer
+
+    if importlib.util.find_spec("runai_model_streamer") is None:
+        # vLLM holds placeholders there that only raise.
+        for name, function in (
+            ("runai_pull_files", runai_streamer.pull_files),
+            ("runai_list_safetensors", runai_streamer.list_safetensors),
+        ):
+            if hasattr(runai_utils, name):
+                setattr(runai_utils, name, function)
+    original = getattr(VllmConfig, "try_verify_and_update_config", None)
+    if original is None:
+        return
+
+    def try_verify_and_update_config(self: Any) -> Any:
+        """Run vLLM's own check, without the object store's URI if the load format is ours."""
+        # vLLM's check refuses object stores to load formats that it does not list.
+        model: Any = getattr(self, "model_config", None)
+        load = getattr(self, "load_config", None)
+        weights = getattr(model, "model_weights", "")
+        if not weights or getattr(load, "load_format", "") != load_format:
+            return original(self)
+        model.model_weights = ""
+        try:
+            return original(self)
+        finally:
+            model.model_weights = weights
+
+    VllmConfig.try_verify_and_update_config = try_verify_and_update_config

@@ -1,0 +1,162 @@
+"""Requests are salted by version and client; an executor stays in step with its workers after a failed call."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.integrations.vllm_patches import receive_all_replies, salt_of, salt_requests
+
+
+class Request:
+    """What of vLLM's request matters: block hashes that its salt goes into."""
+
+    def __init__(self, salt: str | None, num_computed_tokens: int = 0) -> None:
+        self.cache_salt, self.num_computed_tokens = salt, num_computed_tokens
+        self.block_hashes: list[str] = []
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(f"block of {self.cache_salt}")
+
+
+def make_core(backend: str | None) -> Any:
+    """A class like vLLM's engine core, salting, and one of it."""
+
+    class Core:
+        def __init__(self) -> None:
+            config = None if backend is None else SimpleNamespace(backend=backend)
+            self.vllm_config = SimpleNamespace(weight_transfer_config=config)
+            self.scheduler = SimpleNamespace(requests={})
+            self.version = "default"
+
+        def preprocess_add_request(self, request: Any) -> Any:
+            return Request(request.cache_salt), 0
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            self.scheduler.requests[id(request)] = request
+
+        def set_weight_version(self, weight_version: str) -> None:
+            self.version = weight_version
+
+        def get_weight_version(self) -> str:
+            return self.version
+
+    salt_requests(Core, "penstock")
+    salt_requests(Core, "penstock")
+    return Core()
+
+
+def asked(core: Any, salt: str | None) -> Request:
+    made, _ = core.preprocess_add_request(SimpleNamespace(cache_salt=salt))
+    assert isinstance(made, Request)
+    return made
+
+
+def test_a_version_and_a_client_each_have_their_own_salt() -> None:
+    salts = {salt_of(own, version) for own in (None, "a", "b") for version in ("1", "2")}
+    assert len(salts) == 6
+    assert salt_of(salt_of("a", "1"), "2") == salt_of("a", "2")
+
+
+def test_requests_follow_the_version_until_they_are_computed() -> None:
+    core = make_core("penstock")
+    waiting, running, late = asked(core, "a"), asked(core, None), asked(core, None)
+    core.add_request(waiting)
+    core.add_request(running, 0)
+    running.num_computed_tokens = 16
+    old = running.cache_salt
+    core.set_weight_version("2")
+    core.add_request(late)  # made before the version, added after
+    assert waiting.cache_salt == salt_of("a", "2")
+    assert late.cache_salt == salt_of(None, "2")
+    assert running.cache_salt == old == salt_of(None, "default")
+    for request in (waiting, late, running):
+        assert request.block_hashes == [f"block of {request.cache_salt}"]
+
+
+def test_engines_with_other_backends_are_left_alone() -> None:
+    for backend in (None, "nccl"):
+        core = make_core(backend)
+        one = asked(core, "a")
+        core.add_request(one)
+        core.set_weight_version("2")
+        assert one.cache_salt == "a"
+
+
+class Queue:
+    """A worker's answers, as vLLM's message queue gives them."""
+
+    def __init__(self) -> None:
+        self.answers: deque[tuple[bool, str]] = deque()
+
+    def dequeue(self, timeout: float | None = None) -> tuple[bool, str]:
+        return self.answers.popleft()
+
+
+class Executor:
+    """Asks and hears as vLLM 0.32's executor does: it raises at the first worker that failed."""
+
+    def __init__(self, backend: str, workers: int) -> None:
+        self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+        self.response_mqs = [Queue() for _ in range(workers)]
+        self.is_failed = False
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[str, ...] = (), **_: Any
+    ) -> list[str]:
+        if self.is_failed:
+            raise RuntimeError("executor failed")
+        queues = self.response_mqs
+        for number, queue in enumerate(queues):
+            inner = getattr(queue, "_queue", queue)
+            inner.answers.append((method != f"fail {number}" and method != "fail", f"{method} {number}"))
+        found = []
+        for queue in queues:
+            is_good, text = queue.dequeue(timeout=timeout)
+            if not is_good:
+                raise RuntimeError(text)
+            found.append(text)
+        return found
+
+
+@pytest.mark.parametrize("which", ["fail", "fail 0", "fail 1", "fail 2"])
+def test_the_call_after_one_that_failed_gets_its_own_answers(which: str) -> None:
+    class Mine(Executor):
+        pass
+
+    one = Mine("penstock", 3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="fail"):
+            Executor.collective_rpc(one, which)
+    if which != "fail 2":  # what is put right: vLLM's own reads the call before's
+        with pytest.raises((RuntimeError, AssertionError)):
+            assert Executor.collective_rpc(one, "next") == ["next 0", "next 1", "next 2"]
+
+    receive_all_replies(Mine, "penstock")
+    receive_all_replies(Mine, "penstock")
+    one = Mine("penstock", 3)
+    queues = one.response_mqs
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="fail"):
+            one.collective_rpc(which)
+    assert one.collective_rpc("next") == ["next 0", "next 1", "next 2"]
+    assert one.response_mqs is queues
+
+
+def test_what_was_never_asked_is_not_waited_for_and_others_are_left_alone() -> None:
+    class Mine(Executor):
+        pass
+
+    receive_all_replies(Mine, "penstock")
+    one = Mine("penstock", 2)
+    one.is_failed = True
+    with pytest.raises(RuntimeError, match="executor failed"):
+        one.collective_rpc("next")
+    other = Mine("nccl", 2)
+    with pytest.raises(RuntimeError, match="fail 0"):
+        other.collective_rpc("fail")
+    assert len(other.response_mqs[1].answers) == 1
