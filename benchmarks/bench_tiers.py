@@ -34,11 +34,11 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.engine.place import CudaRegistrar
 from penstock.memory.arena import Arena
-from penstock.memory.tier import PIECE_BYTES, HostRoom, Room
+from penstock.memory.tier import PIECE_BYTES, Block, HostRoom, Room
 from penstock.memory.tier_cuda import CudaRoom, CudaTier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
-from penstock.memory.tiers import Block, Level, Tiers
+from penstock.memory.tiers import Level, Tiers
 from penstock.testing.checkpoints import write_llama
 from penstock.types import GB
 

@@ -1,1 +1,1 @@
-"""Memory: the fixed-size staging pool that bytes pass through, and what it costs to have it."""
+"""Memory: staging buffers that bytes pass through, arenas in which they stay, tiers between which they move."""

@@ -1,4 +1,4 @@
-"""Move of live parameters into arenas, one a device, so that a whole model is one registration.
+"""Moves of live parameters into arenas, one for each device, so that a whole model is one registration.
 
 In: a module or tensors by name. Out: the arenas; the tensors are the same objects with the same values, elsewhere.
 Not here: the arena itself (`arena`), filling it from storage (`loader.into`).
@@ -17,8 +17,8 @@ from penstock.memory.arena import Arena, needed_bytes
 def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool = True) -> tuple[Arena, ...]:
     """Move a module's parameters and buffers, or tensors by name, into one arena for each device.
 
-    Objects, dtypes, shapes, strides, hooks and gradients stay; what shared memory still does: tied weights, and views
-    of one tensor such as fused projections. Values are copied, device by device, unless `copy` is False.
+    Objects, dtypes, shapes, strides, hooks and gradients stay. Tensors that shared memory still do: tied weights, and
+    views of one tensor such as fused projections. Values are copied, device by device, unless `copy` is False.
 
     Raises:
         PlanError: a tensor is on the meta device, or not a plain strided one; nothing was moved.
@@ -28,16 +28,18 @@ def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool =
     Order: before an optimizer flattens parameters or a CUDA graph is captured: their addresses change.
     Cost: one copy on the device, and twice its weights' memory until the last tensor is moved.
     """
-    # By name, which is the order a fleet reads in: what peers read together lies together.
+    # By name, the order in which a fleet reads: bytes that peers read together lie together.
     tensors = sorted(_all_of(target), key=lambda named: named[0])
     for name, tensor in tensors:
         if tensor.is_meta:
-            raise PlanError("it is on the meta device", tensor=name, hint="materialise it: module.to_empty(device=...)")
+            hint = "materialise it: module.to_empty(device=...)"
+            raise PlanError("cannot move a tensor of the meta device", tensor=name, hint=hint)
         if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            # What is flattened (a DTensor, a quantised wrapper) is other tensors, and has no memory of its own.
-            raise PlanError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be moved", tensor=name)
+            # A tensor that flattens (a DTensor, a quantised wrapper) wraps others, and has no memory of its own.
+            raise PlanError(f"cannot move a {type(tensor).__name__} of layout {tensor.layout}", tensor=name)
     devices: dict[torch.device, dict[int, list[torch.Tensor]]] = {}
     for _, tensor in tensors:
+        # By storage: tensors that share one must share it after the move.
         if tensor.untyped_storage().nbytes():
             storages = devices.setdefault(tensor.device, {})
             storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -64,7 +66,7 @@ def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool) ->
                 storage = torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage())
                 run.copy_(storage[start:stop])
             for tensor in group:
-                # By bytes, since tensors of different dtypes may share a storage.
+                # Counted in bytes, since tensors of different dtypes may share a storage.
                 first = run[tensor.storage_offset() * tensor.element_size() - start :]
                 whole = first[: first.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
                 # `.data` swaps the memory under the same object: optimizers and hooks hold the object, not the address.

@@ -1,10 +1,10 @@
 """The staging pool: page-aligned buffers of one size, pinned on request, bounded by `memory_bytes`.
 
-In: a budget. Out: `StagingBuffer`s, each owned by the caller that acquired it until released.
-Not here: device memory (`arena`), what the bytes are (`engine`).
+In: a budget. Out: `StagingBuffer`s, each owned by the caller that acquired it until it is released.
+Not here: memory that stays (`arena`), the bytes in the buffers (`engine`).
 
-Buffers are touched and registered by the thread that first needs them, so set-up is spread over the reading
-threads and a small load never pays for the whole pool; released buffers are reused last-in first-out.
+Buffers are touched and pinned by the thread that first needs them, so set-up is spread over the reading threads, and a
+small load never pays for the whole pool; released buffers are reused last-in first-out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.memory.arena import populate
 
 
 class Registrar(Protocol):
-    """A device's way to reach host memory by its copy engine: page-locking."""
+    """Page-locking of host memory, so that a device's copy engine reaches it."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin `nbytes` from `address`. Raises DestinationError when the device refuses."""
+        """Pin `nbytes` from `address`. DestinationError if the device refuses."""
         ...
 
     def unregister(self, address: int) -> None:
@@ -34,7 +34,11 @@ class Registrar(Protocol):
 
 
 class StagingBuffer:
-    """A buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes."""
+    """A buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes.
+
+    Attributes:
+        is_ready: its pages are present and pinned.
+    """
 
     __slots__ = ("address", "array", "is_ready", "nbytes", "view")
 
@@ -56,7 +60,7 @@ class StagingBuffer:
         self.is_ready = True
 
     def retire(self, registrar: Registrar | None) -> None:
-        """Unpin, if it was pinned."""
+        """Unpin the buffer, if it was pinned."""
         if self.is_ready and registrar is not None:
             registrar.unregister(self.address)
         self.is_ready = False
@@ -96,7 +100,8 @@ class StagingPool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if hasattr(mmap, "MADV_DONTFORK"):
-            self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not copy-on-write what a device writes to
+            # A fork makes pages copy-on-write: the next write would move ours away from the pages that a device knows.
+            self._memory.madvise(mmap.MADV_DONTFORK)
         self._registrar = registrar
         self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
         # The first buffers on top: a small load then touches the start of the memory only.
@@ -139,7 +144,8 @@ class StagingPool:
             try:
                 cold.prepare(self._registrar)
             except DestinationError:
-                return  # the next `acquire` of this buffer meets the same error, and has a caller to raise it to
+                # The next `acquire` of this buffer meets the same error, and has a caller to raise it to.
+                return
             finally:
                 self.release(cold)
 
@@ -159,7 +165,7 @@ class StagingPool:
                     raise SourceStalled(
                         f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s"
                     )
-                # Someone released or took one: the pool moves, so the deadline begins anew.
+                # A buffer was released or taken: the pool moves, so the deadline begins anew.
                 if self._in_use != before:
                     deadline = time.monotonic() + stall_s
             if self._cancelled:
@@ -175,6 +181,7 @@ class StagingPool:
         return buffer
 
     def _prepared(self, buffer: StagingBuffer) -> StagingBuffer:
+        # Without the lock: to touch and pin a cold buffer takes milliseconds, which other threads need not wait.
         try:
             buffer.prepare(self._registrar)
         except DestinationError:
@@ -190,14 +197,14 @@ class StagingPool:
         with self._lock:
             if not self._free or self._cancelled:
                 return None
-            # The one on top is the warmest: what was released last lies there.
+            # The buffer on top is the warmest: it was released last.
             if self._num_warming and not self._free[-1].is_ready:
                 return None
             buffer = self._take()
         return self._prepared(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Give a buffer back; it must be idle (no copy in flight)."""
+        """Return a buffer to the pool; no copy of it may be under way."""
         with self._lock:
             self._free.append(buffer)
             self._in_use -= 1
@@ -211,17 +218,18 @@ class StagingPool:
             return self._in_use
 
     def cancel(self) -> None:
-        """Wake every waiter with `Cancelled`."""
+        """Make every wait, present and future, raise `Cancelled`."""
         with self._state:
             self._cancelled = True
             self._state.notify_all()
 
     def close(self) -> None:
         """Unpin and free. Every buffer must have been released. Idempotent."""
-        # A warmer may be in the driver with a buffer; freed memory must not be pinned after.
+        # A warming thread may be in the driver with a buffer: it must not pin memory that is freed meanwhile.
         for thread in self._warmers:
             thread.join()
         for buffer in self._all:
             buffer.retire(self._registrar)
             buffer.view.release()
-        self._all, self._free = [], []
+        self._all = []
+        self._free = []

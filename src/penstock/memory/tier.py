@@ -1,12 +1,7 @@
-"""Tiers of memory: rooms that hold a block's bytes each, and moves between rooms.
+"""Tiers of memory: rooms that hold the bytes of one block each, moves between rooms, and statistics of both.
 
 In: a block's size. Out: a room of one tier; its bytes, in another's.
-Not here: which block is where, and when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`,
-`memory.tier_disk`).
-
-Statistics of memory tiers: bytes in each, and moves over each link between them.
-
-In / Out: frozen values. Not here: counting (`tiers`).
+Not here: which block is where, when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`, `tier_disk`).
 """
 
 from __future__ import annotations
@@ -20,12 +15,12 @@ from typing import Protocol, runtime_checkable
 from penstock.types import GB, MIB
 
 PIECE_BYTES = 16 * MIB
-"""What is moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
+"""Bytes moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
-    """Bytes by what they are, not by where: `[start, stop)` of a content, which is a revision or any other name."""
+    """The bytes `[start, stop)` of a content, which is a revision or any other name; not of a place."""
 
     content: str
     start: int
@@ -33,7 +28,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Return its length."""
+        """Return the block's length."""
         return self.stop - self.start
 
 
@@ -46,19 +41,23 @@ class Room(Protocol):
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Begin to take bytes from host memory, which must stay unchanged until `settle` returns."""
+        """Begin to copy bytes from host memory, which must stay unchanged until `settle` returns."""
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Begin to give bytes to host memory; they are there when `settle` returns.
+        """Begin to copy bytes to host memory; they are there when `settle` returns.
 
         Raises:
-            IntegrityError: they are not those that were written. SourceError: they cannot be read.
+            IntegrityError: they are not the bytes that were written. SourceError: they cannot be read.
         """
         ...
 
     def settle(self) -> None:
-        """Return once all that was begun is done. DestinationError, DiskFull or SourceStalled if it cannot be."""
+        """Wait until all copies that were begun are done.
+
+        Raises:
+            DestinationError, DiskFull, SourceStalled: they cannot be done.
+        """
         ...
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ class Room(Protocol):
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room whose bytes are in this process's memory: what moves to or from it needs no buffer between."""
+    """A room whose bytes are in this process's memory: a move to or from it needs no buffer between."""
 
     def views(self) -> Sequence[memoryview]:
         """Return all of its bytes, in order; each view but the last is a multiple of `PIECE_BYTES` long."""
@@ -76,7 +75,7 @@ class HostRoom(Protocol):
 
 
 class Tier(Protocol):
-    """A kind of memory."""
+    """A kind of memory in which rooms are opened."""
 
     @property
     def name(self) -> str:
@@ -90,23 +89,23 @@ class Tier(Protocol):
 
     @property
     def num_threads(self) -> int:
-        """Return the number of pieces at once that saturates its link."""
+        """Return the number of pieces moved at once that saturates its link."""
         ...
 
     def open_room(self, nbytes: int) -> Room:
-        """Return room for a block.
+        """Return a new room for a block.
 
         Raises:
-            DiskFull, DeviceOutOfMemory, DestinationError: there is none, whatever the budget says.
+            DiskFull, DeviceOutOfMemory, DestinationError: there is no memory, whatever the budget says.
         """
         ...
 
     def trim(self) -> None:
-        """Let others have what closed rooms took; until then a room that is opened may take their place."""
+        """Give the memory of closed rooms back to the system; until then a room that is opened may reuse it."""
         ...
 
     def close(self) -> None:
-        """Free what the tier itself holds, once its rooms are closed. Idempotent."""
+        """Free the tier's own resources, once its rooms are closed. Idempotent."""
         ...
 
 
@@ -114,9 +113,9 @@ def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -
     """Copy all bytes from one room to another; call `moved` with the length of each piece.
 
     Raises:
-        PenstockError: of either room; nothing runs any more, and `dst` holds nothing of use.
+        PenstockError: of either room; no copy is under way any more, and the content of `dst` is undefined.
 
-    Cost: no copy between, but where neither is in host memory: then one piece is.
+    Cost: no copy between, unless neither room is in host memory: then one piece at a time is.
     """
     if isinstance(dst, HostRoom):
         _each(_pieces(dst.views()), src.read, num_threads, moved)
@@ -151,6 +150,8 @@ def _each(
     num_threads: int,
     moved: Callable[[int], None],
 ) -> None:
+    """Call `step` with each piece, `num_threads` at once; return when none is under way any more."""
+
     def move_piece(piece: tuple[int, memoryview]) -> None:
         step(*piece)
         moved(len(piece[1]))
@@ -204,7 +205,7 @@ class TiersStats:
     tiers: Mapping[str, TierStats]
     """By name, fastest first."""
     links: Mapping[tuple[str, str], LinkStats]
-    """From tier, to tier; `source` is one."""
+    """By the names of the two tiers, from and to; `source` counts as one."""
     hits: int
-    """Requests for blocks that were there."""
+    """Requests for blocks that were in the wanted tier, or a faster one."""
     misses: int

@@ -15,18 +15,19 @@ from penstock.errors import DestinationError, SourceStalled
 from penstock.memory.arena import Arena
 
 _POLL_S = 0.0002
-"""Pause between looks at an event: a piece of 16 MiB takes 0.3 ms over PCIe 5."""
+"""Seconds between looks at an event: a piece of 16 MiB takes 0.3 ms over PCIe 5."""
 
 
 class CudaRoom:
-    """An arena on a device.
+    """A room in an arena on a device.
 
     Attributes:
         arena: None once closed.
     """
 
     def __init__(self, nbytes: int, tier: CudaTier) -> None:
-        self.nbytes, self._tier = nbytes, tier
+        self.nbytes = nbytes
+        self._tier = tier
         self.arena: Arena | None = Arena.allocate(nbytes, tier.device)
         self._bytes: torch.Tensor | None = self.arena.bytes_at(0, nbytes)
         # Torch may have given us memory that queued kernels still use: its allocator orders reuse by stream only.
@@ -43,7 +44,8 @@ class CudaRoom:
 
     def _copy(self, offset: int, data: memoryview, *, to_device: bool) -> None:
         assert self._bytes is not None
-        ours, theirs = self._bytes[offset : offset + len(data)], torch.frombuffer(data, dtype=torch.uint8)
+        ours = self._bytes[offset : offset + len(data)]
+        theirs = torch.frombuffer(data, dtype=torch.uint8)
         event = torch.cuda.Event()
         # A stream of its own: on the current one a copy would wait for the kernels of the model that runs.
         with torch.cuda.stream(self._tier.stream):
@@ -66,11 +68,12 @@ class CudaRoom:
 
     def close(self) -> None:
         """See `Room.close`."""
+        # The allocator keeps the memory for the next room until `trim`.
         self.arena = self._bytes = None
 
 
 class CudaTier:
-    """The tier of one device.
+    """The tier of one device's memory.
 
     Args:
         device: with an index.
@@ -80,7 +83,8 @@ class CudaTier:
     name, unit_bytes, num_threads = "gpu", 1, 1
 
     def __init__(self, device: torch.device, *, stall_s: float) -> None:
-        self.device, self.stall_s = device, stall_s
+        self.device = device
+        self.stall_s = stall_s
         self.stream = torch.cuda.Stream(device)
 
     def open_room(self, nbytes: int) -> CudaRoom:
@@ -90,8 +94,8 @@ class CudaTier:
     def trim(self) -> None:
         """See `Tier.trim`.
 
-        Cost: what the driver gets back it clears, by the engines that copy: copies of the next 60 ms are half as fast.
-            Source: benchmarks/results/h200x2_202611/tiers.md.
+        Cost: the driver clears memory that it gets back, by the engines that copy: copies of the next 60 ms are half as
+            fast. Source: benchmarks/results/h200x2_202611/tiers.md.
         """
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """The tier of a local disk: a nameless file a block, its bytes digested on the way out and compared on the way back.
 
 In: a directory. Out: rooms that leave nothing behind, however the process ends.
-Not here: which blocks lie there (`memory.tiers`); the cache of remote objects, which outlives a process
+Not here: which blocks lie there (`tiers`); the cache of remote objects, which outlives a process
 (`storage.cache`).
 """
 
@@ -23,26 +23,30 @@ from penstock.storage.output import typed
 from penstock.types import U64
 
 _PAGE_BYTES = 4096
-"""Alignment that direct I/O needs of addresses, offsets and lengths; see `files`."""
+"""Alignment that direct I/O needs of addresses, offsets and lengths; see `storage.files`."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class SpillRoom:
-    """A room in one file.
+    """A room in one file without a name.
 
     Attributes:
-        why: why bytes went through the page cache; "" while those of whole pages did not.
+        why: the reason why bytes went through the page cache; empty while those of whole pages did not.
     """
 
     def __init__(self, directory: Path, nbytes: int, settings: Settings) -> None:
-        self.nbytes, self._directory, self._settings = nbytes, directory, settings
+        self.nbytes = nbytes
+        self._directory = directory
+        self._settings = settings
         self._leaves: U64 = np.zeros(-(-nbytes // LEAF_BYTES), np.uint64)
         self._lock = threading.Lock()
         self._source: FileSource | None = None
         with typed(directory):
             self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._direct_fd, self.why = -1, ""
+        self._direct_fd = -1
+        self.why = ""
         try:
+            # Now: a full disk should be found before the block leaves its old tier, not while it is written.
             with typed(directory):
                 reserve(self._fd, nbytes)
             self._open_direct()
@@ -58,7 +62,7 @@ class SpillRoom:
             self.why = f"direct I/O refused at open ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. Done on return, but for what the system has not written out yet."""
+        """See `Room.write`. Done on return, except for pages that the system has not written out yet."""
         first = offset // LEAF_BYTES
         leaf_digests(data, LEAF_BYTES, self._leaves[first : first + -(-len(data) // LEAF_BYTES)])
         with typed(self._directory):
@@ -87,16 +91,17 @@ class SpillRoom:
                 self._source = FileSource(f"/proc/self/fd/{self._fd}")
         self._source.readv(offset, [into])
         first = offset // LEAF_BYTES
-        got: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
-        leaf_digests(into, LEAF_BYTES, got)
-        if not np.array_equal(got, self._leaves[first : first + len(got)]):
+        leaves: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
+        leaf_digests(into, LEAF_BYTES, leaves)
+        # Most file systems have no checksums of data, and a model with damaged weights still answers.
+        if not np.array_equal(leaves, self._leaves[first : first + len(leaves)]):
             message = "cannot use spilled bytes: their digest differs from the one at the time of writing"
             raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
 
     def settle(self) -> None:
-        """See `Room.settle`. What went through the page cache does not stay there."""
+        """See `Room.settle`. Bytes that went through the page cache do not stay there."""
         with typed(self._directory):
-            # First, since the kernel drops only pages that are written out.
+            # Before the advice, since the kernel drops only pages that are written out.
             os.fdatasync(self._fd)
             # The block was moved here to free memory: its copy in the page cache would keep it taken.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -105,26 +110,30 @@ class SpillRoom:
         """See `Room.close`."""
         if self._source is not None:
             self._source.close()
-        fds, self._fd, self._direct_fd = {self._fd, self._direct_fd} - {-1}, -1, -1
+        fds = {self._fd, self._direct_fd} - {-1}
+        # Before they are closed: a second call must not close numbers that other files have by then.
+        self._fd = -1
+        self._direct_fd = -1
         for fd in fds:
             os.close(fd)
 
 
 class SpillTier:
-    """Files of one directory, without names.
+    """The tier of one directory of a local disk: a file without a name for each block.
 
     Args:
-        directory: made if it is not there; on a local disk.
+        directory: made if it is not there.
         settings: of reading files.
 
     Raises:
-        ConfigError: no file without a name can be made there.
+        ConfigError: the file system has no files without names (O_TMPFILE), or the directory cannot be written to.
     """
 
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
 
     def __init__(self, directory: str | os.PathLike[str], *, settings: Settings) -> None:
-        self.directory, self._settings = Path(directory), settings
+        self.directory = Path(directory)
+        self._settings = settings
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))

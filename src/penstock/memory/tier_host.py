@@ -1,11 +1,12 @@
 """Tiers in host memory: arenas that other processes map, a pool of pinned buffers, and plain memory for reference.
 
 In: sizes. Out: rooms, all of them `HostRoom`s.
-Not here: device memory (`tier_cuda`), files (`memory.tier_disk`).
+Not here: device memory (`tier_cuda`), files (`tier_disk`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,25 +17,25 @@ from penstock.memory.staging import Registrar, StagingBuffer, StagingPool
 from penstock.types import MIB
 
 POOL_BUFFER_BYTES = 64 * MIB
-"""Buffer size of the pinned pool: 900 calls pin 60 GB, and the last buffer of a model wastes little."""
-
+"""Bytes of a buffer of the pinned pool: 900 calls pin 60 GB, and the last buffer of a model wastes little."""
 
 WARM_THREADS = 4
 """Threads that pin the pool in the background."""
 
 
-class _ViewedRoom:
-    """A room of views: bytes go by memcpy."""
+class _ViewedRoom(ABC):
+    """A room whose bytes are views of this process's memory; they are copied by memcpy."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
+    @abstractmethod
     def views(self) -> Sequence[memoryview]:
         """See `HostRoom.views`."""
-        raise NotImplementedError
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `Room.write`. Done on return."""
+        # By numpy and not by slices of memoryviews: a copy by numpy lets go of the GIL.
         for mine, at, run in self._runs(offset, len(data)):
             mine[:] = np.frombuffer(data, np.uint8, run, at)
 
@@ -56,10 +57,12 @@ class _ViewedRoom:
 
     def settle(self) -> None:
         """See `Room.settle`."""
+        # Copies are done when `write` and `read` return.
+        return
 
 
 class HeapRoom(_ViewedRoom):
-    """Memory of this process."""
+    """A room in plain memory of this process."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -80,7 +83,8 @@ class HeapTier:
     num_threads = 1
 
     def __init__(self, name: str = "host", unit_bytes: int = 1) -> None:
-        self.name, self.unit_bytes = name, unit_bytes
+        self.name = name
+        self.unit_bytes = unit_bytes
 
     def open_room(self, nbytes: int) -> HeapRoom:
         """See `Tier.open_room`."""
@@ -102,7 +106,7 @@ class ArenaRoom(_ViewedRoom):
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self.arena: Arena | None = Arena.allocate(nbytes)
-        # By asking the room: its close stops the threads, which would otherwise keep the memory.
+        # By a look at the room: its close stops the threads, which would otherwise keep the memory alive.
         self.arena.warm(lambda: self.arena is None)
 
     def views(self) -> Sequence[memoryview]:
@@ -116,7 +120,7 @@ class ArenaRoom(_ViewedRoom):
 
 
 class ArenaTier:
-    """Shared memory of the host: one arena a block."""
+    """The tier of shared memory of the host: an arena for each block."""
 
     name, unit_bytes, num_threads = "host", 1, 8
 
@@ -132,11 +136,12 @@ class ArenaTier:
 
 
 class PoolRoom(_ViewedRoom):
-    """Buffers of a pool."""
+    """A room in buffers of a pool, the last of which may be used in part."""
 
     def __init__(self, nbytes: int, buffers: list[StagingBuffer], release: Callable[[StagingBuffer], None]) -> None:
         super().__init__(nbytes)
-        self._buffers, self._release = buffers, release
+        self._buffers = buffers
+        self._release = release
 
     def views(self) -> Sequence[memoryview]:
         """See `HostRoom.views`."""
@@ -151,12 +156,12 @@ class PoolRoom(_ViewedRoom):
 
 
 class PoolTier:
-    """Host memory in buffers that are pinned once and used again: blocks of any size without gaps between them.
+    """The tier of host memory that is pinned once and used again, in buffers: blocks of any size leave no gaps.
 
     Args:
         memory_bytes: of all rooms; pages are made present and pinned from now on, in the background.
         registrar: pins; None: pageable.
-        stall_s: how long to wait for a buffer that is still being pinned.
+        stall_s: seconds to wait for a buffer that is still being pinned.
 
     Raises:
         BudgetTooSmall: fewer than two buffers.
@@ -171,7 +176,7 @@ class PoolTier:
             self._pool.warm(WARM_THREADS)
 
     def open_room(self, nbytes: int) -> PoolRoom:
-        """See `Tier.open_room`. SourceStalled: rooms are open that take all of it."""
+        """See `Tier.open_room`. SourceStalled: the rooms that are open take all of the pool."""
         buffers: list[StagingBuffer] = []
         room = PoolRoom(nbytes, buffers, self._pool.release)
         try:
@@ -187,5 +192,6 @@ class PoolTier:
 
     def close(self) -> None:
         """See `Tier.close`."""
+        # First, so that the threads that still pin stop: `close` waits for them.
         self._pool.cancel()
         self._pool.close()

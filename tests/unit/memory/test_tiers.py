@@ -336,7 +336,7 @@ def test_damage_on_disk_is_found_and_read_anew(tmp_path: Path, caplog) -> None:
         with tiers.pin(block(0)) as room:
             assert seen(room) == bytes(content(block(0)))
         assert source.reads[block(0)] == 2
-        assert "what disk gives back is damaged" in caplog.text
+        assert "is damaged in disk" in caplog.text
         tiers.drop(block(0))
         tiers.put(block(1), source.of(block(1)), again=False)
         tiers.demote(block(1))
