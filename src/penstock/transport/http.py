@@ -14,7 +14,6 @@ sent them (`data_port`).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import secrets
 import socket
@@ -31,6 +30,7 @@ from penstock.http.compression import Choice
 from penstock.http.connection import ReadRequest
 from penstock.http.region_server import Region, RegionServer
 from penstock.lifecycle import let_go_in_children
+from penstock.net.listener import bound_socket
 from penstock.net.unix_sockets import RuntimeDir
 from penstock.segments import Segments
 from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
@@ -273,16 +273,13 @@ def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, Address]:
     """Return a bound socket and the address by which readers find it. ConfigError if it cannot be had."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return _bound(sock, path, listen), Address(path=path, is_tls=is_tls)
+        return _bound(path, listen), Address(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
     if host in EVERYWHERE:
         # Readers connect to the address in the descriptor, so it must be one that they can use.
         message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
         raise ConfigError(message, hint="listen at the address by which other hosts reach this one, as 10.0.0.5:0")
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound = _bound(sock, (host, port), listen)
+    bound = _bound((host, port), listen)
     return bound, Address(host=host, port=bound.getsockname()[1], is_tls=is_tls)
 
 
@@ -299,14 +296,11 @@ def host_and_port(listen: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _bound(sock: socket.socket, where: object, listen: str) -> socket.socket:
+def _bound(address: str | tuple[str, int], listen: str) -> socket.socket:
     try:
-        sock.bind(where)  # type: ignore[arg-type]
+        return bound_socket(address)
     except (OSError, OverflowError) as error:
-        with contextlib.suppress(OSError):
-            sock.close()
         raise ConfigError(f"cannot serve memory at {listen}: {error}") from error
-    return sock
 
 
 _fits: type[Transport] = HttpTransport
