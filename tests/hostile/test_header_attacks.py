@@ -246,7 +246,7 @@ def test_the_length_is_checked_before_anything_is_read() -> None:
 
 
 def test_too_long_to_walk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "WALK_LIMIT_BYTES", 10)
+    monkeypatch.setattr(parser, "_WALK_LIMIT_BYTES", 10)
     data = file_of({"a": t([1], [0, 1]) | {"unknown": 1}}, b"x")
     with pytest.raises(FormatError, match="unknown fields in"):
         read_header(MemorySource(data))

@@ -1,6 +1,6 @@
-"""Storage: open, list and read files and objects by URI.
+"""Storage: open, list, read and write files and objects by URI.
 
-In: a URI. Out: a `Source` that fills the caller's buffers.
+In: a URI. Out: a `Source` that fills the caller's buffers, a list of URIs, or the bytes of a small file.
 Not here: what a source is (`source`), what the bytes mean (`safetensors`, `weight_set`), where they go (`engine`).
 
     uri --open_source--> Source --readv(offset, buffers)--> the caller's memory
@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied, SourceUnavailable
+from penstock.storage.files import FileSource
 from penstock.storage.local import read_bounded
 from penstock.storage.source import (
     MAX_SMALL_BYTES,
@@ -63,6 +64,7 @@ def text_of(uri: object) -> str:
         raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint=hint)
     if not text:
         raise ConfigError("an empty path")
+    # Checked here, once: a NUL or a lone surrogate would else fail deep inside, as a ValueError of `os`.
     try:
         is_name = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -107,11 +109,13 @@ def _object_stores() -> Storage:
 
 
 def _http() -> Storage:
+    # On first use too: it brings connections, their pool and TLS.
     from penstock.storage.http import HttpStorage
 
     return HttpStorage()
 
 
+# By the same call that users register theirs with.
 for _scheme in ("s3", "gs", "az"):
     register_storage(_scheme, _object_stores)
 for _scheme in ("http", "https"):
@@ -132,12 +136,11 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     """
     storage = _storage_of(uri)
     if storage is None:
-        from penstock.storage.files import FileSource
-
         return FileSource(local_path(uri))
     source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source
+    # On first use: most loads have no cache.
     from penstock.storage.cache import open_cached
 
     return open_cached(source, settings=settings)
@@ -156,6 +159,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         return storage.list(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
     uris: list[str]
+    # A path that exists is itself, even if it reads as a glob: `model[1].safetensors` is a good name.
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
@@ -174,7 +178,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory, or a link to one; False where that cannot be told (a circle of links)."""
+    """Return whether an entry is a directory, or a link to one; False where that is unknown (a circle of links)."""
     try:
         return entry.is_dir()
     except OSError:
@@ -194,6 +198,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     try:
         return read_bounded(path, MAX_SMALL_BYTES)
     except NotFound as error:
+        # "Absent" would be a lie: the user has put something there, and the set would load without it.
         if os.path.lexists(path):
             raise NotFound("a link that leads to no file", uri=uri) from error
         return None

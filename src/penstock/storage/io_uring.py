@@ -65,6 +65,7 @@ class Uring:
     """
 
     def __init__(self, entries: int) -> None:
+        # The kernel answers in the same struct: which features it has, and where in the rings each word is.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
         self._fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
@@ -80,9 +81,17 @@ class Uring:
         self._rings = mmap.mmap(self._fd, max(sq[6] + 4 * num_sq, cq[5] + _CQE_BYTES * num_cq))
         self._sqes = mmap.mmap(self._fd, num_sq * _SQE_BYTES, offset=_OFF_SQES)
         self._words = memoryview(self._rings).cast("I")
-        self._sq_tail, self._sq_mask, self._sq_array = sq[1] // 4, self._words[sq[2] // 4], sq[6] // 4
-        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = cq[0] // 4, cq[1] // 4, self._words[cq[2] // 4], cq[5]
-        self._tail = self._unsubmitted = 0
+        # Places in the mapped ring as indices of 32-bit words; the masks never change, so their values are read now.
+        self._sq_tail = sq[1] // 4
+        self._sq_mask = self._words[sq[2] // 4]
+        self._sq_array = sq[6] // 4
+        self._cq_head = cq[0] // 4
+        self._cq_tail = cq[1] // 4
+        self._cq_mask = self._words[cq[2] // 4]
+        # In bytes: completions are unpacked from there.
+        self._cqes = cq[5]
+        self._tail = 0
+        self._unsubmitted = 0
         # struct __kernel_timespec and struct io_uring_getevents_arg.
         self._timespec = (ctypes.c_int64 * 2)()
         arg = struct.pack("<QIIQ", 0, 0, 0, ctypes.addressof(self._timespec))
@@ -106,9 +115,10 @@ class Uring:
         self._unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Submit what is queued; unless something is complete, wait for it or the timeout; all as (token, result).
+        """Submit what is queued; unless a read is complete, wait for one or for the timeout.
 
-        A result is the bytes read, or minus an errno.
+        Returns:
+            The completed reads as (token, result); a result is the bytes read, or minus an errno.
         """
         if self._unsubmitted:
             # Submitting does not block (min_complete 0, every read goes to a worker), so keeping the GIL delays nobody.
@@ -126,6 +136,7 @@ class Uring:
         return completed
 
     def _reap(self) -> list[tuple[int, int]]:
+        """Take all completions out of the ring."""
         completed = []
         head, tail = self._words[self._cq_head], self._words[self._cq_tail]
         while head != tail:
@@ -140,6 +151,7 @@ class Uring:
         """Free the ring. Nothing may be in flight. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            # Before the mmap that it is a view of: an mmap with a view of it cannot be closed.
             self._words.release()
             self._rings.close()
             self._sqes.close()

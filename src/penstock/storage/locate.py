@@ -25,10 +25,10 @@ SIDECAR = "penstock.manifest"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX = f"model{INDEX_SUFFIX}"
+# Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
+# Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
 _MODEL = re.compile(r"(^|/)model(-\d+-of-\d+)?\.safetensors$")
 _CONSOLIDATED = re.compile(r"(^|/)consolidated([.-][^/]*)?\.safetensors$")
-"""Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
-Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later."""
 _ONLY = "name a file, or a directory or prefix that has files of safetensors itself; other formats are not read"
 
 Uri = str | os.PathLike[str]
@@ -47,10 +47,9 @@ class Place:
     """Tensor -> file name, when an index was honoured."""
     index_uri: str | None
     sidecar_uri: str | None
-    """Where the manifest would be; None where there is no place for one. Files of one
-    directory share its manifest."""
+    """Where the manifest would be; None where there is no place for one. Files of one directory share its manifest."""
     index_bytes: int = 0
-    """Of the index that was read."""
+    """Size of the index that was read."""
 
 
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Place:
@@ -64,6 +63,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         FormatError: the index is malformed, or names files outside its directory.
     """
     texts = texts_of(uri)
+    # A list of one file is that file: it has the same manifest, and the same name.
     if len(texts) != 1:
         return _of_list(texts)
     place = texts[0]
@@ -88,6 +88,7 @@ def look(uri: Uri) -> None:
         NotFound: it is not there, or has no safetensors file. PermissionDenied, SourceUnavailable: see `list_uris`.
     """
     place = _text(uri)
+    # A remote place is a round trip away, and reading it will tell.
     if is_remote(place):
         return
     if _is_file(place) or place.endswith(INDEX_SUFFIX):
@@ -104,6 +105,8 @@ def look(uri: Uri) -> None:
 
 
 def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+    """Return the weight set of a directory or prefix, with an index or without."""
+    # HTTP has no listing.
     if _is_http(place):
         return _as_published(place, prefix, settings, options)
     try:
@@ -123,6 +126,7 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
     index = _choose_index(prefix, uris)
     if index is not None:
         raw = read_small(index, settings=settings, storage_options=options)
+        # It was listed a moment ago.
         if raw is None:
             raise NotFound("the index was removed while the directory was read", uri=display(index))
         return _of_index(place, index, raw, prefix)
@@ -130,9 +134,10 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
 
 
 def _nothing_at(path: str) -> NotFound:
-    """Return what is said of a local path with no file in it, or that is not there."""
+    """Return the error for a local path that is not there, or has no file of weights in it."""
     if os.path.isdir(path):
         return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
+    # `s3:/bucket` is a path to the system, and a slip to its user.
     scheme, _, rest = path.partition(":/")
     hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
     return NotFound("no such file or directory", uri=path, hint=hint)
@@ -144,7 +149,8 @@ def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[
     try:
         raw = read_small(index, settings=settings, storage_options=options)
     except PermissionDenied:
-        raw = None  # what stores answer for an absent object to one who may not list
+        # What stores answer for an absent object to a user who may not list.
+        raw = None
     if raw is not None:
         return _of_index(place, index, raw, prefix)
     return _of_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
@@ -173,6 +179,7 @@ def display(uri: str) -> str:
     """Return `uri` without the user and query of a URL, where secrets stand."""
     if not _is_http(uri):
         return uri
+    # Imported on first use: a load of local files needs no HTTP.
     from penstock.storage.http import clean
 
     return clean(uri)
@@ -185,11 +192,13 @@ def texts_of(uri: Uris) -> list[str]:
 
 
 def _text(uri: object) -> str:
+    """Return the text of one path or URI, `file://` taken away."""
     text = text_of(uri)
     return text if is_remote(text) else local_path(text)
 
 
 def _is_http(uri: str) -> bool:
+    """Return whether `uri` is a plain URL, which has no listing, no glob, and a query that may hold secrets."""
     return uri.startswith(("http://", "https://"))
 
 
@@ -205,6 +214,7 @@ def _is_file(uri: str) -> bool:
     if _is_glob(uri):
         return False
     if not is_remote(uri):
+        # By its name too where it is absent: the error must then be of a missing file, not of an empty directory.
         return os.path.isfile(local_path(uri)) or (uri.endswith(SUFFIX) and not os.path.isdir(local_path(uri)))
     return uri.partition("?")[0].endswith(SUFFIX) if _is_http(uri) else uri.endswith(SUFFIX)
 
@@ -218,6 +228,7 @@ def _prefix_of(uri: str) -> str | None:
 
 
 def _is_child(uri: str, prefix: str | None) -> bool:
+    """Return whether `uri` lies in the place itself and not in a directory below it."""
     return prefix is None or "/" not in uri.removeprefix(prefix)
 
 
@@ -227,6 +238,7 @@ def _sidecar_of(file: str) -> str | None:
 
 
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
+    """Return the files of weights among `uris`. NotFound where there is none."""
     files = [name for name in uris if name.endswith(SUFFIX) and _is_child(name, prefix)]
     if not files:
         raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
@@ -245,6 +257,7 @@ def left_out(uri: str, taken: Collection[str]) -> list[str]:
 
 
 def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
+    """Return the index to honour; None: all files count."""
     indexes = [name for name in uris if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
@@ -254,6 +267,7 @@ def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
 
 
 def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
+    """Return the weight set of an index."""
     weight_map = parse_index(raw, uri=display(index))
     shards = sorted(set(weight_map.values()))
     return Place(
@@ -267,10 +281,12 @@ def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
 
 
 def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Place:
+    """Return the weight set of files without an index."""
     return Place(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
 
 
 def _of_list(uris: Sequence[str]) -> Place:
+    """Return the weight set of a list of files."""
     if not uris:
         raise ConfigError("an empty list of files")
     seen: set[str] = set()
@@ -278,6 +294,7 @@ def _of_list(uris: Sequence[str]) -> Place:
         if uri in seen:
             raise ConfigError("a file stands twice in the list", uri=display(uri))
         seen.add(uri)
+    # Files of several directories have several manifests, of which none covers them all.
     prefixes = {uri[: uri.rfind("/") + 1] for uri in uris}
     sidecar = None if len(prefixes) > 1 or any(map(_is_http, uris)) else f"{prefixes.pop()}{SIDECAR}"
     return _of_files(", ".join(map(display, uris[:3])) + (", ..." if len(uris) > 3 else ""), uris, sidecar)

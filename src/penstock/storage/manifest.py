@@ -23,8 +23,10 @@ from penstock.storage.safetensors import MAX_RANK, table_nbytes
 from penstock.types import GIB, I64, U64, DType, FileEntry, Manifest, TensorTable
 
 MAGIC = b"penstock manifest 1\n"
+# Of `Sidecar.body`: dtypes in use, each row's dtype, ranks, dims, lengths of names, names; see `digest.leaf.canonical`.
 _NUM_BLOCKS = 6
 _DTYPES = {dtype.value.encode(): dtype for dtype in DType}
+# Of a manifest without digests of bodies: the digest of the headers alone.
 _HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
@@ -57,6 +59,7 @@ _SIDECAR = msgspec.msgpack.Decoder(Sidecar)
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest as bytes; the same manifest always gives the same bytes."""
     table = manifest.tensors
+    # By name, whatever the files' order is: a copy of the weights in other shards has the same revision.
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
     leaves = leaves_of(manifest, order)
@@ -91,6 +94,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
         raise FormatError(f"malformed manifest: {error}", uri=uri) from error
     except RecursionError as error:
         raise FormatError("manifest nested too deep", uri=uri) from error
+    # A leaf is digested in one piece, so its length is memory that each reader allocates.
     if not 1 <= sidecar.leaf_bytes <= GIB:
         raise FormatError(f"leaves of {sidecar.leaf_bytes} bytes", uri=uri)
     if sidecar.leaves is None:
@@ -99,6 +103,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
         return sidecar
     if len(sidecar.leaves) % 8:
         raise FormatError(f"leaves are {len(sidecar.leaves)} bytes, not a multiple of 8", uri=uri)
+    # The revision is the root of the leaves: a manifest whose leaves were changed is refused before one is used.
     revision = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
     if revision != sidecar.revision:
         raise IntegrityError(f"manifest says {sidecar.revision[:70]!r}, its content is {revision}", uri=uri)
@@ -118,6 +123,7 @@ def decode(raw: bytes, *, uri: str) -> Manifest:
 def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     """Return the rows of a sidecar, checked. Raises as `decode`."""
     names, dtypes, shapes = _parse_body(sidecar.body, uri)
+    # The sizes are not in the sidecar: they follow from dtype and shape, so a manifest cannot lie about them.
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:
         raise FormatError("impossible shape", uri=uri, tensor=names[int(nbytes.argmin())][:200])
@@ -155,8 +161,10 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
 
 def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ...], tuple[tuple[int, ...], ...]]:
     """Return names, dtypes and shapes from `digest.leaf.canonical` bytes."""
+    # Lengths first, values after: until all blocks agree on the number of rows, none of them is made into objects.
     used, codes, ranks, dims, lengths, text = _split_blocks(body, uri)
-    dtypes = [_DTYPES.get(name) for name in used.split(b"\n")] if used else []
+    in_use = used.split(b"\n") if used else []
+    dtypes = [_DTYPES.get(name) for name in in_use]
     if None in dtypes:
         raise FormatError("manifest of unknown dtypes", uri=uri)
     num_rows = len(codes)
@@ -164,8 +172,12 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
         raise FormatError("columns of a manifest differ in length", uri=uri)
     if num_rows and (max(codes) >= len(dtypes) or max(ranks) > MAX_RANK):
         raise FormatError("dtype or rank out of range in a manifest", uri=uri)
+    # One table, one body: else the same tensors could have several revisions.
+    if set(codes) != set(range(len(dtypes))) or any(a >= b for a, b in pairwise(in_use)):
+        raise FormatError("dtypes of a manifest are not those of its rows, sorted", uri=uri)
     if len(dims) != 8 * sum(ranks):
         raise FormatError("ranks and dims of a manifest differ", uri=uri)
+    # Summed in int64, which the lengths of any manifest that fits into memory cannot overflow.
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(lengths, "<u4"), dtype=np.int64)))
     if int(ends[-1]) != len(text):
         raise FormatError("names of a manifest differ from their lengths", uri=uri)
@@ -183,6 +195,7 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
 
 
 def _names(text: bytes, ends: I64) -> tuple[str, ...]:
+    """Cut the names out of their block."""
     if text.isascii():
         # In ASCII byte offsets are character offsets: one decode for all names, then slices.
         whole = text.decode()
@@ -191,6 +204,7 @@ def _names(text: bytes, ends: I64) -> tuple[str, ...]:
 
 
 def _split_blocks(body: bytes, uri: str) -> list[bytes]:
+    """Return the blocks of a body, each of which begins with its length in 8 bytes."""
     blocks = []
     at = 0
     for _ in range(_NUM_BLOCKS):
@@ -205,6 +219,7 @@ def _split_blocks(body: bytes, uri: str) -> list[bytes]:
 
 
 def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
+    """Return a column of int64, in the byte order of this machine."""
     if len(raw) != 8 * num_rows:
         raise FormatError(f"column {name} of a manifest has {len(raw)} bytes for {num_rows} rows", uri=uri)
     return np.frombuffer(raw, "<i8").astype(np.int64)

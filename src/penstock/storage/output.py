@@ -66,6 +66,7 @@ class OutputSet:
         self.table = table
         self._body_nbytes = body_nbytes
         self.names = names_of(self.groups)
+        # Entries in the order of the bodies, as all known writers leave them.
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
         for row in order:
@@ -73,6 +74,7 @@ class OutputSet:
             entry = (self.name_of(row), table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
             entries[int(table.file_index[row])].append(entry)
         named = zip(entries, self.names, strict=True)
+        # Made now: a header's length is where the first body goes.
         self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
         self.data_offset = [len(header) for header in self._headers]
         self._fds: list[int] = []
@@ -88,6 +90,7 @@ class OutputSet:
         Raises:
             DiskFull: there is no room for all of it; what was made is removed.
         """
+        # A directory of an earlier try has bytes that a resumed job goes on with: a full disk must not take them.
         is_new = not self.directory.exists()
         try:
             self.make()
@@ -139,6 +142,7 @@ class OutputSet:
         """Write bytes, `offset` counting from the file's first body. Any thread. DiskFull, DestinationError."""
         at = self.data_offset[file] + offset
         with typed(self.directory / self.names[file]):
+            # A write may be short: Linux writes at most 2 GiB at once, and less where the disk fills up.
             while data.nbytes:
                 done = os.pwrite(self._fds[file], data, at)
                 at, data = at + done, data[done:]
@@ -149,6 +153,7 @@ class OutputSet:
         with typed(self.directory / self.names[file]):
             while into.nbytes:
                 done = os.preadv(self._fds[file], [into], at)
+                # The room was reserved, so an end within it means that another process has cut the file.
                 if not done:
                     raise DestinationError("a file of the output was cut short", uri=str(self.directory))
                 at, into = at + done, into[done:]
@@ -165,6 +170,7 @@ class OutputSet:
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
             if self.groups.count(group) == 1 or "*" in group:
                 continue
+            # Relative to the index, which lies in the group's directory.
             place = f"{group}/" if group else ""
             names = (self.names[file].removeprefix(place) for file in self.table.file_index[rows].tolist())
             shards = dict(zip(map(self.name_of, rows), names, strict=True))
@@ -189,6 +195,7 @@ class OutputSet:
         self.sync()
         with typed(self.directory):
             for name, data in {**self.index(), **small}.items():
+                # With O_TRUNC: an earlier try may have left a longer one.
                 fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
@@ -202,6 +209,7 @@ class OutputSet:
         require_free(into)
         with typed(into):
             os.rename(self.directory, into)
+            # The rename too is durable only with the directory that it happened in.
             _sync_directory(into.parent)
 
     def remove(self) -> None:
@@ -221,6 +229,7 @@ class OutputRegion(OutputSet):
     The owner of the memory creates, shares and frees it; this class only names and writes it.
     """
 
+    # The base class' constructor is not called: it would encode a header, which memory has none of.
     def __init__(self, path: Path, table: TensorTable) -> None:
         self.directory = path
         self.table = table

@@ -1,4 +1,4 @@
-"""Reader of safetensors headers and index files, and writer of headers.
+"""The safetensors format: reader of headers and index files, and writer of headers.
 
 In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
 Not here: the bodies (`engine`; `output` writes them), sets of files (`weight_set`).
@@ -6,15 +6,8 @@ Not here: the bodies (`engine`; `output` writes them), sets of files (`weight_se
     8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
 
 As strict as the safetensors library, and stricter where the format's text is: no key twice, the JSON starts with `{`.
-Nothing is allocated from a number of the file before that number was checked against the file's size.
-
-JSON held to what the formats say: UTF-8, no duplicate keys, bounded depth, one error type.
-
-In: bytes of a header or an index. Out: typed values decoded by msgspec, or `FormatError`.
-Not here: what the values mean (`safetensors`).
-
-msgspec keeps the last of two equal keys. Walking the pairs in Python would cost five times the decoding, so keys are
-proven unique by counting: a document whose number of strings is exactly that of its decoded value has no key twice.
+Nothing is allocated from a number of the file before that number was checked against the file's size. The JSON itself
+is held to what the formats say: UTF-8, no key twice, bounded depth, one error type (the functions at the end).
 """
 
 from __future__ import annotations
@@ -37,96 +30,6 @@ from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 
 T = TypeVar("T")
 
-WALK_LIMIT_BYTES = 32 * MIB
-"""Longest document walked pair by pair; a longer one must pass the count. Python's json walks about 50 MB/s here, and a
-hostile header must be refused in about a second. Source: measured on a 2-core machine, 2026-11."""
-
-
-def decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: str) -> T:
-    """Decode `raw` by a typed decoder.
-
-    Raises:
-        FormatError: not JSON, not of the decoder's type, not UTF-8, or nested too deep.
-    """
-    try:
-        return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"malformed JSON: {error}", uri=uri) from error
-    except RecursionError as error:
-        raise FormatError("JSON nested too deep", uri=uri) from error
-
-
-def check_utf8(raw: bytes, *, uri: str) -> None:
-    """Raise FormatError unless all of `raw` is UTF-8; msgspec checks only the strings it keeps."""
-    if raw.isascii():
-        return
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"not UTF-8: {error.reason} at byte {error.start}", uri=uri) from error
-
-
-def count_byte(raw: bytes, byte: bytes) -> int:
-    """Count the occurrences of one byte; numpy counts dense ones five times faster than `bytes.count`."""
-    return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
-
-
-def num_strings(raw: bytes) -> int:
-    """Return the number of strings, keys included, in valid JSON.
-
-    Removing escaped backslashes, left to right, and then escaped quotes leaves only quotes that open or close a string:
-    a run of backslashes pairs up from its start, and JSON has backslashes only inside strings.
-    """
-    if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return count_byte(raw, b'"') // 2
-
-
-def refuse_duplicates(raw: bytes, *, uri: str) -> None:
-    """Walk valid JSON pair by pair and refuse an object that has a key twice.
-
-    Raises:
-        FormatError: a duplicate key, too deep to walk, or longer than `WALK_LIMIT_BYTES`.
-    """
-    if len(raw) > WALK_LIMIT_BYTES:
-        raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
-
-    def unique(pairs: list[tuple[str, Any]]) -> None:
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise FormatError("duplicate JSON key", uri=uri, tensor=clip(key))
-            seen.add(key)
-
-    try:
-        json.loads(raw, object_pairs_hook=unique)
-    except RecursionError as error:
-        raise FormatError("JSON nested too deep", uri=uri) from error
-    except ValueError as error:
-        raise FormatError(f"malformed JSON: {error}", uri=uri) from error
-
-
-def blank(raw: bytes, value: msgspec.Raw) -> bytes:
-    """Return `raw` with one of its values replaced by `null`.
-
-    Args:
-        raw: a document.
-        value: a value msgspec left undecoded; it still points into `raw`, so its place is the difference of addresses.
-    """
-    start = _address(memoryview(value)) - _address(memoryview(raw))
-    return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
-def clip(value: object) -> str:
-    """Return at most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
-    text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
 MAX_HEADER_BYTES = 100_000_000
 """Longest header read. Source: the format's own cap (`MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format")."""
 
@@ -148,8 +51,8 @@ Source: 123 bytes an entry, measured on MoE names."""
 
 _INT64_MAX = 2**63 - 1
 _METADATA = "__metadata__"
+# Headers from this length on are counted before they are decoded; a shorter one cannot exceed the caps by much.
 _LARGE_BYTES = 16 * MIB
-"""Headers from this length on are counted before they are decoded; a shorter one cannot exceed the caps by much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -167,11 +70,13 @@ class Header:
     """BLAKE3 of the JSON."""
 
 
+# Without the garbage collector's bookkeeping: a header has 60,000 of these, and none of them forms a cycle.
 class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
 
 
+# Unknown fields are let through, as other readers do; the count of strings then differs, and the pairs are walked.
 class _Entry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
@@ -214,6 +119,7 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES) -> Hea
     stop = 8 + header_bytes
     if stop > source.nbytes:
         raise FormatError(f"header of {header_bytes} bytes in a file of {source.nbytes}", uri=source.uri)
+    # The sizes were checked above: from here on a hostile length cannot make this allocate more than the file has.
     if stop > len(first):
         rest = bytearray(stop - len(first))
         source.readv(len(first), [memoryview(rest)])
@@ -237,7 +143,7 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
     if not raw.startswith(b"{"):
         raise FormatError("header does not begin with '{'", uri=uri)
-    check_utf8(raw, uri=uri)
+    _check_utf8(raw, uri=uri)
     metadata, rest = _split_metadata(raw, uri)
     entries = _decode_entries(rest, uri)
     data_offset = 8 + len(raw)
@@ -248,17 +154,19 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     """Return the file's own metadata, and the header with `null` in its place."""
+    # Apart from the entries, for two reasons: their type is another, and strings can then be counted for each.
     leading = _LEADING_METADATA.match(raw)
     # An odd number of quotes: the brace that ends it stands inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
         value, rest = leading[1], raw[: leading.start(1)] + b"null" + raw[leading.end(1) :]
     else:
+        # The key may be written with escapes (`\u005f`), so only a header without a backslash is known to lack it.
         if b"__metadata__" not in raw and b"\\" not in raw:
             return {}, raw
-        raw_value = decode(_METADATA_ONLY, raw, uri=uri).value
+        raw_value = _decode(_METADATA_ONLY, raw, uri=uri).value
         if bytes(raw_value) == b"null":
             return {}, raw
-        value, rest = bytes(raw_value), blank(raw, raw_value)
+        value, rest = bytes(raw_value), _blank(raw, raw_value)
     if num_strings(value) > 2 * MAX_METADATA_KEYS:
         raise FormatError(f"{_METADATA} of more than {MAX_METADATA_KEYS} entries", uri=uri)
     try:
@@ -271,30 +179,32 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
 
 
 def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
+    """Decode all entries of a header without metadata. FormatError names the tensor where one is to blame."""
     if len(rest) > _LARGE_BYTES:
         # Counted before decoding: a Python object for each of a hostile header's entries would take gigabytes.
-        objects = count_byte(rest, b"{")
+        objects = _count_byte(rest, b"{")
         if objects > MAX_TENSORS + 1:
             raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
-        if count_byte(rest, b",") > (objects + 1) * (MAX_RANK + 4):
+        if _count_byte(rest, b",") > (objects + 1) * (MAX_RANK + 4):
             raise FormatError(f"lists too long for tensors of rank {MAX_RANK} or less", uri=uri)
     try:
         entries = _ENTRIES.decode(rest)
     except RecursionError as error:
         raise FormatError("JSON nested too deep", uri=uri) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # msgspec names no key: the entries are decoded one by one, which only a bad header has to wait for.
         _raise_for_entry(rest, error, uri)
-    # A tensor has five strings: its name, three keys and its dtype.
     # The default is not None, so None means that the key was there.
     has_metadata = entries.pop(_METADATA, entries) is None
+    # A tensor has five strings: its name, three keys and its dtype.
     if num_strings(rest) != 5 * len(entries) + has_metadata:
-        refuse_duplicates(rest, uri=uri)
+        _refuse_duplicates(rest, uri=uri)
     return entries  # type: ignore[return-value]  # a None that is left fails in _table, by name
 
 
 def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
     """Raise FormatError for a header that did not decode, naming the tensor where one is to blame."""
-    for name, raw in decode(_RAW_ENTRIES, rest, uri=uri).items():
+    for name, raw in _decode(_RAW_ENTRIES, rest, uri=uri).items():
         if name == _METADATA and bytes(raw) == b"null":
             continue
         try:
@@ -314,6 +224,7 @@ class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
 
 
 def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
+    """Return why no tensor has this dtype and shape; None: one may."""
     if len(shape) > MAX_RANK:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
@@ -336,10 +247,13 @@ def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> 
 
 
 def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
+    """Return the entries as columns in file order, each checked against its shape, its neighbours and the file."""
+    # By columns of numpy: a check of 60,000 entries one by one in Python would take longer than decoding them.
     names = tuple(entries)
     try:
         dtypes = [entry.dtype for entry in entries.values()]
     except AttributeError:
+        # A null entry has no dtype. Found by failing, so that the usual header is not searched for one.
         name = next(name for name, entry in entries.items() if entry is None)
         raise FormatError("entry is null", uri=uri, tensor=clip(name)) from None
     shapes = [entry.shape for entry in entries.values()]
@@ -351,6 +265,7 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
+        # msgspec has checked their types alone: a stop before its start ends here too, as a wrong number of bytes.
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
         fault = f"data_offsets {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
@@ -366,6 +281,7 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     if order is not None:
         table = table.take(order.tolist())
     end = _check_contiguous(table, uri)
+    # Too short is another error than too long: the first is a copy that broke off, and to copy it again helps.
     if end > data_nbytes:
         raise SourceTruncated(
             "file ends before the bodies its header promises",
@@ -379,6 +295,7 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
 
 
 def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
+    """Return where the bodies start and stop, in bytes from the first."""
     spans = [entry.data_offsets for entry in entries.values()]
     try:
         return (
@@ -421,12 +338,13 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
-    check_utf8(raw, uri=uri)
-    raw_map = decode(_INDEX, raw, uri=uri).weight_map
-    weight_map = decode(_STRINGS, raw_map, uri=uri)
+    _check_utf8(raw, uri=uri)
+    raw_map = _decode(_INDEX, raw, uri=uri).weight_map
+    weight_map = _decode(_STRINGS, raw_map, uri=uri)
     if num_strings(bytes(raw_map)) != 2 * len(weight_map):
         raise FormatError("weight_map names a tensor twice", uri=uri)
-    refuse_duplicates(blank(raw, raw_map), uri=uri)
+    # The rest of the index is small once its map is blanked: whatever else a writer put there is walked.
+    _refuse_duplicates(_blank(raw, raw_map), uri=uri)
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
             tensor = next(name for name, at in weight_map.items() if at == shard)
@@ -435,7 +353,9 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
 
 
 def _is_below(shard: str) -> bool:
+    """Return whether a shard's name stays in the index's directory, as a path here and as a key of an object store."""
     parts = PurePosixPath(shard).parts
+    # A backslash and a colon are separators elsewhere, and a NUL ends a name in C.
     hostile = "\\" in shard or "\0" in shard or ":" in shard
     return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
 
@@ -465,3 +385,98 @@ def encode_header(
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
     return len(raw).to_bytes(8, "little") + raw
+
+
+# msgspec keeps the last of two equal keys. Walking the pairs in Python would cost five times the decoding, so keys are
+# proven unique by counting: a document whose number of strings is exactly that of its decoded value has no key twice.
+# Only where the count differs (unknown fields, nulls, or a key that stands twice) are the pairs walked.
+
+# Longest document walked pair by pair; a longer one must pass the count. Python's json walks about 50 MB/s here, and a
+# hostile header must be refused in about a second. Source: measured on a 2-core machine, 2026-11.
+_WALK_LIMIT_BYTES = 32 * MIB
+
+
+def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: str) -> T:
+    """Decode `raw` by a typed decoder.
+
+    Raises:
+        FormatError: not JSON, not of the decoder's type, not UTF-8, or nested too deep.
+    """
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"malformed JSON: {error}", uri=uri) from error
+    except RecursionError as error:
+        raise FormatError("JSON nested too deep", uri=uri) from error
+
+
+def _check_utf8(raw: bytes, *, uri: str) -> None:
+    """Raise FormatError unless all of `raw` is UTF-8; msgspec checks only the strings it keeps."""
+    if raw.isascii():
+        return
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"not UTF-8: {error.reason} at byte {error.start}", uri=uri) from error
+
+
+def _count_byte(raw: bytes, byte: bytes) -> int:
+    """Count the occurrences of one byte."""
+    # numpy counts dense ones five times faster than `bytes.count`.
+    return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
+
+
+def num_strings(raw: bytes) -> int:
+    """Return the number of strings, keys included, in valid JSON."""
+    # Removing escaped backslashes, left to right, and then escaped quotes leaves only quotes that open or close a
+    # string: a run of backslashes pairs up from its start, and JSON has backslashes only inside strings.
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return _count_byte(raw, b'"') // 2
+
+
+def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
+    """Walk valid JSON pair by pair and refuse an object that has a key twice.
+
+    Raises:
+        FormatError: a duplicate key, too deep to walk, or longer than `_WALK_LIMIT_BYTES`.
+    """
+    if len(raw) > _WALK_LIMIT_BYTES:
+        raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise FormatError("duplicate JSON key", uri=uri, tensor=clip(key))
+            seen.add(key)
+
+    try:
+        json.loads(raw, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise FormatError("JSON nested too deep", uri=uri) from error
+    except ValueError as error:
+        raise FormatError(f"malformed JSON: {error}", uri=uri) from error
+
+
+def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
+    """Return `raw` with one of its values replaced by `null`.
+
+    Args:
+        raw: a document.
+        value: a value msgspec left undecoded; it still points into `raw`, so its place is the difference of addresses.
+    """
+    # By address and not by search: the same bytes may stand in the document a second time.
+    start = _address(memoryview(value)) - _address(memoryview(raw))
+    return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]
+
+
+def _address(view: memoryview) -> int:
+    """Return the address of a view's first byte."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def clip(value: object) -> str:
+    """Return at most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
+    text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -61,16 +61,15 @@ __all__ = [
 Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
 """Which tensors: a glob, a list of globs, a regex that is searched for, a test, or None for all."""
 
+# Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
+# the 100 shards of a large checkpoint in a few round trips. Below the 32 connections that a load itself opens.
 _REMOTE_THREADS = 16
-"""Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
-the 100 shards of a large checkpoint in a few round trips. Reason: below the 32 connections a load itself opens."""
+# Up to this many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as long
+# again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of
+# a slow NFS would add up.
 _FEW_FILES = 8
-"""Up to this many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as
-long again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). Many files may lie on a slow
-NFS."""
-
+# Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps.
 _LOCAL_THREADS = 4
-"""Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -94,6 +93,8 @@ class WeightSet(Closing):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Opened:
+    """A file of the set, open, and its header."""
+
     name: str
     source: Source
     header: Header
@@ -155,6 +156,7 @@ def open_place(
         for shard in opened:
             shard.source.close()
         raise
+    # What `read_header` asked for: its first guess, or a longer header.
     headers = sum(max(shard.header.data_offset, min(HEADER_GUESS_BYTES, shard.source.nbytes)) for shard in opened)
     return WeightSet(
         uri=place.uri,
@@ -173,6 +175,7 @@ def _open_all(
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file
+        # Only an index promises files: without one those that were listed a moment ago are opened.
         try:
             source = open_source(uri, settings=settings, storage_options=options)
         except NotFound as error:
@@ -217,6 +220,7 @@ def _open_all(
 
 
 def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
+    """Open files one after the other; close those that are open when one fails."""
     opened: list[_Opened] = []
     try:
         for file in files:
@@ -235,6 +239,7 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
     names = tuple(chain.from_iterable(table.names for table in tables))
     counts = [len(table) for table in tables]
     file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
+    # The set is cheap; a search for the two files is needed only for the error.
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for name, file in zip(names, file_index.tolist(), strict=True):
@@ -254,6 +259,7 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
 
 def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], uri: str) -> None:
     """Raise FormatError unless the opened files hold exactly the tensors that the index puts there."""
+    # Whole lists are compared, and searched only where they differ.
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
     if stated != actual:
@@ -261,6 +267,7 @@ def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
+    # The other direction, of the opened shards alone: with `names` the rest of the index is not looked at.
     opened = set(files)
     if len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
@@ -282,6 +289,7 @@ def _manifest(
     if raw is None:
         where = place.sidecar_uri
         why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
+        # Of the headers alone: it tells checkpoints apart, and does not say that two with equal headers are equal.
         revision = leaf.headers_revision([shard.header.digest for shard in opened])
         bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
         return bare, why
@@ -303,6 +311,7 @@ def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri
     same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
     same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
     same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
+    # With `names`, and for a file that one manifest shares with others, only a part of the sidecar's rows is here.
     if not same:
         return _match_part(unpack(sidecar, uri=uri), table, files, uri)
     if sidecar.leaves is None:
@@ -341,15 +350,16 @@ def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry]
     return leaves_of(stated, rows)
 
 
-def _compare(found: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
-    wrong = (stated.offset != found.offset) | (stated.file_index != places[found.file_index])
+def _compare(actual: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
+    """Raise FormatError unless both tables agree row by row; `places` are the stated numbers of the actual files."""
+    wrong = (stated.offset != actual.offset) | (stated.file_index != places[actual.file_index])
     row = int(wrong.argmax()) if wrong.any() else -1
-    if found.dtypes != stated.dtypes or found.shapes != stated.shapes:
-        columns = zip(found.dtypes, stated.dtypes, found.shapes, stated.shapes, strict=True)
+    if actual.dtypes != stated.dtypes or actual.shapes != stated.shapes:
+        columns = zip(actual.dtypes, stated.dtypes, actual.shapes, stated.shapes, strict=True)
         row = next(row for row, (a, b, c, d) in enumerate(columns) if a != b or c != d)
     if row >= 0:
         fault = "dtype, shape or place in the manifest is not that of the file's header"
-        raise FormatError(fault, uri=uri, tensor=clip(found.names[row]))
+        raise FormatError(fault, uri=uri, tensor=clip(actual.names[row]))
 
 
 def _take(manifest: Manifest, rows: I64) -> Manifest:
@@ -364,7 +374,7 @@ def _take(manifest: Manifest, rows: I64) -> Manifest:
 
 
 def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
-    """Return rows that `names` asks for, in the order of `tensors`."""
+    """Return the rows that `names` selects, in the order of `tensors`."""
     if isinstance(names, re.Pattern):
         return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
     if names is None:
@@ -379,6 +389,7 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     selected: set[int] = set()
     missing: list[str] = []
     for glob in globs:
+        # A tensor of exactly this name first: a name may have brackets and not be meant as a glob.
         rows = [row_of[glob]] if glob in row_of else []
         if any(c in glob for c in "*?["):
             match = re.compile(fnmatch.translate(glob)).match
@@ -461,6 +472,7 @@ def _digest_bodies(
     counts = leaf.num_leaves(table.nbytes, leaf_bytes)
     leaves = np.zeros(int(counts.sum()), np.uint64)
     window_bytes = max(_WINDOW_BYTES // leaf_bytes, 1) * leaf_bytes
+    # One generator for all threads: each takes the next window of the files' order, so a disk reads forwards.
     windows = _windows(table, np.cumsum(counts) - counts, leaf_bytes, window_bytes)
     lock = threading.Lock()
     stop = threading.Event()

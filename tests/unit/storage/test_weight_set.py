@@ -559,6 +559,10 @@ def test_manifests_that_contradict_themselves_are_refused(made: manifest_file.Ma
             packed(made, body=body_with(made, 1, b"\xff" * NUM_ROWS)),
             packed(made, body=body_with(made, 2, b"\xff" * NUM_ROWS)),
         ],
+        "not those of its rows": [
+            packed(made, body=body_with(made, 0, dtypes + b"\nU8")),
+            packed(made, body=body_with(made, 0, b"\n".join(reversed(dtypes.split(b"\n"))))),
+        ],
         "ranks and dims": [packed(made, body=body_with(made, 3, dims[8:]))],
         "from their lengths": [packed(made, body=body_with(made, 5, text + b"x"))],
         "not UTF-8": [packed(made, body=body_with(made, 5, text[:-1] + b"x"))],
