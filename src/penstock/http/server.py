@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 class Exchange:
-    """One request and its answer. The thread of the connection uses it until the handler returns.
+    """A request and its answer. The thread of the connection uses it until the handler returns.
 
     Attributes:
         head: the request's method, target and header fields.
