@@ -282,7 +282,8 @@ def plan_request(
         # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
         smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
         if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
-            break  # the largest task is one that its operation cannot cut: smaller tasks do not help
+            # The largest task is one that its operation cannot cut: smaller tasks do not help.
+            break
         job, wanted = cut_smaller, smaller
     job_spec = JobSpec(
         sources=tuple(uris),
@@ -480,7 +481,8 @@ def _begin(staged: _Staged) -> str | None:
     else:
         require_free(Path(local_path(into)))
     out.make()
-    if journal.done:  # a file of an earlier run may be gone, or short: what is not there reads as zeros
+    # A file of an earlier run may be gone, or short: what is not there reads as zeros.
+    if journal.done:
         out.allocate()
     out.open()
     forget_what_did_not_last(job, journal, out)

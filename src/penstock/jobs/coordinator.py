@@ -63,14 +63,18 @@ BEGIN_S = 120.0
 
 @dataclass(slots=True)
 class _Place:
-    """One worker, as the coordinator knows it."""
+    """The coordinator's record of one worker, from its start to its end or its loss."""
 
     stats: WorkerStats
     trace: WorkerTrace
     begun: float
+    """Monotonic time at which it was started."""
     respawns: int
+    """Workers of this device that were lost before it, one after the other."""
     wire: Wire | None = None
+    """None until it has connected and identified itself."""
     is_ready: bool = False
+    """True once it has planned the job, and so is known to the placement."""
     spoke: float = 0.0
     """Monotonic time at which it last made progress."""
     at: int = -1
@@ -80,7 +84,8 @@ class _Place:
 
     def note(self, beat: Beat) -> None:
         """Record the statistics and spans of a beat."""
-        self.stats.moved_bytes, self.stats.busy_s = beat.moved_bytes, beat.busy_s
+        self.stats.moved_bytes = beat.moved_bytes
+        self.stats.busy_s = beat.busy_s
         self.num_reports = beat.num_reports
         self.stats.note_read(beat.fetched_bytes, beat.asked_bytes)
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
@@ -90,7 +95,11 @@ class _Place:
 
 
 class Coordinator(Closing):
-    """Runs one job. One thread.
+    """The process that runs a job: it assigns tasks to workers, and replaces workers that are lost. One thread.
+
+    A worker goes through: started (`begin`), connected (`Hello`), ready (`Ready`), and then has tasks. It leaves at the
+    job's end, or is lost when its connection ends, when it sends no message that can be read, or when it makes no
+    progress for `stall_s`.
 
     Args:
         job, job_spec: the same job, planned, and in the form that is sent to workers.
@@ -99,6 +108,14 @@ class Coordinator(Closing):
         devices: one worker for each.
         stall_s: a worker that makes no progress for this long is replaced.
         on_progress: called with tasks done and tasks in all, after each.
+
+    Attributes:
+        num_workers: workers that run at the same time.
+        placement: assigns the tasks; see `plan.placement`.
+        stats, traces: of every worker, replaced ones included.
+        repeated: tasks that the operation ran on more than once.
+        began: monotonic time at which the first worker was ready; infinite before.
+        moving_s: seconds from then to the last task's end.
     """
 
     def __init__(
@@ -126,16 +143,20 @@ class Coordinator(Closing):
         self.traces: list[WorkerTrace] = []
         self._places: dict[str, _Place] = {}
         self._strikes: dict[int, int] = {}
-        self._tried, self.repeated = set[int](), set[int]()
-        """Tasks that the operation began to run on, and those of them that it ran on more than once."""
+        self._tried = set[int]()
+        """Tasks that the operation began to run on."""
+        self.repeated = set[int]()
+        # Shown by each worker in its `Hello`: any process of the host may connect to the listener, and on a cluster any
+        # process that reaches the port.
         self._secret = secrets.token_hex(16)
         self._numbers = 0
-        self.began, self.moving_s = math.inf, 0.0
-        """When the first worker was ready, and seconds from then to the last task's end."""
+        self.began = math.inf
+        self.moving_s = 0.0
         self._unidentified: dict[Wire, Connection] = {}
         """Connections without a valid `Hello` so far, with the listener's connection that admission counts."""
         self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
+        # A random name: two jobs of one process must not meet at one address.
         self._listener, self._address = listen(launcher.listen, secrets.token_hex(8))
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
@@ -155,6 +176,7 @@ class Coordinator(Closing):
         if self.placement.is_done:
             return
         while not self.placement.is_done:
+            # One thread for all connections, so that placement, journal and statistics need no locks.
             for key, _ in self._select.select(TURN_S):
                 if key.data is None:
                     self._accept()
@@ -166,6 +188,7 @@ class Coordinator(Closing):
             # A copy of the names: assigning a task can lose a worker, which changes `_places`.
             for name in [name for name, place in self._places.items() if place.is_ready]:
                 self._assign(name)
+            # Empty only when every worker was lost and replaced `RESPAWNS` times: waiting for more would be for ever.
             if not self._places:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
@@ -173,6 +196,7 @@ class Coordinator(Closing):
         self._collect_last_beats()
 
     def _spawn(self, device: str, respawns: int) -> None:
+        # Never the same name twice: a late message of a lost worker must not count as its replacement's.
         name = f"w{self._numbers}"
         self._numbers += 1
         stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
@@ -187,7 +211,8 @@ class Coordinator(Closing):
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # the peer closed the connection meanwhile, or admission refused it
+            # The peer closed the connection meanwhile, or admission refused it.
+            return
         # Sends block this one thread, so a worker that no longer reads must not hold up all the others for ever.
         connection.settimeout(self._stall_s)
         if self._launcher.listen is not None:
@@ -213,11 +238,13 @@ class Coordinator(Closing):
             return
         admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
-        admitted.begin(math.inf)  # from here on `_check_workers` applies the deadline by progress instead
+        # From here on `_check_workers` applies the deadline by progress instead.
+        admitted.begin(math.inf)
         # Before the secret was checked, a large frame could have made this process allocate memory for a stranger.
         wire.max_frame_bytes = MAX_FRAME_BYTES
         self._select.modify(wire, selectors.EVENT_READ, hello.worker)
-        place.wire, place.spoke = wire, time.monotonic()
+        place.wire = wire
+        place.spoke = time.monotonic()
         self._send(hello.worker, self._job_spec)
 
     def _turn_away(self, wire: Wire) -> None:
@@ -226,10 +253,12 @@ class Coordinator(Closing):
         wire.close()
 
     def _is_ours(self, hello: Hello) -> bool:
+        # In constant time: the time of an ordinary comparison would tell a stranger how far its guess is right.
         return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
     def _receive(self, name: str) -> None:
         place = self._places.get(name)
+        # The selector's answer may be older than the worker's loss, which another event of the same turn caused.
         if place is None or place.wire is None:
             return
         try:
@@ -256,12 +285,14 @@ class Coordinator(Closing):
                 place.spoke = now
             place.note(message)
         elif isinstance(message, Ready):
-            place.is_ready, place.spoke = True, now
+            place.is_ready = True
+            place.spoke = now
             self.began = min(self.began, now)
             # Numbers come from another process, so they are checked before they index anything.
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, Failure):
+            # The job ends: an error of the operation, of a source or of the plan would stop every other worker as well.
             raise _error_of(message)
 
     def _begins(self, place: _Place, task: int) -> None:
@@ -270,6 +301,7 @@ class Coordinator(Closing):
         (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: Done, now: float) -> None:
+        # As with `Ready`: a number from another process is checked before it indexes anything.
         if not 0 <= message.task < len(self._job.tasks):
             return
         digests = np.frombuffer(message.digests, "<u8").astype(np.uint64)
@@ -278,6 +310,7 @@ class Coordinator(Closing):
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers; only the first result is recorded, so progress never counts it twice.
         if outcome.first:
+            # After its bytes are written, which `Done` says: a journal that is ahead of the files could resume wrongly.
             self._journal.add(message.task, digests)
             if self._on_progress is not None:
                 total = len(self._job.tasks)
@@ -288,12 +321,14 @@ class Coordinator(Closing):
 
     def _assign(self, name: str) -> None:
         if name not in self._places:
-            return  # it was lost while a message was sent to another worker
+            # It was lost while a message was sent to another worker.
+            return
         assignment = self.placement.next(name, time.monotonic())
         self._revoke(assignment.revoked)
         if assignment.tasks:
             if len(self._assigned(name)) == len(assignment.tasks):
-                self._places[name].spoke = time.monotonic()  # it was idle until now: its deadline starts here
+                # It was idle until now: its deadline starts here.
+                self._places[name].spoke = time.monotonic()
             self._send(name, Work(tasks=assignment.tasks))
 
     def _revoke(self, revoked: Sequence[tuple[str, int]]) -> None:
@@ -316,12 +351,15 @@ class Coordinator(Closing):
 
     def _check_workers(self) -> None:
         now = time.monotonic()
-        stood_s, self._checked_at = now - self._checked_at, now
+        stood_s = now - self._checked_at
+        self._checked_at = now
         self._listener.admission.sweep()
         for name, place in list(self._places.items()):
             # Messages of workers waited in the socket while this process stood still: move every deadline by that time.
             if stood_s > PAUSE_S:
-                place.begun, place.spoke = place.begun + stood_s, place.spoke + stood_s
+                place.begun += stood_s
+                place.spoke += stood_s
+            # Once connected, a worker's end is the end of its connection, after its last message was read.
             if place.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
             # A longer stall deadline also covers the start: who raises it expects slow storage, and planning reads it.
@@ -345,6 +383,7 @@ class Coordinator(Closing):
         # Only the task under the operation is blamed: the others were queued, or were being read or written.
         if place.at in assigned:
             self._strike(place.at, place.stats.end)
+        # Bounded: where every worker dies at once, processes must not be started for ever.
         if place.respawns < RESPAWNS:
             self._spawn(place.stats.device, place.respawns + 1)
 
@@ -352,6 +391,7 @@ class Coordinator(Closing):
         """Count a worker that was lost while the operation ran on a task; OperationFailed after `STRIKES`."""
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
+            # The first tensor of the task stands for all: which one of them was at fault is not known.
             recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
             raise OperationFailed(
                 f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
@@ -362,7 +402,8 @@ class Coordinator(Closing):
             )
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
+        """Kill the workers and close every connection. Idempotent."""
+        # Killed, not asked to stop: on the way out of an error a worker must not write another byte.
         for name, place in self._places.items():
             self._launcher.kill(name)
             if place.wire is not None:
@@ -379,6 +420,7 @@ class Coordinator(Closing):
         left = {name: place for name, place in self._places.items() if place.wire is not None}
         for place in left.values():
             assert place.wire is not None
+            # A worker that died since its last task is found below, when its connection is read.
             with contextlib.suppress(PeerLost):
                 place.wire.send(Stop())
         deadline = time.monotonic() + LAST_BEATS_S
@@ -395,8 +437,10 @@ class Coordinator(Closing):
                 except (PeerLost, FormatError) as error:
                     self._select.unregister(place.wire)
                     del left[name]
+                    # A lost connection is how a worker ends here; one that sends garbage may go on running.
                     if isinstance(error, FormatError):
                         self._launcher.kill(name)
+        # Those that did not end in time may hang in a user's function; their tasks are all done.
         for name in left:
             self._launcher.kill(name)
 

@@ -32,10 +32,10 @@ SHARD_BYTES = 5 * GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Bytes of the output that one task writes: `[start, stop)` of a tensor."""
+    """The byte range of one output tensor that a task writes: `[start, stop)`."""
 
     row: int
-    """Of the output's table."""
+    """The tensor's row in the output's table."""
     start: int
     stop: int
 
@@ -46,12 +46,13 @@ class Written:
 
     def num_pieces(self, leaf_bytes: int) -> int:
         """Return the number of `pieces`."""
+        # By arithmetic: a job has hundreds of thousands of ranges, and lists of their pieces are not needed to count.
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Job:
-    """The plan of a conversion: see the module."""
+    """The plan of a conversion, the same in every process that plans it from one specification."""
 
     operation: Operation
     recipes: tuple[Recipe, ...]
@@ -88,9 +89,11 @@ class Job:
 
         Order: after `check_budget`: the smallest part fits.
         """
+        # At once wherever it fits: parts of a merge are read once for each of its passes.
         if int(self.memory_bytes[task]) <= memory_bytes:
             return 0
         unit, fixed = _part_unit(self.operation, self.recipes, self.tasks, task), self.part_bytes(task, 0)
+        # Memory grows linearly with the part: what is left after the fixed bytes is divided by the bytes of one unit.
         return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
 
     def part_bytes(self, task: int, num_part: int) -> int:
@@ -100,6 +103,7 @@ class Job:
 
     def check_budget(self, memory_bytes: int, what: str) -> None:
         """Raise BudgetTooSmall if the largest task needs more than `memory_bytes`."""
+        # No task: an empty checkpoint, whose conversion writes headers alone.
         if not len(self.tasks):
             return
         largest = int(self.least_bytes.argmax())
@@ -117,6 +121,7 @@ def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, ta
     if not isinstance(operation, Streamed) or tasks.first[task + 1] - tasks.first[task] != 1:
         return 0
     recipe = recipes[int(tasks.recipe[tasks.first[task]])]
+    # A recipe that can be cut by rows needs no parts: its tasks are made smaller instead.
     return 0 if recipe.align else operation.part_unit(recipe)
 
 
@@ -124,6 +129,7 @@ def _part_bytes(recipe: Recipe, held_to: Sequence[int], num_part: int) -> int:
     """Return the memory of a part of `num_part` elements: its inputs out to whole leaves, its outputs, and the rest of
     one part that a chain keeps for the next."""
     num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
+    # Two leaves more of each input: a part may begin and end inside a leaf, and leaves are only read whole.
     input_bytes = sum(
         num_part * source_input.spec.dtype.bits // 8 + 2 * held_to[source_input.source]
         for source_input in recipe.inputs
@@ -159,6 +165,7 @@ def plan_job(
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
+    # Refused before a byte is read: a worker would only fail at the first task with this dtype.
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
         if spec.dtype in UNKNOWN:
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
@@ -166,20 +173,7 @@ def plan_job(
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     files = lay_out(specs, shard_bytes=shard_bytes)
     held_to = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
-    key_parts = [operation.name, code_of(operation), str(task_bytes), str(shard_bytes), str(leaf_bytes), str(held_to)]
-    try:
-        key_parts.append(msgspec.msgpack.encode(operation_specs).hex())
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{operation.name}: its words are not plain values: {error}") from error
-    for manifest in sources:
-        key_parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    # The number changes whenever the same request would be cut or computed differently: old journals are then ignored.
-    digest = blake3(b"penstock job 5\0")
-    # Each part is preceded by its length: otherwise "ab" + "c" and "a" + "bc" would give one key to two jobs.
-    for part in key_parts:
-        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
-    digest.update(canonical(files.table, name_order(files.table)))
-    digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
+    key = _key(operation, operation_specs, sources, files, (task_bytes, shard_bytes, leaf_bytes), held_to)
     row_of = {name: row for row, name in enumerate(files.table.names)}
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
     tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
@@ -198,7 +192,7 @@ def plan_job(
         files=files,
         tasks=tasks,
         leaf_bytes=leaf_bytes,
-        key=digest.hexdigest(length=16),
+        key=key,
         row_of=row_of,
         held_to=held_to,
         read_bytes=read,
@@ -207,13 +201,42 @@ def plan_job(
     )
 
 
+def _key(
+    operation: Operation,
+    operation_specs: Sequence[OperationSpec],
+    sources: Sequence[Manifest],
+    files: OutputFiles,
+    sizes: Sequence[int],
+    held_to: tuple[int, ...],
+) -> str:
+    """Return `Job.key`. ConfigError if the specs hold values that cannot be sent to a worker."""
+    # Code and specs too: a user's function may change under one name, and its name may leave out some of its options.
+    parts = [operation.name, code_of(operation), *map(str, sizes), str(held_to)]
+    try:
+        parts.append(msgspec.msgpack.encode(operation_specs).hex())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{operation.name}: its options are not plain values: {error}") from error
+    # Files with their identities too: a source without digests has the same revision after its weights were replaced.
+    for manifest in sources:
+        parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
+    # The number changes whenever the same request would be cut or computed differently: old journals are then ignored.
+    digest = blake3(b"penstock job 5\0")
+    # Each part is preceded by its length: otherwise "ab" + "c" and "a" + "bc" would give one key to two jobs.
+    for part in parts:
+        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+    digest.update(canonical(files.table, name_order(files.table)))
+    # The canonical form has no places in files, and a resumed job goes on in the files of an earlier one.
+    digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
+    return digest.hexdigest(length=16)
+
+
 def cached(sources: Sequence[WeightSet]) -> list[CachedSource]:
-    """Return those of their files that are read through a cache."""
+    """Return the files of these sources that are read through a cache."""
     return [file for source in sources for file in source.sources if isinstance(file, CachedSource)]
 
 
 def shared_as(sources: Sequence[WeightSet]) -> str:
-    """Return what workers have in common that read through one cache; empty: this one reads through none."""
+    """Return the identity of the cache that these sources are read through; empty: they are read through none."""
     return next((file.shared_as for file in cached(sources)), "")
 
 
@@ -229,6 +252,7 @@ def cached_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
         [_CachedRanges(file) if isinstance(file, CachedSource) else None for file in source.sources]
         for source in sources
     ]
+    # The usual case by far, and what follows walks over every input of every task.
     if not any(ranges is not None and ranges.any for of_source in files for ranges in of_source):
         return []
     tables = [source.manifest.tensors for source in sources]
@@ -249,7 +273,11 @@ def cached_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
 
 
 class _CachedRanges:
-    """Bytes of one file that the cache has."""
+    """The bytes of one file that the cache has, as a running sum over its chunks.
+
+    Attributes:
+        any: the cache has at least one chunk.
+    """
 
     def __init__(self, source: CachedSource) -> None:
         count = -(-source.nbytes // CACHE_CHUNK_BYTES)

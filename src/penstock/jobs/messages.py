@@ -1,7 +1,10 @@
 """Messages between the coordinator of a job and its workers: typed values in msgpack, framed by length, on a socket.
 
 In / Out: frozen structs; decoding refuses unknown fields and frames past their bound.
-Not here: who sends them (`coordinator`, `jobs.workers.worker`).
+Not here: the processes at both ends (`coordinator`, `jobs.workers.process`).
+
+    worker:       Hello --------> Ready ------> Began, Done ... Beat ------> (connection ends)
+    coordinator:        JobSpec -------> Work (tasks, revoked) ------> Stop
 """
 
 from __future__ import annotations
@@ -38,21 +41,22 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     key: str
     """Key of the job that the coordinator planned: a worker whose plan has another key refuses to work."""
     directory: str
+    """Where the output's files grow."""
     task_bytes: int
     shard_bytes: int
     leaf_bytes: int
     memory_bytes: int
-    """Of one worker."""
+    """Host memory of one worker's tasks."""
     stall_s: float
     storage_options: dict[str, str] = {}
     verify: bool = True
-    """Whether what is read is compared with the digests that the sources have."""
+    """True if what is read is compared with the digests that the sources have."""
     trace: bool = False
-    """Whether beats are to bring spans."""
+    """True if beats bring spans of the trace."""
     reports_cached: bool = False
-    """Whether workers report the tasks whose input their cache has: they may be on several hosts."""
+    """True if workers report the tasks whose input their cache has: they may be on several hosts."""
     in_memory: bool = False
-    """Whether `directory` is one region of memory."""
+    """True if `directory` is one region of memory."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
@@ -144,7 +148,7 @@ _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 
 
 class Wire:
-    """One side of a connection. Any thread sends; one receives.
+    """A side of a connection between coordinator and worker. Any thread sends; one receives.
 
     Attributes:
         max_frame_bytes: longer messages are refused.
@@ -163,6 +167,7 @@ class Wire:
 
     def send(self, message: FromWorker | ToWorker) -> None:
         """Send a complete message. PeerLost if the other side is gone."""
+        # Encoded outside of the lock, which then only covers the system calls.
         raw = msgspec.msgpack.encode(message)
         with self._sending:
             try:
@@ -172,6 +177,7 @@ class Wire:
 
     def is_readable(self, timeout_s: float) -> bool:
         """Return whether bytes can be read within `timeout_s`."""
+        # Not `select`, which cannot wait for descriptors above 1023: a program may have more.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
@@ -195,6 +201,7 @@ class Wire:
             raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
         if not part:
             raise PeerLost("a process of the job is gone")
+        # A receive may end in the middle of a message, or bring several: complete ones are decoded, the rest is kept.
         self._came += part
         messages = []
         while len(self._came) >= 4:
@@ -234,6 +241,7 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
         bound, socket_name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
         bound.bind(f"\0{socket_name}")
         address = f"unix:{socket_name}"
+    # Admission bounds the connections that have not shown the secret, so that strangers cannot use up descriptors.
     listener = GuardedListener(bound, Admission(limits, name="job"))
     listener.listen()
     return listener, address
@@ -243,6 +251,7 @@ def end_with_peer(connection: socket.socket, stall_s: float) -> None:
     """Set a connection to another host to fail once that host is silent for `stall_s`."""
     # A host that loses power sends no FIN. Keep-alive finds that on an idle connection, TCP_USER_TIMEOUT while data is
     # unacknowledged; by the kernel's defaults the first takes two hours and the second a quarter of one.
+    # Small messages must not wait for each other: a worker is idle until it has its next tasks.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_s / 3)))

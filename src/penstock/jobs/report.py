@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerStats:
-    """One worker of a run, for the report."""
+    """The work of one worker of a run, for the report. Updated by the coordinator while the worker runs."""
 
     worker: str
     device: str
@@ -44,16 +44,18 @@ class WorkerStats:
     busy_s: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     end: str = "finished"
+    """The way it ended: `finished`, or why it was lost."""
 
     def note_read(self, fetched_bytes: int, asked_bytes: int) -> None:
         """Record the bytes that the worker has read so far; an older count that arrives later changes nothing."""
+        # A beat and a finished task are sent by two threads: the older count may arrive last.
         self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
         self.asked_bytes = max(self.asked_bytes, asked_bytes)
 
 
 @dataclass(slots=True)
 class WorkerTrace:
-    """One worker's spans, by its own clock."""
+    """The spans of one worker, by its own clock."""
 
     row: str
     spans: list[Span] = field(default_factory=list)
@@ -79,12 +81,13 @@ class ConvertReport(Summarised):
     uri: str
     """The destination."""
     revision: str
+    """Digest of the result: its tensors' names, dtypes, shapes and bytes."""
     operation: str
     num_tensors: int
     nbytes: int
-    """Of the result's tensors."""
+    """Bytes of the result's tensors."""
     read_bytes: int
-    """Of the tasks done in this run, as planned; where they are verified, out to the ends of leaves."""
+    """Bytes that the tasks of this run read, as planned; where they are verified, out to the ends of leaves."""
     verified_bytes: int
     """Of these, those that were compared with the digests of their source's manifest."""
     fetched_bytes: int
@@ -95,25 +98,28 @@ class ConvertReport(Summarised):
     num_resumed: int
     """Tasks that an earlier run had done."""
     num_stolen: int
+    """Tasks that were taken from the worker they waited for, and given to another."""
     num_twice: int
+    """Tasks that were begun a second time, on another worker."""
     num_workers: int
     """Workers that ran at the same time."""
     wall_s: float
     start_s: float
-    """Of these, to the first worker's readiness."""
+    """Part of `wall_s`: up to the first worker's readiness."""
     moving_s: float
-    """Of these, from the first worker's readiness to the last task's end."""
+    """Part of `wall_s`: from the first worker's readiness to the last task's end."""
     predicted_s: float | None
-    """Duration by the simulation."""
+    """Duration by the simulation, to compare with `moving_s`; None: nothing was predicted."""
     predicted_by: str
     """The basis of the prediction, or why there is none."""
     busy_s: Mapping[str, float]
     """Per executor, summed over workers and their threads."""
     workers: tuple[WorkerStats, ...]
+    """Every worker that was started, replaced ones included."""
     peak_bytes: int
     """Most host memory that any worker's tasks held at once."""
     verified: bool
-    """Everything that was read of the sources, in this run and earlier ones, was compared with digests."""
+    """True if everything that was read of the sources, in this run and earlier ones, was compared with digests."""
     left_out: tuple[str, ...]
     """Files of safetensors in the sources' directories that are not of their weight sets, and were not read."""
     why: str
@@ -152,7 +158,7 @@ class ConvertReport(Summarised):
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
-    """Return what `ConvertReport.why` says."""
+    """Return how the sources were verified, or why they were not, for `ConvertReport.why`."""
     bare = [weights.why_unverified for weights in sources if weights.why_unverified is not None]
     if not verify:
         return "verify=False"
@@ -211,15 +217,18 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
         share = min(1.0, len(os.sched_getaffinity(0)) / count)
         alone = msgspec.structs.replace(rates, quantise_gb_per_s=rates.quantise_gb_per_s * share)
         return _host(CLUSTERS["cpu-pair"][0], count, rates.device_copy_gb_per_s * share), alone
+    # Only a host with one known model of GPU: a mixture has no single rate, and the slowest would mislead.
     models = _gpus()
     known = {cluster for part, cluster in _MODELS.items() for model in models if part in model}
     if len(models) != 1 or len(known) != 1 or "cpu" in devices:
         return f"no rates are known of {', '.join(sorted(models)) or 'these devices'}"
     cluster, built_in = CLUSTERS[known.pop()]
+    # Workers that share a GPU share its link to the host.
     return _host(cluster, count, cluster.pcie_gb_per_s * len(set(devices)) / count), rates or built_in
 
 
 def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
+    """Return one node of a cluster, with one GPU for each worker."""
     return msgspec.structs.replace(cluster, num_nodes=1, gpus_per_node=num_workers, pcie_gb_per_s=pcie_gb_per_s)
 
 

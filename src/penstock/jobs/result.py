@@ -46,9 +46,9 @@ from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
 STAMP = "penstock.job"
-"""File in a result that names the job. If the same call is made again, it finds its own result and returns."""
+"""File in a result that names the job: the same call, made again, finds its own result there and returns."""
 METADATA = {"format": "pt"}
-"""Metadata of every file: transformers asks for it."""
+"""Metadata in the header of every file, which transformers asks for."""
 _CONFIG = "config.json"
 _SMALL = re.compile(
     r"\.(json|txt|model|jinja|tiktoken|py|bpe|vocab|spm|yaml)$|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
@@ -60,10 +60,14 @@ _MAX_SMALL_BYTES = 64 * MIB
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line of a journal: the key of its job."""
+
     job: str
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a journal: a finished task, and the digests of its pieces, uint64 little endian in hexadecimal."""
+
     task: int
     digests: str
 
@@ -80,8 +84,8 @@ class Journal:
         key: the job's.
 
     Attributes:
-        done: digests by task, as earlier runs and this one left them.
-        kept: those of earlier runs.
+        done: digests by task, of the tasks that earlier runs and this one finished.
+        kept: the tasks that earlier runs finished.
 
     Raises:
         DestinationError: another process has it open, the file is another job's, or it cannot be written.
@@ -96,12 +100,14 @@ class Journal:
             try:
                 self._read(key)
             except BaseException:
-                if not os.fstat(self._fd).st_size:  # the disk is too full even for its first line: it is of no use
+                # The disk is too full even for its first line: it is of no use.
+                if not os.fstat(self._fd).st_size:
                     self.remove()
                 os.close(self._fd)
                 raise
 
     def _read(self, key: str) -> None:
+        """Read the finished tasks of earlier runs, and cut the file after the last readable line."""
         # A crash can leave half a line, or blocks of zeros: the lines before it are good, and only they are kept.
         whole = 0
         with suppress(msgspec.DecodeError, ValueError), open(self._fd, "rb", closefd=False) as file:
@@ -124,11 +130,13 @@ class Journal:
     def add(self, task: int, digests: U64) -> None:
         """Record a task that has written its bytes. DiskFull, DestinationError."""
         self.done[task] = digests
+        # Not synced: a later run reads all tasks back anyway, and a sync for each task would cost milliseconds.
         line = msgspec.json.encode(_Entry(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
         with typed(self.path):
             self._write(line)
 
     def _write(self, line: bytes) -> None:
+        # One write: a process killed here leaves at most half of the last line, which `_read` drops.
         if os.write(self._fd, line) < len(line):
             raise DiskFull("cannot write: part of a line was written", uri=str(self.path))
 
@@ -160,7 +168,9 @@ class Notes(Journal):
     """A journal in memory, for a job whose output does not outlive its coordinator."""
 
     def __init__(self) -> None:
-        self.done, self.kept, self._fd = dict[int, U64](), frozenset[int](), -1
+        self.done = dict[int, U64]()
+        self.kept = frozenset[int]()
+        self._fd = -1
 
     def add(self, task: int, digests: U64) -> None:
         """See `Journal.add`."""
@@ -168,7 +178,7 @@ class Notes(Journal):
 
 
 def _locked(path: Path) -> int:
-    """Return the file, open for this process alone."""
+    """Return the file, open for this process alone. DestinationError: another process has it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -180,12 +190,12 @@ def _locked(path: Path) -> int:
             raise DestinationError("another process runs this very job", uri=str(path), hint="wait for it") from error
         if at_path is not None and os.path.samestat(at_path, os.fstat(fd)):
             return fd
-        os.close(fd)  # the process that had it finished and removed the file between our open and our lock: try again
+        # The process that had it finished and removed the file between our open and our lock: try again.
+        os.close(fd)
 
 
 def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
     """Read back what earlier runs wrote, and forget tasks whose bytes are not those of their digests."""
-
     if lost := _lost(job, journal, out, journal.done):
         journal.forget(dict.fromkeys(lost))
     journal.kept = frozenset(journal.done)
@@ -210,14 +220,18 @@ def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> l
     """Return the tasks whose bytes on disk do not match their digests."""
 
     def lasted(task: int) -> bool:
+        """Return whether a task's bytes are those of its digests."""
+        # The journal is a file that anything may have written to: a task number may be out of range.
         return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
 
     tasks = sorted(tasks)
+    # In threads: reading and digesting release the interpreter's lock, and a job may have terabytes to read back.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="penstock-resume") as pool:
         return [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
 
 
 def _digests_of(job: Job, task: int, out: OutputSet) -> U64:
+    """Return the digests of the bytes that are at a task's places now, piece by piece."""
     digests = []
     for written in job.written(task):
         at = int(job.files.table.offset[written.row])
@@ -259,20 +273,24 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
     manifest = read_small(f"{place}/{SIDECAR}", settings=settings, storage_options=options) if raw else None
     if raw is None or manifest is None:
         return None
+    # Damaged or foreign files are no error here: whatever is at the destination, this job did not write it.
     try:
         mark, there = _STAMP.decode(raw), decode(manifest, uri=into)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError, IntegrityError):
-        return None  # something else is there: it stays, and the call fails before it writes
+        # Something else is there: it stays, and the call fails before it writes.
+        return None
     if mark.job != job.key or mark.revision != there.revision:
         return None
     table = job.files.table
-    row_of = {name: row for row, name in enumerate(there.tensors.names)}  # a manifest has an order of its own
+    # A manifest has an order of its own.
+    row_of = {name: row for row, name in enumerate(there.tensors.names)}
     if row_of.keys() != set(table.names):
         return None
     if not np.array_equal(there.tensors.nbytes[[row_of[name] for name in table.names]], table.nbytes):
         return None
     if is_remote(into):
-        return there.revision  # an upload writes the manifest last, so the files before it are complete
+        # An upload writes the manifest last, so the files before it are complete.
+        return there.revision
     paths = [Path(local_path(place), file.name) for file in there.files]
     is_whole = all(
         path.is_file() and path.stat().st_size == file.nbytes for path, file in zip(paths, there.files, strict=True)
@@ -281,7 +299,7 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
 
 
 def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
-    """Return the digests of the output's leaves, and which of them are known: those that one task wrote whole."""
+    """Return the digests of the output's leaves, and a mask of the known: those that one task wrote whole."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
@@ -309,6 +327,7 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
         nbytes = min(leaf_bytes, int(table.nbytes[row]) - start)
         leaves[at] = _digest(out, int(table.file_index[row]), int(table.offset[row]) + start, nbytes)
     entries = zip(out.names, out.file_nbytes, strict=True)
+    # Offsets of the job count from the end of a header; those of a manifest from the beginning of the file.
     placed = TensorTable(
         names=table.names,
         dtypes=table.dtypes,
@@ -345,6 +364,7 @@ def config_of(
         OperationFailed: the operation's `config` raised, or returned no mapping.
     """
     listed = list_uris(uri, settings=settings, storage_options=storage_options)
+    # Found by listing: a URI that names one file, or a glob of weights, has no configuration of its own.
     at = next((file for file in listed if file.rpartition("/")[2] == _CONFIG), None)
     raw = None if at is None else read_small(at, settings=settings, storage_options=storage_options)
     if raw is None:
@@ -358,7 +378,8 @@ def config_of(
         encoded = msgspec.json.encode(dict(operation.config(config)))
     except PenstockError:
         raise
-    except Exception as error:  # any error: `config` may be a user's code
+    except Exception as error:
+        # Any error: `config` may be a user's code.
         message = f"{operation.name}: its config() failed on {_CONFIG}: {type(error).__name__}: {error}"
         raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
     return msgspec.json.format(encoded, indent=2)
@@ -375,6 +396,7 @@ def small_files(
         if name == _CONFIG or not _SMALL.search(name) or name.endswith(".safetensors.index.json"):
             continue
         raw = read_small(file, settings=settings, storage_options=storage_options)
+        # A file above the bound is no configuration or tokenizer, whatever its name: weights in another format, say.
         if raw is not None and len(raw) <= _MAX_SMALL_BYTES:
             files[name] = raw
     return files
@@ -419,6 +441,7 @@ def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> d
     sidecars = {} if groups and not any("*" in group for group in groups) else dict(in_each_set)
     for group in groups:
         files = [i for i, of_file in enumerate(job.files.groups) if of_file == group]
+        # `*` stands for the number of a file: all sets are in one directory, where a manifest needs a name of its own.
         if "*" in group:
             sidecars |= {f"{manifest.files[i].name}.{SIDECAR}": encode(_part(manifest, [i], group, "")) for i in files}
         else:
@@ -486,12 +509,14 @@ def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes
     Raises:
         ConfigError: the result is not one piece. See `MemoryDestination.take`.
     """
+    # The destination maps the memory as one weight set: ranks of a reshard would need a region each.
     if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
         raise ConfigError(f"{target.uri} takes one weight set, and {job.operation.name} gives several", uri=target.uri)
     # `take` returns nothing and may wrap the call in code of its own, so the manifest leaves `make` through a list.
     manifests: list[Manifest] = []
 
     def make(path: Path) -> Manifest:
+        """Run the job into the memory at `path`, and check its result."""
         out, notes = OutputRegion(path, job.files.table), Notes()
         try:
             out.open()

@@ -326,7 +326,8 @@ class _Chains:
             now = self._rank(node, near)
             # The heap is not changed when a member takes a child (that would be a search); stale entries are found
             # here.
-            if rank != now:  # it, or its host, has taken a child since
+            # It, or its host, has taken a child since.
+            if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
                     heapq.heappush(heap, (now, minus_have, depth, order))

@@ -326,7 +326,8 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
     seg_start = np.maximum(start[piece], read_start[chunk])
     seg_stop = np.minimum(stop[piece], read_stop[chunk])
     used = np.bincount(chunk, minlength=len(read_start))
-    keep = used > 0  # a chunk that holds only gap is not read
+    # A chunk that holds only gap is not read.
+    keep = used > 0
     # Stable: within a read the segments stay in file order, which `covered` relies on.
     order = np.argsort(chunk, kind="stable")
     return {

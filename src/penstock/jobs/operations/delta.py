@@ -57,7 +57,7 @@ class Delta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> Delta:
-    """Return the changes, found from digests. Both manifests must have them, with the same leaf size."""
+    """Return the changes, found from digests alone. Both manifests must have them, with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
     changed = {}
@@ -66,18 +66,21 @@ def delta_of(base: Manifest, new: Manifest) -> Delta:
         # A tensor of another dtype or shape is sent whole: its leaves cover other elements, so they cannot be compared.
         if old is None or old[:2] != (dtype, shape):
             changed[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
+        # Unchanged tensors are left out: applying the delta copies them from the base.
         elif runs := _runs(np.flatnonzero(old[2] != leaves).tolist()):
             changed[name] = Changed(dtype, shape, runs)
     return Delta(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
 
 
 def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[str, tuple[DType, tuple[int, ...], U64]]:
+    """Return dtype, shape and digests of each tensor."""
     parts = np.split(leaves, np.cumsum(num_leaves(table.nbytes, leaf_bytes))[:-1]) if len(table) else []
     columns = zip(table.names, table.dtypes, table.shapes, parts, strict=True)
     return {name: (dtype, shape, part) for name, dtype, shape, part in columns}
 
 
 def _runs(numbers: Sequence[int]) -> Runs:
+    """Return sorted numbers as runs of neighbours."""
     runs: Runs = []
     for number in numbers:
         if runs and runs[-1][1] == number:
@@ -98,11 +101,13 @@ class _DeltaOperation(Unchanged):
     delta: bytes
     small_from = 1
 
+    # Cached, and the dataclass therefore without slots: it is read for every tensor of every task.
     @cached_property
     def _delta(self) -> Delta:
         return decoded(self.delta)
 
     def _byte_runs(self, name: str, nbytes: int) -> Runs:
+        """Return the changed bytes of a tensor of the new version."""
         leaf_bytes = self._delta.leaf_bytes
         return [(a * leaf_bytes, min(b * leaf_bytes, nbytes)) for a, b in self._delta.tensors[name].leaves]
 
@@ -124,11 +129,12 @@ def decoded(raw: bytes) -> Delta:
 
 
 class MakeDelta(_DeltaOperation):
-    """Sources: base, new."""
+    """Make a delta, of the sources base and new: the changed leaves of each tensor, as one tensor of bytes."""
 
     @property
     def name(self) -> str:
         """See `Operation.name`."""
+        # With a digest of the description, which decides the bytes: it is part of the job's key by this name.
         return f"delta {self._delta.base} to {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -141,6 +147,7 @@ class MakeDelta(_DeltaOperation):
             for start, stop in self._byte_runs(spec.name, spec.nbytes):
                 inputs.append(Input(source=1, spec=flat, box=Box(start=(start,), stop=(stop,)), at=at))
                 at += stop - start
+            # A changed tensor of no bytes is in the description alone.
             if inputs:
                 out = Output(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
@@ -164,7 +171,7 @@ class MakeDelta(_DeltaOperation):
 
 
 class ApplyDelta(_DeltaOperation):
-    """Sources: base, delta."""
+    """Apply a delta, of the sources base and delta: the new version, checked against the revision that it names."""
 
     @property
     def name(self) -> str:
@@ -227,6 +234,7 @@ class ApplyDelta(_DeltaOperation):
 def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (source, first byte in it, bytes, position in the result), with unchanged and changed runs in turn."""
     at = taken = 0
+    # An empty run at the end, so that the unchanged bytes after the last change are yielded too.
     for start, stop in [*runs, (nbytes, nbytes)]:
         if at < start:
             yield 0, at, start - at, at
@@ -243,8 +251,10 @@ def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec |
         assert tensor is not None
         box = Box(start=(start,), stop=(start + nbytes,))
         inputs.append(Input(source=source, spec=_flat(tensor), box=box, at=at))
-    if not inputs and old is not None:  # of no bytes: it needs a device to be made on
+    # A tensor of no bytes has an input all the same: outputs are made on the device of the inputs.
+    if not inputs and old is not None:
         inputs = [Input(source=0, spec=_flat(old), box=Box(start=(0,), stop=(0,)))]
+    # Rows that end inside a byte cannot be told apart in bytes: then the tensor is one row.
     bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     per = 0 if bits % 8 else bits // 8 if spec.nbytes else 1
     return Recipe(outputs=(Output(spec=spec, per=per),), inputs=tuple(inputs), num_rows=spec.nbytes, align=per)

@@ -1,6 +1,6 @@
 """Operations that change how values are stored: casts and block formats, and back.
 
-In / Out: see `operation`.
+In / Out: see `operation`: `Store` quantises or casts, `Dequantise` restores.
 Not here: the bits of each format, and the default choice of tensors (`penstock.transform`).
 """
 
@@ -15,12 +15,13 @@ from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import all_of, copy_recipe, only_source, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.transform.formats import Format, alignment, fault, format_of, outputs
-from penstock.transform.select import KEEP, Selection, quantization_config, select
 from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
 from penstock.types import Box, DType, TensorTable
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.transform.select import Selection
 
 _CACHED = 1 << 18
 """Elements made at a time on the CPU. Reason: 1 MiB in FP32, a core's L2 cache."""
@@ -54,9 +55,9 @@ class Store:
 
     def __init__(self, format: str, only: str | Sequence[str] = (), keep: str | Sequence[str] = ()) -> None:
         self._form = format_of(format)
-        self._only, self._keep = (
-            (patterns,) if isinstance(patterns, str) else tuple(patterns) for patterns in (only, keep)
-        )
+        self._only = (only,) if isinstance(only, str) else tuple(only)
+        self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
+        # Set by `recipes`, for `config`: the configuration lists the modules that are left as they are.
         self._selection: Selection | None = None
 
     @property
@@ -72,6 +73,9 @@ class Store:
         return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
+        """Return the tensors to quantise. PlanError if others are stored quantised in another format."""
+        from penstock.transform.select import KEEP, select
+
         tensors = [_named_layout(spec) for spec in specs]
         dtypes = {spec.name: spec.dtype for spec in specs}
         stored_as = find(tensors)
@@ -80,6 +84,7 @@ class Store:
             *stored_as.unread,
             *sorted(stored_as.plain),
         ]
+        # Refused: a configuration can declare one format only, so a reader would take the others for plain weights.
         if other:
             more = f", as {len(other) - 1} more tensors" if len(other) > 1 else ""
             raise PlanError(
@@ -92,14 +97,18 @@ class Store:
         return frozenset(self._selection.names)
 
     def _cast(self, specs: Sequence[Spec]) -> frozenset[str]:
+        """Return the tensors to cast."""
+
         def named(spec: Spec, patterns: Sequence[str]) -> bool:
+            """Return whether a tensor's name matches one of the patterns."""
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
         stored_as = find(map(_named_layout, specs))
         return frozenset(
             spec.name
             for spec in specs
-            if spec.name not in stored_as.companions  # scales have the dtype that their readers ask for
+            # Scales have the dtype that their readers ask for.
+            if spec.name not in stored_as.companions
             and named(spec, self._only or ("*",))
             and not named(spec, self._keep)
             and spec.dtype is not self._form.values
@@ -107,9 +116,13 @@ class Store:
         )
 
     def _recipe(self, spec: Spec) -> Recipe:
+        """Return the recipe of a tensor's codes and scales, cut at whole blocks of rows where the format allows."""
         form = self._form
         stored_parts = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
+        # A format with a scale for the whole tensor needs all of it at once.
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
+        # Rows of the codes are rows of the tensor; a row of the scales stands for `align` of them, but for stacked
+        # matrices, whose scales are cut along the stack as the codes are.
         pers = (
             [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(stored_parts))]
             if align
@@ -138,6 +151,7 @@ class Store:
 
         (source,) = inputs
         assert source is not None
+        # A tensor that is only copied: it is not selected, or the format does not allow it.
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
             return [source]
         shape = tuple(source.shape)
@@ -153,6 +167,8 @@ class Store:
         """See `Operation.config`."""
         if self._selection is None:
             return _with_dtype(config, self._form.values)
+        from penstock.transform.select import quantization_config
+
         return {**config, "quantization_config": quantization_config(self._form, self._selection)}
 
 
@@ -172,6 +188,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     for start in range(0, max(1, len(source)) if source.ndim else 1, step):
         some = source[start : start + step] if source.ndim else source
         for number, (out, part) in enumerate(zip(results, quantise(form, some, amax=amax), strict=True)):
+            # The third output is the scale of the whole tensor, the same for all rows.
             if number == 2 or not source.ndim:
                 out.copy_(part)
                 continue
@@ -224,8 +241,10 @@ class Dequantise:
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)
         recipes = []
+        # In the order of the codes in their files; scales are read along with them, wherever they are.
         by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
+            # FP8 values of a source that is not quantised: a cast, without scales.
             if spec.name in stored_as.plain:
                 as_values = copy_recipe(0, spec)
                 values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))
@@ -274,6 +293,7 @@ class Dequantise:
         if len(present) == 1:
             return [read_codes(present[0], torch.ones((), device=present[0].device), (1, 1), DType(self.to))]
         codes, scales, *rest = present
+        # Found again from the recipe's own tensors: `run` keeps nothing of what `recipes` found.
         (layout,) = find(
             (_named_layout(recipe_input.spec) for recipe_input in recipe.inputs), self.quantization
         ).stored.values()
@@ -284,6 +304,7 @@ class Dequantise:
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
+            """Return the values of these rows of the task."""
             return read_codes(
                 codes[first:last] if layout.shape else codes,
                 scales[start + first : start + last] if is_stack else scales,
@@ -294,6 +315,7 @@ class Dequantise:
                 first_row=0 if is_stack else start + first,
             )
 
+        # A few rows at a time, as in `_quantise_rows`; kernels of a device take all at once.
         step = _rows(codes, 1)
         if codes.device.type != "cpu" or not layout.shape or len(codes) <= step:
             return [read(0, stop - start)]

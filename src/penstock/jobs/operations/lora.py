@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = 256
-"""Multiplied at once. Reason: a product's bits depend on how many rows it has; those of a task are cut on this, so
-that they are the same however tasks are cut."""
+"""Rows multiplied at once. Reason: a product's bits depend on how many rows it has; tasks are cut at multiples of this,
+so that the bits are the same however tasks are cut."""
 _SHOWN = 5
 _PREFIX = "base_model.model."
 _NAMED = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out")
@@ -108,6 +108,7 @@ class LoraMerge:
 
     def __post_init__(self) -> None:
         options, begun = self.adapter_config, str(self.adapter_config.get("init_lora_weights", ""))
+        # Refused by name: a merge of these would give plausible weights that are wrong.
         if options.get("peft_type", "LORA") != "LORA":
             raise ConfigError(f"lora-merge: an adapter of the type {options['peft_type']}, not LORA")
         for option, why in _NOT_A_SUM.items():
@@ -128,7 +129,8 @@ class LoraMerge:
             raise PlanError(f"lora-merge takes a base and an adapter, not {len(sources)} sources")
         base = {spec.name: spec for spec in specs_of(sources[0])}
         changes = _changes_of(specs_of(sources[1]))
-        self._of_config.clear()  # `recipes` may be called again, with other sources
+        # `recipes` may be called again, with other sources.
+        self._of_config.clear()
         added, dropped = self._untie(base, changes)
         if unused := [spec.name for name in changes if name not in base | added for spec in changes[name].specs]:
             shown = ", ".join(sorted(unused)[:_SHOWN])
@@ -138,6 +140,7 @@ class LoraMerge:
                 hint = "adapters of fused experts (target_parameters) are not supported: merge it with PEFT"
             raise PlanError(message, hint=hint)
         remaining = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
+        # One layer that only fits transposed shows how the model stores all of them, the square ones included.
         are_turned = bool(self.adapter_config.get("fan_in_fan_out")) or any(
             _ways(base[name].shape, change.a, change.b) == (False, True)
             for name, change in changes.items()
@@ -158,11 +161,14 @@ class LoraMerge:
         return changed
 
     def _untie(self, base: Mapping[str, Spec], changes: dict[str, _Change]) -> tuple[dict[str, Spec], set[str]]:
-        """Return the head that the result has in addition to the base's tensors, with the tensor that it starts from;
-        and the names that it drops from the base. Record what changes in the configuration.
+        """Return the tensors that the result adds to the base's and those that it drops; record changes of `config`.
+
+        Returns:
+            The head, with the tensor that it starts from, if it is no longer tied; and the names to leave out.
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
+            # A model whose names are not known: without a pair of embedding and head nothing can be said of tying.
             heads = set(_HEADS.values())
             unknown = [name for name in changes if _EMBEDDING.search(name) and name in base and name not in heads]
             if unknown and self.tied is not False:
@@ -178,11 +184,14 @@ class LoraMerge:
         if changed is None and head not in changes:
             return {}, set()
         is_tied = bool(self.tied) or (self.tied is None and head not in base)
+        # One tensor then stands for both: the head's change is the embedding's, and the base may list it twice.
         if is_tied and self._stays_tied(changed, changes.get(head)):
             changes.pop(head, None)
             return {}, {head} & base.keys()
         if not is_tied and head not in base:
-            return {}, set()  # a model without a head
+            # A model without a head.
+            return {}, set()
+        # Said explicitly also where the base does not: the default of transformers depends on the model.
         if is_tied or self.tied is None:
             self._of_config["tie_word_embeddings"] = False
         begins, other = base.get(head, base[embedding]), changes.get(head)
@@ -210,11 +219,13 @@ class LoraMerge:
         """
         if change is None:
             return copy_recipe(0, base, name)
+        # The adapter's own copy of the tensor is what it was trained on: its factors are added to that one.
         source, begins = (0, base) if change.replaced is None else (1, change.replaced)
         if not all(spec.dtype in FLOATS for spec in (base, *change.specs)):
             raise PlanError(
                 f"an adapter cannot be added to {base.dtype}", tensor=name, hint="dequantise the base first"
             )
+        # Only the vocabulary may have grown: other tensors of another shape are of another base.
         resizable = bool(_EMBEDDING.search(name))
         if begins.shape[1 if resizable else 0 :] != base.shape[1 if resizable else 0 :]:
             message = f"the adapter's own tensor is {list(begins.shape)}, that of the base {list(base.shape)}"
@@ -237,7 +248,9 @@ class LoraMerge:
                 raise PlanError(message, tensor=name)
             # A square weight fits both ways, so its shape cannot tell: the configuration or the other layers do.
             if plain and turned and not change.is_of_embedding:
-                turned = are_turned and name not in _HEADS.values()  # a head is no Conv1D
+                # A head is no Conv1D.
+                turned = are_turned and name not in _HEADS.values()
+            # Rows of B are rows of the result, so a task reads only its own; transposed, every row needs all of both.
             inputs += (all_of(1, a), all_of(1, b) if turned else whole(1, b))
         if not begins.shape:
             return Recipe(outputs=(Output(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
@@ -260,7 +273,8 @@ class LoraMerge:
             return [others[0].float().mul_(self._scale(module, None)).add_(weight).to(dtype)]
         a, b = (factor.float() for factor in others)
         scale = self._scale(module, a.shape[0])
-        if recipe.inputs[2].at is None:  # transposed: rows of the result are columns of A
+        # Transposed: rows of the result are columns of A.
+        if recipe.inputs[2].at is None:
             a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
         merged = weight.new_empty(weight.shape, dtype=dtype)
         for at in range(0, len(weight), _ROWS):
@@ -269,12 +283,14 @@ class LoraMerge:
         return [merged]
 
     def _scale(self, module: str, rank: int | None) -> float:
+        """Return the factor of the product. `rank` None: as the configuration has it."""
         if rank is None:
             rank = int(self._by_pattern("rank_pattern", module, self.adapter_config.get("r", 8)))
         alpha = self._by_pattern("alpha_pattern", module, self.adapter_config.get("lora_alpha", rank))
         return float(alpha) / (rank**0.5 if self.adapter_config.get("use_rslora") else rank)
 
     def _by_pattern(self, key: str, module: str, otherwise: float) -> float:
+        """Return the value for a module of an option that has patterns of module names. As PEFT matches them."""
         patterns: Mapping[str, float] = self.adapter_config.get(key) or {}
         for pattern, value in patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -299,6 +315,7 @@ def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
     changes: dict[str, _Change] = {}
     named = {spec.name.removeprefix(_PREFIX): spec for spec in specs}
     for name, spec in named.items():
+        # The base's own weights, which PEFT keeps beside the trained copy.
         if ".original_module." in name:
             continue
         if (plain := name.replace(".modules_to_save.", ".")) != name and plain in named:

@@ -9,6 +9,7 @@ Tensors are processed in blocks that stay in the cache: apart from the result, n
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
     """Return each tensor in every source, in the first one's order. PlanError if names or shapes differ."""
     first, *others = (specs_of(table) for table in sources)
     named = [{spec.name: spec for spec in specs} for specs in others]
+    # All differences of a source in one error: fixing names one at a time would take a conversion for each.
     for i, by_name in enumerate(named, 1):
         missing = [spec.name for spec in first if spec.name not in by_name]
         extra = sorted(by_name.keys() - {spec.name for spec in first})
@@ -64,6 +66,7 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
 def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
     """Return a recipe with one output, from the same rows of all sources, or from the whole tensors."""
     spec = specs[0]
+    # A scalar has no rows to cut by.
     if not rows or not spec.shape:
         inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
         return Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
@@ -71,15 +74,20 @@ def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
     return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
 
 
-class _Merge(Unchanged):
-    """Base of merges: tensors that are floating in every source are merged; others are the first source's."""
+class _Merge(Unchanged, ABC):
+    """Base of merges: tensors that are floating in every source are merged; others are the first source's.
 
+    Attributes:
+        rows: a task may merge some rows of a tensor; else it merges all of it.
+    """
+
+    __slots__ = ()
     rows = True
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """See `Operation.name`."""
-        raise NotImplementedError
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`."""
@@ -94,6 +102,7 @@ class _Merge(Unchanged):
             recipes.append(_together(specs, rows=self.rows) if merged else copy_recipe(0, specs[0]))
         return recipes
 
+    @abstractmethod
     def check(self, num_sources: int) -> None:
         """Raise PlanError if the operation does not take this number of sources."""
 
@@ -102,11 +111,12 @@ class _Merge(Unchanged):
     ) -> Sequence[torch.Tensor]:
         """See `Operation.run`."""
         present = [tensor for tensor in inputs if tensor is not None]
+        # One input: a tensor that is not floating, copied from the first source.
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
+    @abstractmethod
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the merged values, in the place of the first one's."""
-        raise NotImplementedError
 
 
 def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -115,7 +125,8 @@ def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tenso
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
         yield tuple(tensor[at : at + step] for tensor in flat)
-        report_progress()  # a merge of a large tensor on the CPU may take longer than the stall deadline
+        # A merge of a large tensor on the CPU may take longer than the stall deadline.
+        report_progress()
 
 
 def _check_finite(operation: str, numbers: Sequence[float]) -> None:
@@ -134,15 +145,16 @@ class _WholeMerge(_Merge):
     Passes use blocks of a fixed size, so that sums have the same bits whether a tensor is in memory or read in parts.
     """
 
+    __slots__ = ()
     rows = False
 
+    @abstractmethod
     def measure(self, blocks: Blocks, num_elements: int) -> Any:
         """Return the measurements of whole tensors that `apply` needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the merged values of the same elements of all tensors, in the place of the first one's."""
-        raise NotImplementedError
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `_Merge.merge`."""
@@ -157,14 +169,17 @@ class _WholeMerge(_Merge):
         num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
 
         def parts() -> Iterator[list[torch.Tensor]]:
+            """Yield the same elements of all inputs, read anew on each call."""
             for at in range(0, num_elements, num_part):
                 yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
 
         def blocks() -> Iterator[tuple[torch.Tensor, ...]]:
+            """Yield the parts in blocks of the size that a merge in memory uses, so that sums have the same bits."""
             for part in parts():
                 yield from _blocks(*part, step=_BLOCK)
 
         measured = self.measure(blocks, num_elements)
+        # Once more from storage: keeping the parts would need the memory that parts are to save.
         for part in parts():
             yield [self.apply(measured, part)]
 
@@ -173,8 +188,10 @@ def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
     """Return the weighted sum, in the first one's place. Each step is rounded: the same bits however rows are cut."""
     import torch
 
-    result = tensors[0]  # new memory would cost as much again as the sum: the kernel hands it out zeroed, page by page
+    # New memory would cost as much again as the sum: the kernel hands it out zeroed, page by page.
+    result = tensors[0]
     size = min(_BLOCK if result.device.type == "cpu" else _DEVICE_BLOCK, result.numel())
+    # Two buffers for all blocks: allocating one for each term would touch new pages all the time.
     total, term = (torch.empty(size, dtype=torch.float32, device=result.device) for _ in range(2))
     for out, *parts in _blocks(result, *tensors):
         some = total[: len(out)].copy_(parts[0]).mul_(weights[0])
@@ -233,7 +250,8 @@ class Slerp(_WholeMerge):
     t: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.t <= 1:  # nor NaN
+        # Written so that NaN is refused too.
+        if not 0 <= self.t <= 1:
             raise ConfigError(f"slerp: t={self.t} is not in [0, 1]", hint="0 is the first source, 1 the second")
 
     @property
@@ -256,7 +274,9 @@ class Slerp(_WholeMerge):
             x, y = a.double(), b.double()
             sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)]).to(sums.device)
         aa, bb, ab = sums.tolist()
+        # Roots before the product, which would overflow for large tensors of large values.
         length = math.sqrt(aa) * math.sqrt(bb)
+        # Written so that NaN takes the line too. Beyond `COLINEAR` the sine in the denominator has few digits left.
         if not length or not abs(ab / length) <= COLINEAR:
             return [1 - self.t, self.t]
         angle = math.acos(ab / length)
@@ -306,6 +326,7 @@ class Ties(_WholeMerge):
         Two passes: counts of the magnitudes' upper bits, then of the lower ones within the bucket that has the least.
         """
         num_kept = max(1, int(self.density * num_elements))
+        # Everything is kept: an edge of 0, without the two passes.
         if num_kept >= num_elements:
             return []
         high = _counted(blocks, None)
@@ -331,6 +352,7 @@ class Ties(_WholeMerge):
             moves = [
                 _trimmed(start, model, edge).mul_(w) for model, edge, w in zip(models, edges, weights, strict=True)
             ]
+            # The sign of the sum of all changes wins an element; changes of the other sign do not count.
             votes, total, share = (torch.zeros_like(start) for _ in range(3))
             for move in moves:
                 votes.add_(move)
@@ -338,7 +360,9 @@ class Ties(_WholeMerge):
                 agrees = (move.sign() == votes.sign()) & (move != 0)
                 total.add_(move.where(agrees, 0.0))
                 share.add_(torch.where(agrees, weight, 0.0))
+            # Where nobody agrees the share is 0, and so is the sum: divided by 1 instead.
             total.div_(share.where(share != 0, 1.0))
+            # NaN in any model's change stays visible in the result: `sign` and `where` alone would drop it.
             base.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
         return tensors[0]
 
@@ -351,6 +375,7 @@ def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor
     counts: list[torch.Tensor] = []
     size = 1 << (_LOW_BITS if buckets is not None else 31 - _LOW_BITS)
     for base, *models in blocks():
+        # Kept on the host: 2^16 numbers for each model, while blocks may be on a device.
         counts = counts or [torch.zeros(size, dtype=torch.int64) for _ in models]
         start = base.float()
         for i, model in enumerate(models):

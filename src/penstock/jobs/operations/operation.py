@@ -1,7 +1,8 @@
 """Operations, which a conversion applies to tensors: the protocol, copying, renaming, and chains of operations.
 
 In: the sources' tensors, without bytes. Out: recipes (inputs of each output); then the tensors for rows of a recipe.
-Not here: formats (`formats`), merging (`merge`), cutting recipes into tasks (`plan.tasks`).
+Not here: formats (`formats`), merging (`merge`), making operations from specs (`spec`), cutting recipes into tasks
+(`plan.tasks`).
 
     recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
 """
@@ -30,11 +31,14 @@ UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
 
 
 class Operation(Protocol):
-    """A step of a conversion. Immutable; every worker makes it from the same spec (`penstock.jobs.operations.spec`)."""
+    """A step of a conversion. Immutable; every worker makes it from the same spec (`penstock.jobs.operations.spec`).
+
+    A user's class conforms by having these attributes; it need not inherit from this one.
+    """
 
     @property
     def name(self) -> str:
-        """Return its name in reports, with its options; part of the job's key."""
+        """Return its name in reports, with its options; part of the job's key: other options are another job."""
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -105,12 +109,14 @@ def report_progress() -> None:
 
     Order: from the thread that `run` was called on; elsewhere it does nothing.
     """
+    # A context variable and not a global: one process may run several workers, in tests for example.
     if (report := report_to.get()) is not None:
         report()
 
 
 def specs_of(table: TensorTable) -> list[Spec]:
     """Return a table's tensors, in file order."""
+    # File order, so that tasks read each source from its beginning to its end.
     rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
     return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
 
@@ -151,6 +157,7 @@ def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
 class Unchanged:
     """Base of operations that keep the source's configuration."""
 
+    # Without it a frozen dataclass with slots below would have a `__dict__` after all.
     __slots__ = ()
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,6 +195,7 @@ class Rename(Copy):
     def __post_init__(self) -> None:
         for pattern, replacement in self.rules:
             try:
+                # Parses both: a reference to a group that the pattern does not have is an error already.
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError, TypeError) as error:
                 raise ConfigError(f"{pattern!r} is not a pattern, or {replacement!r} not for it: {error}") from error
@@ -202,6 +210,7 @@ class Rename(Copy):
         recipes = []
         for spec in specs_of(only_source(sources, "rename")):
             name = spec.name
+            # The first rule alone: with all of them in turn, two that swap names would undo each other.
             for pattern, replacement in self.rules:
                 if re.search(pattern, name):
                     name = re.sub(pattern, replacement, name)
@@ -228,6 +237,8 @@ class Chain:
         self._first = self._each[0] if isinstance(first, Sequence) else first
         self._second = second
         self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
+        """By the path of a joined recipe's first output: the recipes it was joined of, of both operations. Set by
+        `recipes`, which every process calls before it runs anything."""
 
     @property
     def name(self) -> str:
@@ -243,6 +254,7 @@ class Chain:
             outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
             if any(spec.group for spec in outputs):
                 raise PlanError(f"{self._first.name} gives several weight sets: nothing can follow it")
+            # As one file: the second operation only looks at names, dtypes, shapes and order.
             tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
         seconds = list(self._second.recipes(tables))
         maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
@@ -250,6 +262,7 @@ class Chain:
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
+            """Return the number that stands for the group of recipe `i`."""
             while group[i] != i:
                 i = group[i]
             return i
@@ -263,6 +276,7 @@ class Chain:
             first_input = recipe.inputs[0]
             parts.setdefault(root(maker[first_input.source, first_input.spec.name]), ([], []))[1].append(recipe)
         for i, first in enumerate(firsts):
+            # Outputs that nothing reads are not made: the second operation leaves some tensors out.
             if root(i) in parts:
                 parts[root(i)][0].append(first)
         joined = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
@@ -297,6 +311,7 @@ class Chain:
         left = iter(inputs)
         between: dict[tuple[int, str], torch.Tensor] = {}
         for operation, source, part in firsts:
+            # A joined recipe that cannot be cut runs each part whole, also those that could be cut.
             rows = (start, stop) if recipe.align else (0, part.num_rows)
             outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
             between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
@@ -315,6 +330,7 @@ class Chain:
         """See `Streamed.part_unit`. The second must work row by row; a part has at least the rows that it needs."""
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
+        # Several recipes of the first operation would have to run in step; only one can.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, Streamed):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -340,6 +356,7 @@ class Chain:
         )
 
         def made_of(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+            """Return the second operation's outputs of these elements of the first one's, from row `start` on."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:
@@ -350,8 +367,10 @@ class Chain:
         rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
         for (part,) in operation.run_parts(first, num_part, read):
             flat = torch.cat([rest, part]) if len(rest) else part
+            # A part ends anywhere, but the second operation takes whole groups of rows: the remainder waits.
             whole = len(flat) // unit * unit
-            rest = flat[whole:].clone()  # the next part is read into the same memory
+            # The next part is read into the same memory.
+            rest = flat[whole:].clone()
             if whole:
                 yield made_of(flat[:whole], num_done // row)
                 num_done += whole
@@ -397,6 +416,7 @@ def _cut(
 ) -> torch.Tensor:
     """Return a whole tensor as an input of the second operation; row by row it is the rows already."""
     at = second_input.source, second_input.spec.name
+    # `run` may overwrite its inputs: a tensor that several recipes read is copied for each.
     if second_input.box == Box.full(second_input.spec.shape):
         return between[at] if used[at] == 1 else between[at].clone()
     return between[at][

@@ -89,6 +89,7 @@ class Reshard(Unchanged):
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"{pattern!r} is not a pattern: {error}") from error
+            # Parsed only to be checked: a wrong rule should not wait for the first tensor that it matches.
             self._rule(str(how), "")
 
     @property
@@ -100,6 +101,7 @@ class Reshard(Unchanged):
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`. PlanError also if tensors have no rule (it lists them), or cannot be split by it."""
         named = same_everywhere(sources, "reshard")
+        # All unknown names at once. A scalar needs no rule: it cannot be split.
         if unknown := [specs[0].name for specs in named if self._how(specs[0].name) is None and specs[0].shape]:
             shown = ", ".join(unknown[:_SHOWN])
             hint = "give rules: a pattern and a dim, dim:parts or replicate"
@@ -116,9 +118,11 @@ class Reshard(Unchanged):
         return recipes
 
     def _how(self, name: str) -> str | None:
+        """Return the text of the rule for a name; None: there is none."""
         return next((str(how) for pattern, how in (*self.rules, *RULES) if re.search(pattern, name)), None)
 
     def _rule_of(self, spec: Spec) -> Rule:
+        """Return the rule for a tensor; one without the rule's dim, or without elements, goes to every rank."""
         rule, shape = self._rule(self._how(spec.name) or "replicate", spec.name), spec.shape
         if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
             return Rule(None)
@@ -126,6 +130,7 @@ class Reshard(Unchanged):
         return Rule(None) if rule.dim and shape[rule.dim] == 1 else rule
 
     def _rule(self, how: str, name: str) -> Rule:
+        """Parse the text of a rule, for the tensor `name`; empty: only check it. ConfigError, PlanError."""
         if how == "replicate":
             return Rule(None)
         dim, _, parts = how.partition(":")
@@ -149,6 +154,7 @@ class Reshard(Unchanged):
         """Raise PlanError if a split would cut through an element, a head, or a block of a block format."""
         spec, dim, ranks = specs[0], rule.dim or 0, len(specs)
         size, unit = spec.shape[dim], sum(rule.parts)
+        # Each rank must get equal shares of each fused part, on both sides.
         if size % unit or any(size * ranks // unit * part % self.to for part in rule.parts):
             message = f"{size} on dim {dim} of {ranks} ranks, parts {rule.parts}, cannot be shared out to {self.to}"
             raise PlanError(message, tensor=spec.name, hint="a rule for it: another dim, parts, or replicate")
@@ -157,6 +163,7 @@ class Reshard(Unchanged):
             if heads % self.to or heads % ranks:
                 message = f"{heads} heads cannot be shared out to {self.to} ranks, or were not to {ranks}"
                 raise PlanError(message, tensor=spec.name, hint="heads that several ranks have are not supported")
+        # A block of a block format has one scale: a cut through it would need the scale on two ranks.
         for suffix in ("_scale_inv", "_scale"):
             scales = shapes.get(spec.name + suffix)
             if scales is None or len(scales) <= dim or scales[dim] in (1, size):
@@ -169,6 +176,7 @@ class Reshard(Unchanged):
                 raise PlanError(message, tensor=spec.name, hint="dequantise first")
 
     def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[Output, ...]:
+        """Return the outputs of all ranks, in the groups of the layout."""
         outputs = []
         for rank in range(self.to):
             group = f"rank-{rank:05d}-of-{self.to:05d}" if self.to > 1 else ""
@@ -177,6 +185,7 @@ class Reshard(Unchanged):
         return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
+        """Return the recipe of a tensor that every rank has; all sources are read, to compare them."""
         spec = specs[0]
         if not spec.shape or math.prod(spec.shape[1:]) * spec.dtype.bits % 8:
             inputs = tuple(all_of(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -187,7 +196,8 @@ class Reshard(Unchanged):
     def _by_rows(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
         """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank."""
         spec, ranks, unit = specs[0], len(specs), sum(rule.parts)
-        have = [spec.shape[0] // unit * part for part in rule.parts]  # of each part, in one source
+        # Rows of each part in one source, and in one output.
+        have = [spec.shape[0] // unit * part for part in rule.parts]
         give = [rows * ranks // self.to for rows in have]
         inputs = []
         for rank in range(self.to):
@@ -205,6 +215,7 @@ class Reshard(Unchanged):
         return Recipe(outputs=self._outputs(spec, (rows, *spec.shape[1:])), inputs=tuple(inputs), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
+        """Return a recipe that cuts along another dim: each row of an output needs that row of every source."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -216,6 +227,7 @@ class Reshard(Unchanged):
         """See `Operation.run`. PlanError where ranks differ in what each of them should have."""
         spec = recipe.inputs[0].spec
         rule = self._rule_of(spec)
+        # As bytes where torch lacks operators for the dtype; given their dtype back at the end.
         tensors = [None if tensor is None else _plain(tensor) for tensor in inputs]
         if rule.dim == 0:
             results = self._shared(recipe, tensors)
@@ -230,6 +242,7 @@ class Reshard(Unchanged):
         import torch
 
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
+        # `_by_rows` lists the inputs output by output, and those of one sum to its rows: so the sum tells the output.
         ends = accumulate(rank_input.box.shape[0] for rank_input in recipe.inputs)
         for end, tensor in zip(ends, tensors, strict=True):
             if tensor is not None:
@@ -237,8 +250,10 @@ class Reshard(Unchanged):
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        """Return the tensor for every rank. PlanError if the sources differ in it."""
         import torch
 
+        # As bytes: NaN is not equal to itself, and -0.0 is equal to 0.0.
         first = ranks[0].reshape(-1).view(torch.uint8)
         for rank, tensor in enumerate(ranks[1:], 1):
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), first):
@@ -248,6 +263,7 @@ class Reshard(Unchanged):
 
 
 def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], count: int) -> list[torch.Tensor]:
+    """Return the shares of `count` ranks along a dim, each part joined from all sources and cut by itself."""
     import torch
 
     unit = ranks[0].shape[dim] // sum(parts)

@@ -72,7 +72,8 @@ _MADE_BY: Mapping[str, str] = {
     "delta-apply": "penstock.jobs.operations.delta:ApplyDelta",
     "function": "penstock.jobs.operations.spec:function_of",
 }
-"""Operation -> `module:name` of the class or function that makes it, called with the rest of its spec."""
+"""Operation -> `module:name` of the class or function that makes it, called with the rest of its spec. By name, so that
+a conversion imports the modules of its own operations only."""
 _BESIDE = frozenset({"adapter_config", "delta", "heads", "quantization", "tied"})
 """Options that `completed` reads from files next to the sources."""
 COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
@@ -116,6 +117,7 @@ def operation_spec(text: str) -> dict[str, Any]:
     # A common mistake, and without this the user would read a list of operations that does not have the name.
     if is_format(text):
         raise ConfigError(f"{text!r} is a format, not an operation", hint=f"give to={text!r}, or --to {text}")
+    # `module:function` has no `=`, and no built-in operation has a module's name.
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
     maker_of(name)
@@ -177,9 +179,12 @@ def maker_of(name: str) -> Callable[..., Operation]:
 
 
 def _make(spec: dict[str, Any]) -> Operation:
+    """Make one operation of its spec; with its sources dequantised first, where the spec says so."""
     name = str(spec.pop("op", None))
     prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
+    # JSON and messages bring lists; operations are frozen values, so they get tuples.
     spec = {key: _frozen(value) for key, value in spec.items()}
+    # `weights=0.5` on a command line is one number; only with a comma it is a list.
     if isinstance(spec.get("weights"), int | float):
         spec["weights"] = (float(spec["weights"]),)
     maker = maker_of(name)
@@ -201,10 +206,12 @@ def _make(spec: dict[str, Any]) -> Operation:
 
 
 def _frozen(value: Any) -> Any:
+    """Return a value with every list in it as a tuple."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
+    """Make a `Rename`. ConfigError unless the rules are pairs."""
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
         raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert.md")
     return Rename(tuple((pattern, replacement) for pattern, replacement in rules))
@@ -222,6 +229,7 @@ def completed(
     if not specs:
         return []
     first = dict(specs[0])
+    # The first operation reads all sources; a later one works on its result, and only needs to know how to dequantise.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
         raw = _read_sibling(sources[1].uri, "adapter_config.json", settings, options)
@@ -240,8 +248,9 @@ def completed(
     elif op in {"delta", "delta-apply"}:
         if len(sources) != 2:
             raise PlanError(f"{op} takes two sources, not {len(sources)}")
-        make = _delta_between if op == "delta" else partial(_delta_beside, settings=settings, options=options)
+        make = _make_delta if op == "delta" else partial(_read_delta, settings=settings, options=options)
         first["delta"] = make(_digested(sources[0]), sources[1])
+    # Sums of codes mean nothing, so sources that are stored quantised are dequantised on the way, each as it needs.
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
         quantised = [_quantised(source, settings, options) for source in sources]
         if any(dequantise is not None for dequantise in quantised):
@@ -277,12 +286,14 @@ def _quantization(source: WeightSet, settings: Settings, options: Options) -> di
 
 
 def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
+    """Return a file that is next to a source's weights; None: there is none."""
     directory = uri.rpartition("/")[0] if uri.endswith(".safetensors") else uri.rstrip("/")
     where = f"{directory}/{name}" if directory else name
     return read_small(where, settings=settings, storage_options=options)
 
 
 def _json(raw: bytes, uri: str) -> dict[str, Any]:
+    """Decode a configuration file. FormatError if it is not a JSON object."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -306,6 +317,7 @@ def _check_ranks(sources: Sequence[WeightSet]) -> None:
         if count and int(count) != len(sources) and len(sources) > 1:
             raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, and {len(sources)} sources are given")
     seen: dict[str, str] = {}
+    # By digests where there are any: the revision of headers alone is the same for all ranks of one model.
     for source in sources:
         revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
         if revision in seen:
@@ -315,6 +327,7 @@ def _check_ranks(sources: Sequence[WeightSet]) -> None:
 
 def _heads(config: dict[str, Any]) -> list[int]:
     """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
+    # Models of several modalities keep the language model's numbers in a configuration of its own.
     text = config.get("text_config") or config
     queries = text.get("num_attention_heads")
     return [queries, text.get("num_key_value_heads") or queries] if queries else []
@@ -333,14 +346,14 @@ def _digested(source: WeightSet) -> Manifest:
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
 
-def _delta_between(base: Manifest, new: WeightSet) -> bytes:
+def _make_delta(base: Manifest, new: WeightSet) -> bytes:
     """Return the description of the changes from `base` to `new`."""
     from penstock.jobs.operations.delta import delta_of, encoded
 
     return encoded(delta_of(base, _digested(new)))
 
 
-def _delta_beside(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
+def _read_delta(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
     """Return the description that lies next to the weights of a delta. PlanError if it is of another base."""
     from penstock.jobs.operations.delta import FILE, decoded
 
@@ -368,16 +381,19 @@ def function_of(function: str, **options: Any) -> Operation:
     module, _, name = function.partition(":")
     try:
         target: Any = importlib.import_module(module)
-    except PenstockError:  # the module was found, and needs a package: MissingExtra is an ImportError too
+    except PenstockError:
+        # The module was found, and needs a package: MissingExtra is an ImportError too.
         raise
     except ImportError as error:
         raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
+    # Dots after the colon: a static method, or a function in a namespace.
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(f"{module} has no {name}")
         target = getattr(target, part)
     if isinstance(target, type):
         target = target(**options)
+    # By its attributes: a user's class need not inherit from anything of Penstock.
     if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
         return target  # type: ignore[no-any-return]
     if not callable(target) or options:
@@ -402,9 +418,15 @@ def code_of(operation: Operation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Function(Unchanged):
-    """A function of one tensor and its name, on every floating tensor that it names."""
+    """An operation made of a user's function of one tensor and its name, for every floating tensor that it names.
+
+    def halved(tensor, name): return tensor / 2      every floating tensor, whole; shape and dtype stay
+    halved.rows = True                               it can work on some rows at a time
+    halved.names = "mlp"                             only tensors whose name contains this pattern
+    """
 
     path: str
+    """Its import path, `module:name`."""
     call: Callable[[torch.Tensor, str], torch.Tensor]
 
     @property

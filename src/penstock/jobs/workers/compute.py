@@ -1,14 +1,10 @@
-"""Compute backends of a worker: the host's own memory, or a CUDA device behind pinned buffers.
+"""Compute backends of a worker, and the host buffers that they compute from: host memory alone, or a CUDA device.
 
-In: bytes in a host buffer; an operation. Out: its outputs' bytes in host memory, and their digests, perhaps later.
-Not here: choosing tasks (`worker`), the operations (`jobs.operations.operation`).
+In: bytes in a host buffer; an operation; a bound of host memory. Out: its outputs' bytes in host memory, and their
+digests, perhaps later; reservations and buffers, pinned where a device reads them.
+Not here: choosing tasks (`worker`), the operations (`jobs.operations.operation`), device memory, which torch keeps.
 
     CUDA:  pinned --copy--> device --run, digest--> device --copy--> pinned     one stream for each of the three
-
-Host memory of one worker: reused buffers, and the bound on the memory of all its tasks.
-
-In: a bound in bytes. Out: reservations for tasks, in order; buffers, pinned where a device reads them.
-Not here: device memory, which torch keeps (`compute`).
 """
 
 from __future__ import annotations
@@ -59,7 +55,10 @@ class Buffers:
         self._bound = memory_bytes
         self._registrar = registrar
         self._kept: list[torch.Tensor] = []
-        self._kept_bytes = self._lent_bytes = self._reserved = self.peak_bytes = 0
+        self._kept_bytes = 0
+        self._lent_bytes = 0
+        self._reserved = 0
+        self.peak_bytes = 0
         self._changed = threading.Condition()
         self._pages = ThreadPoolExecutor(_PAGE_THREADS, thread_name_prefix="penstock-pages")
 
@@ -75,7 +74,8 @@ class Buffers:
             while self._reserved and self._reserved + nbytes > self._bound:
                 if stopped():
                     raise Cancelled("the job ended while a task waited for memory")
-                self._changed.wait(0.1)  # a stop does not notify this condition, so it is polled
+                # A stop does not notify this condition, so it is polled.
+                self._changed.wait(0.1)
             self._reserved += nbytes
             self.peak_bytes = max(self.peak_bytes, self._reserved)
 
@@ -99,6 +99,7 @@ class Buffers:
                 size = len(reused)
             self._lent_bytes += size
             self._make_room()
+        # Allocated outside of the lock: pinning takes tens of milliseconds, and other threads put buffers back.
         return self._allocate(size) if reused is None else reused
 
     def put(self, buffer: torch.Tensor) -> None:
@@ -205,7 +206,8 @@ class HostCompute:
         return nullcontext()
 
     def __init__(self, memory_bytes: int) -> None:
-        self.device, self.buffers = torch.device("cpu"), Buffers(memory_bytes)
+        self.device = torch.device("cpu")
+        self.buffers = Buffers(memory_bytes)
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """See `ComputeBackend.place`."""
@@ -229,8 +231,12 @@ class CudaCompute:
     copies = True
 
     def __init__(self, memory_bytes: int, device: torch.device) -> None:
-        self.device, self.buffers = device, Buffers(memory_bytes, registrar=CudaRegistrar(device))
-        self._up, self._work, self._down = (torch.cuda.Stream(device) for _ in range(3))
+        self.device = device
+        self.buffers = Buffers(memory_bytes, registrar=CudaRegistrar(device))
+        # Three streams, so that the copies of one task run while another one computes.
+        self._up = torch.cuda.Stream(device)
+        self._work = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
 
     def place(self, buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], Pending | None]:
         """See `ComputeBackend.place`."""
@@ -252,6 +258,7 @@ class CudaCompute:
             got = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self.device)
             # The copies below run on another stream: they must not start before the outputs and digests exist.
             self._down.wait_stream(self._work)
+        # Digests first, in the same buffer as the outputs: one reservation and one alignment for all.
         sizes = [8 * len(nbytes), *(len(out) for out in outputs)]
         buffer = self.buffers.get(packed(sizes)[-1])
         digests, *raw = cut(buffer, sizes)
@@ -290,6 +297,7 @@ class _OutOfMemoryMapper:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # The driver's numbers, and not torch's: other workers and programs use the same device.
         if isinstance(error, torch.cuda.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self._device)
             message = f"{self._device} has {free} of {total} bytes free, which a task does not fit in"

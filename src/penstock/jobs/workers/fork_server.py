@@ -3,6 +3,8 @@
 In: a function by name, plain arguments. Out: processes to signal and to wait for.
 Not here: the code of these processes (`process`), starting workers (`launch`).
 
+This module is also the program of the fork server, so it imports little.
+
     caller --socketpair--> fork server: torch imported, no thread, no device --fork--> function(*arguments)
 
 It ends with the thread that started it, however that thread ends, and the processes that it forked end with it.
@@ -42,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """One forked process."""
+    """A process that the fork server forked. The caller is not its parent, so it is watched by a descriptor."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -85,13 +87,14 @@ class Forked:
             poll.register(self._pidfd, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            # Only its parent can learn the exit code.
             self._code = self._fork_server.reap(self.pid)
             self.forget()
         return self._code
 
 
 class ForkServer(Closing):
-    """A handle of the process: see the module. A context manager. Any thread.
+    """A handle of the fork server's process. A context manager. Any thread.
 
     Args:
         imports: modules to import; a missing one fails later, in the process that needs it.
@@ -103,11 +106,14 @@ class ForkServer(Closing):
     def __init__(self, imports: Sequence[str]) -> None:
         # One request and its answer at a time: answers carry no number that would match them with requests.
         self._lock = threading.Lock()
+        # Longer for the first answer, which waits for the imports.
         self._patience_s = START_S
+        # Packets: a request and its descriptors arrive together, and need no framing.
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "penstock.jobs.workers.fork_server", str(theirs.fileno()), *imports]
         try:
             # What a function prints goes to stderr: stdout is the caller's.
+            # A session of its own: Ctrl-C in the terminal reaches the caller alone, which then ends the workers.
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
             )
@@ -115,6 +121,7 @@ class ForkServer(Closing):
             self._connection.close()
             raise PeerLost(f"no process can be started: {error.strerror}") from error
         finally:
+            # Else this process would hold the other end open, and never see it close.
             theirs.close()
 
     @property
@@ -155,9 +162,11 @@ class ForkServer(Closing):
                 socket.send_fds(self._connection, [json.dumps(what).encode()], fds)
                 answer = self._connection.recv(_MAX_MESSAGE_BYTES)
             except OSError as error:
-                self._kill()  # a late answer would be read as the answer to the next request
+                # A late answer would be read as the answer to the next request.
+                self._kill()
                 raise PeerLost(f"the process that forks others does not answer: {error.strerror or error}") from error
-            except BaseException:  # a signal handler raised while this waited: the answer would come later, too
+            except BaseException:
+                # A signal handler raised while this waited: the answer would come later, too.
                 self._kill()
                 raise
             if not answer:
@@ -191,12 +200,14 @@ def end_with_parent(parent: int) -> None:
 
 
 def _serve(line: socket.socket) -> None:
+    """Answer requests until the caller closes its end of the socket."""
     me = os.getpid()
     while True:
         body, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
         if not body:
             return
         request = json.loads(body)
+        # The caller has seen the process end by its descriptor, so this does not wait.
         if "reap" in request:
             line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
             continue
@@ -211,12 +222,14 @@ def _serve(line: socket.socket) -> None:
             _child(request["function"], request["arguments"], fds)
         for fd in (begins, *fds):
             os.close(fd)
-        os.read(begun, 1)  # without this, a child stopped right after the fork could outlive this process
+        # Without this, a child stopped right after the fork could outlive this process.
+        os.read(begun, 1)
         os.close(begun)
         line.send(str(pid).encode())
 
 
 def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> NoReturn:
+    """Call a function in a forked process, and end the process by `os._exit`, which runs no cleanup of the parent's."""
     code = 1
     # A fork inside an `except` block begins with that exception, which is none of this child's.
     inherited = sys.exception()
@@ -238,15 +251,19 @@ def main() -> None:
     """Run the fork server, without threads: a fork copies only one thread, and locks of the others stay taken."""
     # A parent that is gone already has closed its end of the socket, which ends `_serve`.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    gc.disable()  # a tenth of the time of what follows
+    # Imports make objects that stay: collecting among them would take a tenth of the time.
+    gc.disable()
     for name in sys.argv[2:]:
+        # A missing optional package is reported by the process that needs it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a child would write to every object's header, and so copy all shared pages
+    # A collection in a child would write to every object's header, and so copy all shared pages.
+    gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        _serve(line)  # until the caller is gone, perhaps before it read an answer
+        # Until the caller is gone, perhaps before it read an answer.
+        _serve(line)
 
 
 if __name__ == "__main__":

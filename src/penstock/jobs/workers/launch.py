@@ -1,23 +1,14 @@
-"""Launchers, which start a job's workers and end them; and the statistics of each worker for the report.
+"""Launchers, which start a job's workers and end them: as processes of this host, or as actors of a Ray cluster.
 
 In: names, devices, the coordinator's address. Out: processes that connect to it.
-Not here: workers on other hosts (`launch_ray`), the messages to workers (`jobs.coordinator`).
+Not here: the messages to workers (`jobs.coordinator`), the worker itself (`process`), forking (`fork_server`).
 
-Workers of a job on a Ray cluster: each an actor that connects to the coordinator like any other worker.
-
-In: a cluster's address. Out: a `Launcher`.
-Not here: the worker itself (`process`), which is the same everywhere.
-
-A worker's process on a host with GPUs, started before its device is known: torch and the driver take seconds.
-
-In: a worker's arguments, later, by standard input. Out: its exit code.
-Not here: the worker's code (`process`), starting it (`launch`).
-
-    begun --import torch and the rest----------------------> work(address, worker, device, secret)
-          `--driver--> arguments come --> device's context --'
-
-A fork server cannot have a driver, which does not survive a fork. Importing first and initialising the driver after
+A worker on the CPU is forked from a process that has imported torch. A CUDA driver does not survive a fork, so workers
+for GPUs start before their device is known ("prewarmed"), and import torch while the driver starts. One after the other
 takes twice as long.
+
+    started --import torch and the rest----------------------> work(address, worker, device, secret)
+            `--driver--> arguments arrive --> device's context --'
 """
 
 from __future__ import annotations
@@ -39,7 +30,6 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
-from penstock.cuda.driver import load_driver, ordinal
 from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
 from penstock.lifecycle import Closing
@@ -88,12 +78,10 @@ class Launcher(Protocol):
 
 
 class LocalLauncher(Closing):
-    """Workers as processes of this host. Workers on the CPU are forked from one process that imported torch for all;
-    workers for GPUs start before their device is known, and each imports torch while its driver starts. They end with
-    the thread that started them. A context manager: leaving it ends them.
+    """A launcher of processes of this host, which end with the thread that started them. A context manager.
 
     Attributes:
-        fork_server: the process that forks them; None: none was started yet.
+        fork_server: the process that forks the workers; None: none was started yet.
 
     Args:
         devices, workers: see `devices_of`; those that will probably be requested.
@@ -105,6 +93,7 @@ class LocalLauncher(Closing):
         self.fork_server: ForkServer | None = None
         self._processes: dict[str, Forked] = {}
         self._gpus: list[str] | None = None
+        """Every GPU, once they were counted."""
         self._num_prewarmed = num_prewarmed(devices, workers)
         self._prewarmed: list[tuple[Forked, int]] = []
 
@@ -112,6 +101,8 @@ class LocalLauncher(Closing):
         """Start the fork server, whose imports take seconds; do not wait for them. Idempotent. PeerLost."""
         if self.fork_server is None or not self.fork_server.is_alive:
             self.close()
+            # Without the imports where processes are prewarmed: those import for themselves, and it must not make them
+            # wait until it has imported too.
             self.fork_server = ForkServer(() if self._num_prewarmed else IMPORTS)
             for _ in range(self._num_prewarmed):
                 self._prewarmed.append(self._prewarm(self.fork_server))
@@ -126,12 +117,14 @@ class LocalLauncher(Closing):
             os.close(writes)
             raise
         finally:
+            # The child has a copy: its input only ends once no other process has the pipe open.
             os.close(reads)
 
     def gpus(self) -> list[str]:
         """See `gpus`. Counts in a new process: this one must not import torch or initialise a device. PeerLost."""
         if self._gpus is None:
             try:
+                # By an exit code: the one thing that comes back from a forked process without a channel of its own.
                 code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
                 raise PeerLost(f"GPUs were not counted within {START_S:g} s", hint="look at nvidia-smi") from error
@@ -141,7 +134,8 @@ class LocalLauncher(Closing):
             self._gpus = [f"cuda:{i}" for i in range(code - _COUNTED)]
             if not self._gpus and self._num_prewarmed:
                 self.close()
-                self._num_prewarmed = 0  # device files without a GPU: workers run on the CPU, from a new fork server
+                # Device files without a GPU: workers run on the CPU, from a new fork server.
+                self._num_prewarmed = 0
         return self._gpus
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
@@ -156,11 +150,13 @@ class LocalLauncher(Closing):
         self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
 
     def _start(self, arguments: list[str], fork_server: ForkServer) -> Forked:
+        # Also where the prewarmed are used up: by more workers than GPUs, or by replacements of lost ones.
         if not self._prewarmed:
             return fork_server.fork("penstock.jobs.workers.process:work", arguments)
         process, line = self._prewarmed.pop()
         with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as pipe:
-            pipe.write(json.dumps(arguments) + "\n")  # if it has ended, `ended` says so
+            # If it has ended, `ended` says so.
+            pipe.write(json.dumps(arguments) + "\n")
         return process
 
     def _retried(self, ask: Callable[[ForkServer], _T]) -> _T:
@@ -171,6 +167,7 @@ class LocalLauncher(Closing):
         for _ in range(RESTARTS):
             with contextlib.suppress(PeerLost):
                 return ask(self.begin())
+        # The last attempt outside of the `suppress`, so that the caller gets its error.
         return ask(self.begin())
 
     def ended(self, worker: str) -> str | None:
@@ -186,6 +183,8 @@ class LocalLauncher(Closing):
     def kill(self, worker: str) -> None:
         """See `Launcher.kill`."""
         process = self._processes[worker]
+        # Waited for, since its tasks run elsewhere next: it must not write another byte. One that the kernel cannot end
+        # is left after `END_S`, and a fork server that is gone has taken its processes with it.
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, PeerLost):
             process.send_signal(signal.SIGKILL)
             process.wait(END_S)
@@ -198,7 +197,8 @@ class LocalLauncher(Closing):
         while self._prewarmed:
             process, line = self._prewarmed.pop()
             process.forget()
-            os.close(line)  # a process that still waits for arguments reads the end, and exits
+            # A process that still waits for arguments reads the end, and exits.
+            os.close(line)
 
 
 def has_driver() -> bool:
@@ -209,6 +209,7 @@ def has_driver() -> bool:
 def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
     """Return the number of processes to start before GPUs are counted: at most one for each GPU that may be there."""
     named = [devices] if isinstance(devices, str) else list(devices)
+    # By device files and CUDA_VISIBLE_DEVICES: asking the driver takes the time that this is to save.
     if named == ["all"]:
         there, shown = glob.glob("/dev/nvidia[0-9]*"), visible_devices()
         count = len(there) if shown is None else min(len(there), len(shown))
@@ -218,6 +219,7 @@ def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
 
 
 def _count_gpus(fork_server: ForkServer) -> int:
+    """Return `_COUNTED` and one for each GPU, by a process that ends afterwards."""
     return fork_server.fork("penstock.jobs.workers.launch:exit_with_gpu_count", []).wait(START_S)
 
 
@@ -228,6 +230,8 @@ def exit_with_gpu_count() -> int:
 
 def num_gpus() -> int:
     """Return the number of GPUs by the driver; by torch if the driver is not NVIDIA's, or fails."""
+    from penstock.cuda.driver import load_driver
+
     try:
         return load_driver().num_devices()
     except PenstockError:
@@ -252,17 +256,18 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
         named = gpus() or ["cpu"]
     if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
         raise ConfigError(f"{', '.join(wrong)}: no device", hint="write all, cpu, or names: cuda:0,cuda:1")
+    # One worker a core: an operation runs on one thread, and torch's own threads would compete with other workers.
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
     return [named[i % len(named)] for i in range(workers or len(named))]
 
 
 _SPAWN_S = 60.0
-"""Time that an actor has to reach the coordinator."""
+"""Time that an actor has to reach the coordinator, once Ray has found room for it."""
 
 
 class RayLauncher:
-    """One actor a worker, where the cluster has room: a GPU each for workers on `cuda`, a core each for the others.
+    """A launcher of Ray actors, one for each worker: with a GPU for workers on `cuda`, with a core for the others.
 
     An actor for which there is no room (a node was lost, say) begins once there is.
 
@@ -306,6 +311,7 @@ class RayLauncher:
 
     def kill(self, worker: str) -> None:
         """See `Launcher.kill`."""
+        # No restart: the coordinator starts a worker of another name instead.
         actor, _ = self._actors[worker]
         self._ray.kill(actor, no_restart=True)
 
@@ -326,18 +332,22 @@ class _Actor:
         from penstock.jobs.workers.process import connect, serve
 
         where = torch.device(device)
+        # Ray gave it one core; torch would take all that the host has.
         if where.type == "cpu":
             torch.set_num_threads(1)
         serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
 
 
 def work() -> int:
-    """Run a worker once its arguments arrive; return 0 if none arrive."""
+    """Run a prewarmed worker once its arguments arrive on stdin; return 0 if none arrive."""
+    # The driver on a thread of its own: its C call releases the interpreter's lock, so modules are imported meanwhile.
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as driver_thread:
         waking = driver_thread.submit(_wake)
-        gc.disable()  # a tenth of the time of what follows
+        # Imports make objects that stay: collecting among them would take a tenth of the time.
+        gc.disable()
         for name in IMPORTS:
-            with contextlib.suppress(ImportError):  # fails again, with a message, in the worker if it needs the module
+            # Fails again, with a message, in the worker if it needs the module.
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         gc.enable()
         arguments = waking.result()
@@ -353,6 +363,8 @@ def _wake() -> list[str]:
 
     An error here occurs again in the worker, which has a connection to report it.
     """
+    from penstock.cuda.driver import load_driver, ordinal
+
     with contextlib.suppress(PenstockError):
         load_driver()
     line = sys.stdin.buffer.readline()

@@ -2,6 +2,9 @@
 
 In: the coordinator's address and secret, a name, a device. Out: an exit code.
 Not here: running a task (`worker`), assigning tasks (`jobs.coordinator`).
+
+Threads: the main one reads messages and sends beats; one posts tasks, which waits for memory; those of the executors
+send `Began` and `Done`.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     """
     trace = Trace(enabled=True)
     with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-wake")
-    awake = with_one.submit(_wake, device, trace)  # while the job is planned
+    # While the job is planned.
+    awake = with_one.submit(_wake, device, trace)
     with_one.shutdown(wait=False)
     try:
         wire.send(Hello(worker=worker, secret=secret, device=str(device)))
@@ -95,7 +99,9 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         job_spec, *more = messages
         assert isinstance(job_spec, JobSpec)
         if more:
-            return  # the second message can only be a `Stop`: the job ended before this worker was ready
+            # The second message can only be a `Stop`: the job ended before this worker was ready.
+            return
+        # Left on an error too: running steps are drained before the memory that they read and write is freed.
         with ExitStack() as stack:
             try:
                 _serve(wire, job_spec, awake, trace, stack)
@@ -103,8 +109,10 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
                 raise
             except PenstockError as error:
                 if isinstance(error, OperationFailed) and error.__cause__ is not None:
-                    traceback.print_exception(error.__cause__)  # the line in a user's code is only known here
-                wire.send(failure_of(error))  # before running tasks are drained: they may hang
+                    # The line in a user's code is only known here.
+                    traceback.print_exception(error.__cause__)
+                # Before running tasks are drained: they may hang.
+                wire.send(failure_of(error))
                 raise
     except PeerLost:
         # Not `sys.exit`: draining would go on writing to files that the next run of this job already uses.
@@ -143,6 +151,7 @@ def _wake(device: torch.device, trace: Trace) -> torch.device:
 
 
 def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Trace, stack: ExitStack) -> None:
+    """Plan the job, start the executors, and run tasks until a `Stop`."""
     trace.enabled = job_spec.trace
     with trace.stage("plan"):
         sources, job = _planned(job_spec, stack)
@@ -156,10 +165,13 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def began(task: int) -> None:
-        with contextlib.suppress(PeerLost):  # an executor's thread cannot handle it; `_listen` gets the same error
+        """Send that the operation runs on a task now."""
+        # An executor's thread cannot handle it; `_listen` gets the same error.
+        with contextlib.suppress(PeerLost):
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
+        """Send that a task's bytes are written."""
         fetched_bytes, asked_bytes = worker.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
@@ -182,16 +194,20 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
     # A thread of its own: posting waits for memory, and a waiting worker must still send beats and skip revoked tasks.
     poster.start()
+    # On the way out the thread is told to end: None is no task.
     stack.callback(todo.put, None)
+    # Looked at only once, before the first task: what other workers cache meanwhile is found by the reads themselves.
     holds = cached_tasks(job, sources) if job_spec.reports_cached else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()
-    wire.send(_beat(worker))  # before draining, which may hang: then this beat is the last
+    # Before draining, which may hang: then this beat is the last.
+    wire.send(_beat(worker))
     with trace.stage("end"):
         worker.end()
     wire.send(_beat(worker))
-    sys.stdout.flush()  # output of a user's function: once the connection is closed, the coordinator may kill us
+    # Output of a user's function: once the connection is closed, the coordinator may kill us.
+    sys.stdout.flush()
     wire.close()
 
 
@@ -220,6 +236,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Job]
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Handle messages and send beats, until a `Stop` or until a task fails."""
     beat_at = time.monotonic()
+    # A failed task stops the ticket; `_serve` then raises its error.
     while not worker.ticket.stopped:
         if (now := time.monotonic()) >= beat_at:
             wire.send(_beat(worker))
@@ -238,6 +255,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 
 def _beat(worker: Worker) -> Beat:
+    """Return the worker's progress and statistics, with the trace's spans since the last beat."""
     fetched_bytes, asked_bytes = worker.bytes_read()
     return Beat(
         moved_bytes=worker.ticket.moved_bytes,
@@ -252,6 +270,7 @@ def _beat(worker: Worker) -> Beat:
 
 
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
+    """Post tasks until None, or until the ticket fails. The root of a thread: `guarded` gives errors to the ticket."""
     while (task := todo.get()) is not None:
         if isinstance(guarded(worker.ticket, partial(worker.post, task)), Failed):
             return
@@ -267,5 +286,6 @@ def work(address: str, worker: str, device: str, secret: str) -> int:
     except PeerLost:
         return ALONE
     except PenstockError:
-        return 1  # the coordinator has the error
+        # The coordinator has the error.
+        return 1
     return 0
