@@ -115,11 +115,11 @@ ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py"})
 BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
-        ("engine/executors.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
+        ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         (
             "jobs/workers/worker.py",
-            "operating",
+            "_operating",
         ),  # an operation, perhaps a user's function; raised again as OperationFailed
         ("http/range_request.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }

@@ -1,12 +1,10 @@
-"""Checking bytes in host memory against the manifest's leaf digests.
+"""Checks of bytes against the manifest's leaf digests, in host memory and on a CUDA device.
 
-In: complete slabs of a load; leaves of a tensor. Out: nothing, or an IntegrityError that names tensor and range.
-Not here: the device's digests (`check_cuda`), how a leaf is digested (`digest`).
+In: complete slabs of a load; parts of a tensor. Out: nothing, or an IntegrityError that names tensor and range.
+Not here: digests of a leaf (`digest.leaf`), the device's kernel (`digest.cuda`).
 
-Checking slabs against the manifest's leaf digests, on the device they are on.
-
-In: complete slabs in device memory. Out: Pendings that raise an IntegrityError where a leaf differs.
-Not here: the kernel (`digest.cuda`).
+A checker runs on the compute executor of a load, a batch of slabs at a time. The host's has its answer on return; the
+device's returns a `Pending`, and the executor goes on with the next batch meanwhile.
 """
 
 from __future__ import annotations
@@ -21,19 +19,19 @@ import torch
 
 from penstock.digest.cuda import leaf_digests_cuda, warm_up
 from penstock.digest.leaf import leaf_digests, num_leaves
-from penstock.engine.executors import Pending
+from penstock.engine.run import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
 from penstock.types import I64, MIB, U64, Manifest, TensorTable
 
 
 class Checker(Protocol):
-    """Digests complete slabs and compares them with what the manifest says."""
+    """A comparison of complete slabs with the digests in the manifest."""
 
     num_threads: int
     """Threads of the compute executor that call it."""
     batch_bytes: int
-    """Slabs are handed over in batches of at least this many bytes, but for the last."""
+    """Least bytes of a batch of slabs, except the last."""
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
         """Check these slabs; None when they hold, a Pending while a device works.
@@ -45,17 +43,20 @@ class Checker(Protocol):
 
 
 class Expected:
-    """The leaves a plan's rows must have, and which rows a slab holds.
+    """The leaf digests that a plan's rows must have, and the rows of each slab.
 
     Args:
-        plan: its boxed rows are passed over; a region of a tensor has no leaves of its own.
+        plan: its boxed rows are left out; a region of a tensor has no leaves of its own.
         leaves: of the plan's rows, row after row.
         leaf_bytes: bytes of a leaf.
         uris: of the plan's files.
     """
 
     def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int, uris: Sequence[str]) -> None:
-        self.plan, self.leaves, self.leaf_bytes, self._uris = plan, leaves, leaf_bytes, uris
+        self.plan = plan
+        self.leaves = leaves
+        self.leaf_bytes = leaf_bytes
+        self._uris = uris
         self.counts: I64 = num_leaves(plan.table.nbytes, leaf_bytes)
         self.first: I64 = np.cumsum(self.counts) - self.counts
         is_boxed = plan.boxes.count(None) < len(plan.boxes)
@@ -64,9 +65,10 @@ class Expected:
         self._slab_of = plan.row_slab[self._rows]
 
     def rows(self, slab: int) -> I64:
-        """Whole rows of the plan that lie in this slab, in order."""
-        at = np.searchsorted(self._slab_of, [slab, slab + 1])
-        return self._rows[at[0] : at[1]]
+        """Return the plan's whole rows that lie in this slab, in order."""
+        # Slabs are in the order of rows, so a slab's rows are neighbours.
+        first, last = np.searchsorted(self._slab_of, [slab, slab + 1])
+        return self._rows[first:last]
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
         """Return the error for a leaf (counted within its row) that differs."""
@@ -77,10 +79,12 @@ class Expected:
 class HostChecker:
     """Checks slabs in host memory with the xxhash library."""
 
+    # Every slab as soon as it is complete: unlike a device's, a check on the host has no fixed cost worth sharing.
     batch_bytes = 1
 
     def __init__(self, expected: Expected, slab: Callable[[int], memoryview]) -> None:
-        self._expected, self._slab = expected, slab
+        self._expected = expected
+        self._slab = slab
         self.num_threads = min(4, os.cpu_count() or 1)
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
@@ -90,52 +94,13 @@ class HostChecker:
             data = self._slab(slab)
             for row in expected.rows(slab).tolist():
                 at = int(plan.row_offset[row])
-                got = np.empty(int(expected.counts[row]), np.uint64)
-                leaf_digests(data[at : at + int(plan.row_nbytes[row])], expected.leaf_bytes, got)
+                digests = np.empty(int(expected.counts[row]), np.uint64)
+                leaf_digests(data[at : at + int(plan.row_nbytes[row])], expected.leaf_bytes, digests)
                 first = int(expected.first[row])
-                wrong = np.flatnonzero(got != expected.leaves[first : first + len(got)])
+                wrong = np.flatnonzero(digests != expected.leaves[first : first + len(digests)])
                 if len(wrong):
                     raise expected.fault(row, int(wrong[0]))
         return None
-
-
-class TensorChecker:
-    """Checks parts of tensors, in any order, with the xxhash library. Any thread.
-
-    Args:
-        manifest: with leaves.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        assert manifest.leaves is not None
-        self._leaves, self._leaf_bytes, self._table = manifest.leaves, manifest.leaf_bytes, manifest.tensors
-        counts = num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes)
-        self._first: I64 = np.cumsum(counts) - counts
-
-    def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
-        """Check a row's bytes from `start` on, as they came from the file `uri`: whole leaves, but for the row's last.
-
-        Raises:
-            IntegrityError: a leaf differs.
-        """
-        got = np.empty(-(-data.nbytes // self._leaf_bytes), np.uint64)
-        leaf_digests(data, self._leaf_bytes, got)
-        first = int(self._first[row]) + start // self._leaf_bytes
-        wrong = np.flatnonzero(got != self._leaves[first : first + len(got)])
-        if len(wrong):
-            raise _fault(self._table, row, start + int(wrong[0]) * self._leaf_bytes, self._leaf_bytes, uri)
-
-
-def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) -> IntegrityError:
-    """Return the error for a leaf that begins `start` bytes into a row's tensor."""
-    stop, offset = min(start + leaf_bytes, int(table.nbytes[row])), int(table.offset[row])
-    return IntegrityError(
-        f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
-        uri=uri,
-        tensor=table.names[row],
-        byte_range=(offset + start, offset + stop),
-        hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
-    )
 
 
 _warm: set[torch.device] = set()
@@ -151,14 +116,16 @@ class CudaChecker:
     for a millisecond. Source: benchmarks/results/h100_202611/digest.md."""
 
     def __init__(self, expected: Expected, slab: Callable[[int], torch.Tensor], device: torch.device) -> None:
-        self._expected, self._slab, self._device = expected, slab, device
+        self._expected = expected
+        self._slab = slab
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._warming: Future[None] | None = None
         if device not in _warm:
             # Some milliseconds, but seconds where the kernels must be compiled: the first bytes come meanwhile.
-            with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-digest-kernels")
-            self._warming = with_one.submit(self._warm_up)
-            with_one.shutdown(wait=False)
+            pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-digest-kernels")
+            self._warming = pool.submit(self._warm_up)
+            pool.shutdown(wait=False)
 
     def _warm_up(self) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -185,10 +152,10 @@ class CudaChecker:
         nbytes = np.minimum(plan.row_nbytes[rows][row_of] - start, expected.leaf_bytes)
         wanted = expected.leaves[expected.first[rows][row_of] + number]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            got = leaf_digests_cuda(address[row_of] + start, nbytes, self._device)
+            digests = leaf_digests_cuda(address[row_of] + start, nbytes, self._device)
             # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
             host = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
-            host.copy_(got, non_blocking=True)
+            host.copy_(digests, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return _DigestPending(event, host, wanted, rows[row_of], number, expected)
@@ -200,20 +167,65 @@ class _DigestPending:
     def __init__(
         self,
         event: torch.cuda.Event,
-        got: torch.Tensor,
+        digests: torch.Tensor,
         wanted: np.ndarray[tuple[int], np.dtype[np.uint64]],
         rows: I64,
         number: I64,
         expected: Expected,
     ) -> None:
-        self._event, self._got, self._wanted = event, got, wanted
-        self._rows, self._number, self._expected = rows, number, expected
+        self._event = event
+        self._digests = digests
+        self._wanted = wanted
+        self._rows = rows
+        self._number = number
+        self._expected = expected
 
     def done(self) -> bool:
         """See `Pending.done`."""
         if not self._event.query():
             return False
-        wrong = np.flatnonzero(self._got.numpy().view(np.uint64) != self._wanted)
+        wrong = np.flatnonzero(self._digests.numpy().view(np.uint64) != self._wanted)
         if len(wrong):
             raise self._expected.fault(int(self._rows[wrong[0]]), int(self._number[wrong[0]]))
         return True
+
+
+class TensorChecker:
+    """Checks parts of tensors, in any order, with the xxhash library. Any thread.
+
+    Args:
+        manifest: with leaves.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        assert manifest.leaves is not None
+        self._leaves = manifest.leaves
+        self._leaf_bytes = manifest.leaf_bytes
+        self._table = manifest.tensors
+        counts = num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes)
+        self._first: I64 = np.cumsum(counts) - counts
+
+    def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
+        """Check a row's bytes from `start` on, as they came from the file `uri`: whole leaves, but for the row's last.
+
+        Raises:
+            IntegrityError: a leaf differs.
+        """
+        digests = np.empty(-(-data.nbytes // self._leaf_bytes), np.uint64)
+        leaf_digests(data, self._leaf_bytes, digests)
+        first = int(self._first[row]) + start // self._leaf_bytes
+        wrong = np.flatnonzero(digests != self._leaves[first : first + len(digests)])
+        if len(wrong):
+            raise _fault(self._table, row, start + int(wrong[0]) * self._leaf_bytes, self._leaf_bytes, uri)
+
+
+def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) -> IntegrityError:
+    """Return the error for a leaf that begins `start` bytes into a row's tensor."""
+    stop, offset = min(start + leaf_bytes, int(table.nbytes[row])), int(table.offset[row])
+    return IntegrityError(
+        f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",
+        uri=uri,
+        tensor=table.names[row],
+        byte_range=(offset + start, offset + stop),
+        hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+    )

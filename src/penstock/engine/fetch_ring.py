@@ -1,10 +1,10 @@
 """The fetch executor for files in the page cache: one thread and the kernel's workers, instead of many threads.
 
-In: fetch steps, by priority. Out: the same effects as `executors.Executor`, which takes the steps that do not suit.
-Not here: the ring (`storage.io_uring`), what a step reads (`run`).
+In: fetch items, by priority. Out: the same effects as `run.Executor`, which takes the items that do not suit a ring.
+Not here: the ring (`storage.io_uring`), what an item reads (`loader.run`).
 
-    post --heap--> step.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
-                      `--Queued--> ring --completion--> step.arrived() --place step--> the same thread
+    post --heap--> item.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
+                      `--Queued--> ring --completion--> item.arrived() --place item--> the same thread
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.engine.executors import Executor, Failed, HostedExecutor, Step, guarded, start_thread
+from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Ticket, WorkItem, guarded, start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
 from penstock.storage.io_uring import Uring
@@ -25,7 +27,7 @@ from penstock.storage.local import typed_error
 
 
 class Queued(NamedTuple):
-    """One read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
+    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
 
     fd: int
     offset: int
@@ -34,53 +36,58 @@ class Queued(NamedTuple):
     uri: str
 
 
-class FetchStep(Step, Protocol):
-    """A step that a ring can carry out."""
+class RingItem(WorkItem, Protocol):
+    """A work item that a ring can carry out."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Return the read, its buffer acquired; None: run the step as any other; "later": there is no room now."""
+        """Return the read, its buffer acquired; None: run the item as any other; "later": there is no room now."""
         ...
 
     def arrived(self) -> None:
-        """The queued read is complete."""
+        """Pass on the bytes: the queued read is complete."""
         ...
 
 
 _WAIT_S = 0.1
 """Longest stay in the kernel before looking whether the work was stopped."""
 
-_POLL_S = 5e-4
-"""The same while a device copies: a buffer that came free is a read that can start."""
-
 
 @dataclass(slots=True)
 class _Flying:
-    step: FetchStep
+    item: RingItem
     read: Queued
     start: float
     num_read: int = 0
 
 
 class RingFetch:
-    """Executor of fetch steps on a ring; its thread also carries out the place steps posted to `place`.
+    """Executor of fetch items on a ring; its thread also carries out the place items posted to `place`.
 
     One thread for both: two threads that hand over every chunk of a 55 GB/s stream spend their time on the GIL.
 
     Args:
         ring: of at least `depth` entries; closed with the executor.
         depth: reads in flight, each by a worker of the kernel.
-        threads: takes the steps that do not suit the ring; closed with this one.
+        threads: takes the items that do not suit the ring; closed with this one.
+        ticket: stopped by the first error of an item.
         trace: where spans go.
-        stall_s: a read in flight longer than this fails its ticket.
+        stall_s: a read in flight longer than this fails the ticket.
     """
 
     name = "fetch"
 
-    def __init__(self, ring: Uring, depth: int, threads: Executor, *, trace: Trace, stall_s: float) -> None:
+    def __init__(
+        self, ring: Uring, depth: int, threads: Executor, ticket: Ticket, *, trace: Trace, stall_s: float
+    ) -> None:
         self.num_threads = depth
-        self.place = HostedExecutor("place", trace=trace, stall_s=stall_s, wake=self._wake)
-        self._ring, self._depth, self._threads, self._trace, self._stall_s = ring, depth, threads, trace, stall_s
-        self._heap: list[tuple[int, int, FetchStep]] = []
+        self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self._wake)
+        self._ring = ring
+        self._depth = depth
+        self._threads = threads
+        self._ticket = ticket
+        self._trace = trace
+        self._stall_s = stall_s
+        self._heap: list[tuple[int, int, RingItem]] = []
         self._sequence = itertools.count()
         self._state = threading.Condition()
         self._closed = False
@@ -88,15 +95,15 @@ class RingFetch:
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
-        """Return whether a read is in flight."""
-        return bool(self._flying) or self._threads.is_busy()
+        """Return whether a read or a copy is in flight."""
+        return bool(self._flying) or self._threads.is_busy() or self.place.is_busy()
 
-    def post(self, *steps: FetchStep) -> None:
-        """Queue steps."""
+    def post(self, *items: RingItem) -> None:
+        """Queue items."""
         with self._state:
-            for step in steps:
-                heapq.heappush(self._heap, (step.priority, next(self._sequence), step))
-            if self._thread is None and steps:
+            for item in items:
+                heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
+            if self._thread is None and items:
                 thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
                 start_thread(thread)
                 self._thread = thread
@@ -109,11 +116,13 @@ class RingFetch:
             self._state.notify()
         if self._thread is not None:
             self._thread.join()
+        # After the ring's thread, which posts to these threads; before `place`, to which they post.
         self._threads.close()
         self.place.close()
         self._ring.close()
 
     def _wake(self) -> None:
+        """Let the ring's thread look for posted items, unless it is the one that posted."""
         if threading.current_thread() is self._thread:
             return
         with self._state:
@@ -124,46 +133,49 @@ class RingFetch:
             self._submit()
             is_placing = self.place.turn()
             if self._flying:
-                self._complete(_POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
+                # Short while a device copies: a buffer that came free is a read that can start.
+                self._complete(POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
                 continue
             with self._state:
-                if not self._heap and not self.place.has_steps():
+                if not self._heap and not self.place.has_items():
                     if self._closed and not is_placing:
                         return
-                    self._state.wait(_POLL_S if is_placing else _WAIT_S)
+                    self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
-        """Put steps in flight while there is room for them."""
+        """Put items in flight while there is room for them."""
         while len(self._flying) < self._depth and self._heap:
-            entry = heapq.heappop(self._heap)  # one call that holds the GIL: no lock, of which there would be 10,000
-            step = entry[2]
-            if step.ticket.stopped:
-                step.abandon()
+            # One call that holds the GIL, instead of a lock, which would be taken 10,000 times.
+            entry = heapq.heappop(self._heap)
+            item = entry[2]
+            if self._ticket.stopped:
+                item.abandon()
                 continue
-            read = guarded(step.ticket, step.queue)
+            read = guarded(self._ticket, item.queue)
             if isinstance(read, Failed):
-                step.abandon()
+                item.abandon()
             elif read is None:
-                self._threads.post(step)
+                self._threads.post(item)
             elif read == "later":
                 with self._state:
                     heapq.heappush(self._heap, entry)
+                    # With reads in flight their completion is waited for instead, in `_complete`.
                     if not self._flying:
-                        self._state.wait(_POLL_S)
+                        self._state.wait(POLL_S)
                 return
             else:
-                self._flying[entry[1]] = _Flying(step, read, time.perf_counter())
+                self._flying[entry[1]] = _Flying(item, read, time.perf_counter())
                 self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, entry[1])
 
     def _complete(self, timeout_s: float) -> None:
-        """Wait for completions and hand them on."""
+        """Wait for completions and pass them on."""
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
             # The ring itself failed: nothing more completes, so every read in flight ends here.
             for flying in self._flying.values():
-                flying.step.ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-                flying.step.abandon()
+                self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
+                flying.item.abandon()
             self._flying.clear()
             return
         now = time.perf_counter()
@@ -172,28 +184,72 @@ class RingFetch:
         for token, result in completions:
             flying = self._flying[token]
             if result > 0 and flying.num_read + result < flying.read.nbytes:
+                # The kernel may read less than it was asked for: the rest is queued under the same number.
                 flying.num_read += result
                 at, left = flying.num_read, flying.read.nbytes - flying.num_read
                 self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
                 continue
             del self._flying[token]
             if result <= 0:
-                flying.step.ticket.fail(_fault(flying, -result))
-                flying.step.abandon()
+                self._ticket.fail(_fault(flying, -result))
+                flying.item.abandon()
                 continue
-            self._trace.add(self.name, flying.step.name, flying.start, now, flying.read.nbytes)
-            if isinstance(guarded(flying.step.ticket, flying.step.arrived), Failed):
-                flying.step.abandon()
+            self._trace.add(self.name, flying.item.name, flying.start, now, flying.read.nbytes)
+            if isinstance(guarded(self._ticket, flying.item.arrived), Failed):
+                flying.item.abandon()
 
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():
             if now - flying.start > self._stall_s:
-                flying.step.ticket.fail(SourceStalled(f"{flying.step.name}: no byte for {self._stall_s} s"))
+                # Not abandoned: the kernel still writes to its buffer, so `close` waits for it.
+                self._ticket.fail(SourceStalled(f"{flying.item.name}: no byte for {self._stall_s} s"))
 
 
-def _fault(one: _Flying, code: int) -> SourceError:
+class HostedExecutor:
+    """An executor without a thread: the ring's thread carries out its items, by `turn`.
+
+    Args:
+        name, ticket, trace, stall_s: see `Executor`.
+        wake: called when an item was posted, from the posting thread.
+    """
+
+    def __init__(self, name: str, ticket: Ticket, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
+        self._loop = Executor(name, 1, ticket, trace=trace, stall_s=stall_s)
+        # In the order of posting, without a heap: an item is posted when its read arrives, and waits for no other.
+        self._items: deque[WorkItem] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._wake = wake
+
+    def is_busy(self) -> bool:
+        """Return whether an item is in flight."""
+        return bool(self._in_flight)
+
+    def has_items(self) -> bool:
+        """Return whether a posted item waits for its turn."""
+        return bool(self._items)
+
+    def post(self, *items: WorkItem) -> None:
+        """Queue items, from any thread."""
+        self._items.extend(items)
+        self._wake()
+
+    def turn(self) -> bool:
+        """Start what was posted, finish what is done; return whether something is still in flight."""
+        while self._items:
+            self._loop.run_item(self._items.popleft(), self._in_flight)
+        while self._in_flight and self._loop.retire(self._in_flight):
+            pass
+        return bool(self._in_flight)
+
+    def close(self) -> None:
+        """Carry out or abandon what is left. Order: after the hosting thread has ended."""
+        while self.turn():
+            time.sleep(POLL_S)
+
+
+def _fault(flying: _Flying, code: int) -> SourceError:
     """Return the error of a read that ended with this errno; 0: the file ended."""
-    span = (one.read.offset + one.num_read, one.read.offset + one.read.nbytes)
+    span = (flying.read.offset + flying.num_read, flying.read.offset + flying.read.nbytes)
     if code:
-        return typed_error(OSError(code, os.strerror(code)), one.read.uri, span)
-    return SourceTruncated("file ended before the bytes its header promises", uri=one.read.uri, byte_range=span)
+        return typed_error(OSError(code, os.strerror(code)), flying.read.uri, span)
+    return SourceTruncated("file ended before the bytes its header promises", uri=flying.read.uri, byte_range=span)

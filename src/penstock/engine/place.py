@@ -1,40 +1,28 @@
-"""Places: how bytes in staging get to the destination's slabs. The protocol, and host memory.
+"""Places: copies from staging into the destination's slabs, in host memory and in CUDA memory.
 
 In: a staging buffer and its segments. Out: bytes in slabs, or a `Pending` while a device copies.
-Not here: CUDA (`place_cuda`), which of the two (`choose_place`), what the slabs become (`loader`).
+Not here: the order of reads and copies (`loader.run`), digests (`check`), what the slabs become (`loader`).
 
-CUDA memory as a place: pinned staging, asynchronous copies on one stream, slabs from torch's own allocator.
-
-In: packed segments. Out: `Pending`s that are CUDA events.
-Not here: digests on the device (`check`).
-
-Slabs are allocated on the stream that was current where the place was made, so torch's allocator tracks them as the
-caller's own; the copy stream waits for that stream after each allocation, because a recycled block may still be in
-use by kernels queued there.
-
-Choose the destination memory for a device, and the registrar that pins host memory for it.
-
-In: a torch device. Out: a `HostPlace` or `CudaPlace`; a `Registrar`.
+Host slabs are numpy arrays, which sources may write to directly. CUDA slabs come from torch's own allocator: they are
+allocated on the stream that was current where the place was made, so the allocator tracks them as the caller's own. The
+copy stream waits for that stream after each allocation, because a recycled block may still be in use by kernels queued
+there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.cuda.driver import CudaDriver, load_driver
-from penstock.engine.executors import Pending
+from penstock.engine.run import Pending
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import Registrar, StagingBuffer
-
-if TYPE_CHECKING:
-    import torch
-
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,7 +43,7 @@ class Place(Protocol):
 
     @property
     def registrar(self) -> Registrar | None:
-        """What pins staging buffers for it; None where pageable memory does."""
+        """Pins staging buffers for this memory; None where pageable memory does."""
         ...
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
@@ -104,7 +92,7 @@ class HostPlace:
         self._slabs: list[Bytes | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
 
     def slab(self, index: int) -> Bytes:
-        """Return the slab's memory; the caller's once `take`n."""
+        """Return the slab's memory, which belongs to the caller once it is taken; allocated if it was not."""
         with self._lock:
             slab = self._slabs[index]
             if slab is None:
@@ -192,18 +180,18 @@ class CudaPlace:
         self._lock = threading.Lock()
 
     def allocate(self) -> None:
-        """Make every slab that there is none of yet, all from one piece of device memory where torch has none to reuse.
-
-        One cudaMalloc instead of hundreds: the piece is allocated, freed into torch's cache, and split again.
-        Slabs that `slab` made meanwhile stay: copies to them may be under way.
+        """Allocate every slab that there is none of yet.
 
         Raises:
             DeviceOutOfMemory: nothing stays allocated.
         """
         try:
             with self._lock, torch.cuda.stream(self._caller):
+                # Slabs that `slab` made meanwhile stay: copies to them may be under way.
                 open_slabs = [index for index, slab in enumerate(self._slabs) if slab is None]
                 nbytes = [self._nbytes[index] for index in open_slabs]
+                # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
+                # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes.
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
                 slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
                 self._stream.wait_stream(self._caller)
@@ -217,6 +205,7 @@ class CudaPlace:
         slab = self._slabs[index]
         if slab is None:
             with self._lock:
+                # Looked at again: another thread may have allocated it while this one waited for the lock.
                 slab = self._slabs[index]
                 if slab is None:
                     slab = self._slabs[index] = self._allocate_one(self._nbytes[index])
@@ -272,16 +261,12 @@ class CudaPlace:
 def place_on(
     device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
 ) -> HostPlace | CudaPlace:
-    """Slabs on a device: `slabs`, flat uint8 tensors to fill, or new ones."""
+    """Return slabs on a device: `slabs`, flat uint8 tensors to fill, or new ones."""
     if device.type == "cpu":
         return HostPlace(slab_nbytes, None if slabs is None else [slab.numpy() for slab in slabs])
-
     return CudaPlace(device, slab_nbytes, slabs)
 
 
 def registrar_of(device: torch.device) -> Registrar | None:
-    """Return what pins host memory for a device; None where none does."""
-    if device.type != "cuda":
-        return None
-
-    return CudaRegistrar(device)
+    """Return the registrar that pins host memory for a device; None where it needs none."""
+    return CudaRegistrar(device) if device.type == "cuda" else None

@@ -1,357 +1,550 @@
-"""Runs a load plan: fetch -> place -> compute, one budget, one ticket, one trace.
+"""The run loop of every journey: executors run work items by priority; a ticket holds progress and the first error.
 
-In: a `LoadPlan`, its sources, a `Place`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
-Not here: what a slab becomes (`loader`).
+In: work items (`Item`, or a class with the same methods). Out: their effects; on the ticket, progress and the outcome.
+Not here: which items there are (`loader.run`, `fetch.run`, `sync.receive.transfer`, `jobs.workers.worker`).
 
-    reads --fetch--> staging --place--> slabs --compute--> ready, in order
-              `----------------(host memory: straight)--^
+    with Run(...) as run:
+        executor = run.executor("fetch", 4)      # threads start with the first item
+        executor.post(Item(...))  --heap--> start() --None--> finish()
+                                              `---Pending--> (device works on) --done--> finish()
+                                    (the ticket stopped, or start failed) --> abandon()
+        run.wait()                               # finished, the first error, or no progress for stall_s
+    # closed: the rest is cancelled, the threads are joined, and no item touches memory any more
+
+Threads: items run on their executor's threads, `wait` and `close` on the caller's; any thread may use the ticket.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import resource
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-import numpy as np
-
-from penstock.engine.check import Checker
-from penstock.engine.executors import Executor, HostedExecutor, Pending, Ticket, Work
-from penstock.engine.fetch_ring import Queued, RingFetch
-from penstock.engine.place import Place, Segment, pack
+from penstock import lifecycle
 from penstock.engine.trace import Trace
+from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.lifecycle import Closing
-from penstock.memory.staging import StagingBuffer, StagingPool
-from penstock.plan.schedule import LoadPlan
-from penstock.storage import Source
-from penstock.storage.files import FileSource
-from penstock.storage.io_uring import Uring
+
+T = TypeVar("T")
 
 
-class LoadRun(Closing):
-    """One running load. A context manager: leaving it drains I/O and device copies.
+# -- The run: executors and ticket, from the first item until nothing touches memory.
+
+
+class AnyExecutor(Protocol):
+    """The part of an executor that a `Run` needs."""
+
+    def is_busy(self) -> bool:
+        """Return whether an item is inside it now."""
+        ...
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        ...
+
+
+E = TypeVar("E", bound=AnyExecutor)
+
+
+class Run(Closing):
+    """One journey's work: its executors, its ticket and its trace. A context manager: leaving it ends every thread.
+
+    A journey derives its own class, posts items to the executors, and calls `ticket.finish` after the last one. It may
+    override `is_busy` and `received_bytes`.
 
     Args:
-        plan: what to read and where it goes.
-        sources: by file index of the plan.
-        place: the destination's slabs.
-        pool: staging; None only where every read can go straight to its slabs.
-        num_fetch_threads: reads under way at once, by threads or by the ring's workers.
-        num_direct_threads: threads for what does not suit the ring; 0: as many as that.
-        ring: takes the reads of files in the page cache into staging; the run closes it.
-        stall_s: deadline by progress of every wait.
+        nbytes: bytes the work is to move.
         trace: where spans go.
-        checker: digests complete slabs; None: slabs are ready when their bytes are.
-        reads: which reads of the plan to carry out; None: all.
-        window_bytes: reads start at most this far ahead of the slabs consumed; 0: no bound.
+        stall_s: deadline by progress of every wait.
+
+    Attributes:
+        ticket: progress and outcome; stopped by the first error of an item.
+        is_touched: whether a byte of the caller's memory may have been written; set by journeys that write to memory
+            which the caller had before, for the `mutated` of their errors.
+    """
+
+    def __init__(self, nbytes: int, *, trace: Trace, stall_s: float) -> None:
+        self.trace = trace
+        self.stall_s = stall_s
+        self.ticket = Ticket(nbytes, self.is_busy, received=self.received_bytes)
+        self.is_touched = False
+        self._executors: list[AnyExecutor] = []
+
+    def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
+        """Return a new executor of this run. Order: those that post to others come before them; see `end`."""
+        return self.own(
+            Executor(
+                name,
+                num_threads,
+                self.ticket,
+                trace=self.trace,
+                stall_s=self.stall_s,
+                on_thread_start=on_thread_start,
+            )
+        )
+
+    def own(self, executor: E) -> E:
+        """Take over an executor of another kind; return it."""
+        self._executors.append(executor)
+        return executor
+
+    def is_busy(self) -> bool:
+        """Return whether an item is inside an executor: its own deadline holds then, not the ticket's."""
+        return any(executor.is_busy() for executor in self._executors)
+
+    def received_bytes(self) -> int:
+        """Return bytes received so far, also by items under way; 0: progress is only seen at the end of items."""
+        return 0
+
+    def wait(self) -> None:
+        """Return once the ticket is finished. Raises what stopped it; see `Ticket.wait_until`."""
+        self.ticket.wait(stall_s=self.stall_s)
+
+    def end(self) -> None:
+        """Cancel what has not finished, and wait until no item touches memory any more. Idempotent."""
+        if not self.ticket.done:
+            self.ticket.cancel()
+        # In the order in which items move on, so that an item can still post the next one. Those that go back (a sync
+        # reads on once bytes are verified) do so only for a stopped ticket by now, and nothing starts for one.
+        for executor in self._executors:
+            executor.close()
+
+    def close(self) -> None:
+        """`end` the run, and drop what would keep its memory alive. Idempotent."""
+        self.end()
+        # The ticket refers to this run, and its error to the frames of an item. Both cycles hold memory of the size of
+        # the weights, which would otherwise wait for Python's cyclic collector.
+        self.ticket.release()
+
+
+# -- The ticket.
+
+LOOK_S = 1.0
+"""Longest pause between two looks at the progress, and the most of it that counts as silence: a process that was itself
+stopped, or did not get the processor, has not waited for its source meanwhile."""
+
+
+LEAST_BYTES = 64 << 10
+"""Bytes received within a deadline that count as progress: 2 kB/s at 30 s. A peer that sends a byte at a time to keep
+its reader waiting sends less, and every link that weights are moved over carries more."""
+
+
+class Silence:
+    """Seconds without progress, as the waiting process lived them; `seconds` as of the last look.
+
+    Progress is bytes that reached their end (`moved`), or `LEAST_BYTES` more that were received on the way there.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._moved = -1
+        self._received = 0
+        self._looked = time.monotonic()
+
+    def look(self, moved: int, received: int = 0, *, is_paused: Callable[[], bool] | None = None) -> float:
+        """Note the progress so far, and return `seconds`. Order: repeatedly while waiting, at most `LOOK_S` apart.
+
+        Args:
+            moved: bytes at their destination.
+            received: bytes received so far, verified or not.
+            is_paused: whether something is under way that has a deadline of its own.
+        """
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, LOOK_S), now
+        # A read that failed is no longer counted, so the number can fall: what is received anew must count again.
+        self._received = min(self._received, received)
+        if moved != self._moved or received >= self._received + LEAST_BYTES:
+            self._moved, self._received, self.seconds = moved, received, 0.0
+        # While paused the seconds stand still instead of beginning anew: one source after another that sends nothing
+        # would otherwise put the deadline off for ever.
+        elif is_paused is None or not is_paused():
+            self.seconds += passed_s
+        return self.seconds
+
+    def begin(self) -> None:
+        """Begin a wait: the time before it does not count, so the next look finds progress."""
+        self._moved, self._received = -1, 0
+
+
+class Ticket:
+    """The state of one run: progress, outcome, cancel. The first error wins. Any thread.
+
+    Attributes:
+        nbytes: bytes the work is to move.
+        moved_bytes: bytes at their destination so far.
+        is_busy: whether an item is inside an executor now; while one is, its own deadline holds, not the ticket's. A
+            run that retries failed items (`fetch.run`) does not count sources that sent nothing before.
+        received: bytes received so far, also by items under way; None: only whole items are seen.
+        changed: notified at every change; its lock is held for the changes.
+    """
+
+    def __init__(self, nbytes: int, is_busy: Callable[[], bool], *, received: Callable[[], int] | None = None) -> None:
+        self.nbytes = nbytes
+        self.moved_bytes = 0
+        self.is_busy = is_busy
+        self.received = received
+        self.changed = threading.Condition()
+        self._silence = Silence()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._done = False
+
+    @property
+    def stopped(self) -> bool:
+        """Failed or cancelled: nothing new may start."""
+        return self._stopped
+
+    @property
+    def done(self) -> bool:
+        """Finished, failed or cancelled."""
+        return self._done or self._stopped
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, if one happened and the ticket was not released."""
+        return self._error
+
+    def wake(self) -> None:
+        """Let every waiter look again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the work with `error`; later ones are dropped."""
+        with self.changed:
+            # The first error is the cause; later ones come from work that it interrupted.
+            if not self.done:
+                self._error, self._stopped = error, True
+            self.changed.notify_all()
+
+    def cancel(self) -> None:
+        """Stop the work; `wait` raises Cancelled."""
+        self.fail(Cancelled("cancelled by the caller"))
+
+    def finish(self) -> None:
+        """Note that all bytes arrived."""
+        with self.changed:
+            self._done = True
+            self.changed.notify_all()
+
+    def look(self) -> float:
+        """Return seconds without a byte and without an item under way; see `Silence`. Order: while waiting."""
+        received = 0 if self.received is None else self.received()
+        return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
+
+    def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
+        """Return once `reached()` is true; it is evaluated with `changed` held, after every change.
+
+        Args:
+            reached: whether what the caller waits for holds.
+            stall_s: raise when no byte arrived and no item was running for this many seconds.
+
+        Raises:
+            PenstockError: whatever stopped the work.
+            SourceStalled: see `stall_s`.
+            KeyboardInterrupt: SIGINT came, inside `lifecycle.deferred`.
+        """
+        with self.changed:
+            self._silence.begin()
+            while not reached() and not self._stopped:
+                if self.look() > stall_s:
+                    where = f"{self.moved_bytes} of {self.nbytes} bytes"
+                    self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
+                    break
+                # Never longer: progress by bytes alone wakes no waiter, and an interrupt must be seen soon.
+                self.changed.wait(lifecycle.longest_wait_s(min(stall_s, LOOK_S)))
+                lifecycle.raise_if_noted()
+        self.check()
+
+    def wait(self, *, stall_s: float) -> None:
+        """Return once everything arrived; see `wait_until`."""
+        self.wait_until(lambda: self._done, stall_s=stall_s)
+
+    def release(self) -> None:
+        """Drop the references to the error and the callbacks, which would keep the work and its memory alive."""
+        with self.changed:
+            self._error = None
+            self.is_busy = _never
+            self.received = None
+
+    def check(self) -> None:
+        """Raise what stopped the work, if something did."""
+        if not self._stopped:
+            return
+        if self._error is None:
+            raise Cancelled("the work was given up")
+        if isinstance(self._error, PenstockError):
+            raise self._error
+        raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self._error
+
+
+def _never() -> bool:
+    return False
+
+
+# -- Work items.
+
+
+class Pending(Protocol):
+    """Device work in flight."""
+
+    def done(self) -> bool:
+        """Return whether it completed; never blocks. Raises what the device reports."""
+        ...
+
+
+class WorkItem(Protocol):
+    """One piece of work of one executor.
+
+    Exactly one of `finish` (after `start`, when its work is complete) and `abandon` is called, from the executor's
+    thread; `abandon` must free what the item holds, and never raises.
+    """
+
+    priority: int
+    """Lower runs first; of equal ones, the one that was posted first."""
+    name: str
+    """The name of its span in the trace."""
+    nbytes: int
+    """The bytes of its span; read when the item is complete."""
+
+    def start(self) -> Pending | None:
+        """Do the work, or start it on a device."""
+        ...
+
+    def finish(self) -> None:
+        """Pass on the result; the work is complete."""
+        ...
+
+    def abandon(self) -> None:
+        """Free what the item holds: the ticket stopped before or while it ran."""
+        ...
+
+
+def _nothing() -> None:
+    pass
+
+
+class Item:
+    """A `WorkItem` made of functions, for work without state of its own."""
+
+    __slots__ = ("abandon", "finish", "name", "nbytes", "priority", "start")
+
+    def __init__(
+        self,
+        priority: int,
+        name: str,
+        nbytes: int,
+        start: Callable[[], Pending | None],
+        finish: Callable[[], None] = _nothing,
+        abandon: Callable[[], None] = _nothing,
+    ) -> None:
+        self.priority = priority
+        self.name = name
+        self.nbytes = nbytes
+        self.start = start
+        self.finish = finish
+        self.abandon = abandon
+
+
+# -- Executors.
+
+POLL_S = 5e-4
+"""Pause between looks at a device that is still working while no item waits. Three 8 MiB copies over PCIe 5: more often
+only takes the GIL from the readers."""
+
+
+class Executor:
+    """`num_threads` threads named after the executor that take items from one priority queue.
+
+    Args:
+        name: `fetch`, `place`, `compute`, `send` or `ask`; the row of the trace.
+        num_threads: the most threads; the first `post` starts them.
+        ticket: stopped by the first error of an item.
+        trace: where spans go.
+        stall_s: an item in flight on a device longer than this fails the ticket.
+        on_thread_start: called once in each thread (to choose its device).
     """
 
     def __init__(
         self,
-        plan: LoadPlan,
-        sources: Sequence[Source],
-        place: Place,
+        name: str,
+        num_threads: int,
+        ticket: Ticket,
         *,
-        pool: StagingPool | None,
-        num_fetch_threads: int,
-        num_direct_threads: int = 0,
-        ring: Uring | None = None,
-        stall_s: float,
         trace: Trace,
-        checker: Checker | None = None,
-        reads: Sequence[int] | None = None,
-        window_bytes: int = 0,
+        stall_s: float,
+        on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        self.plan, self.sources, self.place, self.pool, self.stall_s = plan, sources, place, pool, stall_s
-        self._checker = checker
-        self._reads = range(plan.num_reads) if reads is None else reads
-        self._window_bytes = window_bytes
-        threads = Executor("fetch", num_direct_threads or num_fetch_threads, trace=trace, stall_s=stall_s)
-        self.fetch: Executor | RingFetch = threads
-        if ring is not None:
-            self.fetch = RingFetch(ring, num_fetch_threads, threads, trace=trace, stall_s=stall_s)
-        self._place: Executor | HostedExecutor = Executor("place", 1, trace=trace, stall_s=stall_s)
-        if isinstance(self.fetch, RingFetch):
-            self._place = self.fetch.place
-        self._compute = Executor("compute", checker.num_threads if checker else 1, trace=trace, stall_s=stall_s)
-        self.ticket = Ticket(plan.nbytes, lambda: any(e.is_busy() for e in (self.fetch, self._place, self._compute)))
-        self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
-        self._missing = list(self._slab_nbytes)
-        self._ready = [False] * len(self._missing)
-        self._num_open = self._num_unready = len(self._missing)
-        # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
-        self._awaited = 0 if window_bytes else max(0, len(self._missing) - 1)
-        self._placed: set[int] = set()
-        self._awaited_reads: set[int] = set()
-        self._unchecked: list[int] = []
-        self._unchecked_bytes = 0
-        self._consumed_bytes = 0
-        before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
-        self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
-        segments = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
-        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in segments), strict=True)))
-        self._seg_first: list[int] = plan.seg_first.tolist()
-        files, offsets, lengths = (column.tolist() for column in (plan.read_file, plan.read_offset, plan.read_nbytes))
-        self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
-        """File index, offset and bytes of each read."""
-        self._lock = threading.Lock()
+        self.name = name
+        self.num_threads = num_threads
+        self._ticket = ticket
+        self._trace = trace
+        self._stall_s = stall_s
+        self._on_thread_start = on_thread_start
+        self._heap: list[tuple[int, int, WorkItem]] = []
+        self._sequence = itertools.count()
+        self._state = threading.Condition()
         self._closed = False
-        self.paths: dict[tuple[int, str], int] = {}
-        """Bytes read per (file index, path word)."""
+        self._threads: list[threading.Thread] = []
+        self._running: list[WorkItem | None] = [None] * num_threads
 
-    def start(self) -> Ticket:
-        """Set everything going; returns at once."""
-        if self._num_open == 0:
-            self.ticket.finish()
-        # The first reads start while the steps of the others are made.
-        first = 2 * self.fetch.num_threads
-        for part in (self._reads[:first], self._reads[first:]):
-            self.fetch.post(*[_FetchStep(self, r) for r in part])
-        return self.ticket
+    def is_busy(self) -> bool:
+        """Return whether a thread is inside an item."""
+        return any(item is not None for item in self._running)
 
-    def slabs(self) -> Iterator[int]:
-        """Slab indices in plan order, each once it is complete and checked.
-
-        Raises:
-            PenstockError: what stopped the run.
-        """
-        ready, ticket = self._ready, self.ticket
-        for index, nbytes in enumerate(self._slab_nbytes):
-            self._awaited = index
-            if not ready[index]:
-                if self._window_bytes:
-                    ticket.wake()
-                if self._window_bytes and self._missing[index] == 0:
-                    self._flush_checks()
-                ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
-            yield index
-            self._consumed_bytes += nbytes
+    def post(self, *items: WorkItem) -> None:
+        """Queue items. Raises DestinationError if the system allows not even one thread."""
+        with self._state:
+            for item in items:
+                # The sequence number keeps equals in their order, and the heap from comparing items.
+                heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
+            for _ in range(min(len(items), self.num_threads - len(self._threads))):
+                index = len(self._threads)
+                name = f"penstock-{self.name}-{index}"
+                thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+                if not start_thread(thread, is_needed=not self._threads):
+                    break  # those that run do the work, more slowly
+                self._threads.append(thread)
+            self._state.notify(len(items))
 
     def close(self) -> None:
-        """Stop what runs, wait for what a device or a kernel call still does. Idempotent.
+        """Let the threads end once the queue is empty, and join them. Idempotent.
 
-        Afterwards nothing writes to the slabs or the pool, whose owner may free it, and the run holds no slab.
+        Items of a stopped ticket are abandoned, device work in flight is waited for: nothing writes to memory
+        the caller may free after this returns.
         """
-        if self._closed:
-            return
-        if not self.ticket.done:
-            self.ticket.cancel()
-        if self.ticket.stopped and self.pool is not None:
-            self.pool.cancel()
-        for executor in (self.fetch, self._place, self._compute):
-            executor.close()
-        self._closed = True
-        # Nothing of this waits for the garbage collector: it holds memory of the size of the weights.
-        del self.place, self._checker
-        self.ticket.release()
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join()
 
-    def admit(self, read: int, *, wait: bool = True) -> bool:
-        """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""
-        if not self._window_bytes:
-            return True
-        start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
-        with self.ticket.changed:
-            # A slab larger than the window is read all the same once it is the one waited for.
-            while (
-                start - self._consumed_bytes > self._window_bytes
-                and first_slab > self._awaited
-                and not self.ticket.stopped
-            ):
-                if not wait:
-                    return False
-                self.ticket.changed.wait(1.0)
+    def _next(self, in_flight: bool) -> WorkItem | None:
+        """Return the next item; None when there is none now (with work in flight) or will be none."""
+        with self._state:
+            if not self._heap and in_flight:
+                self._state.wait(POLL_S)
+            while not self._heap:
+                if in_flight or self._closed:
+                    return None
+                self._state.wait()
+            return heapq.heappop(self._heap)[2]
+
+    def _work(self, index: int) -> None:
+        in_flight: deque[InFlight] = deque()
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        while True:
+            item = self._next(bool(in_flight))
+            if item is not None:
+                self._running[index] = item
+                self.run_item(item, in_flight)
+                self._running[index] = in_flight[0].item if in_flight else None
+            elif not in_flight:
+                return
+            while in_flight and self.retire(in_flight):
+                self._running[index] = in_flight[0].item if in_flight else None
+
+    def run_item(self, item: WorkItem, in_flight: deque[InFlight]) -> None:
+        """Start one item in the calling thread; device work goes to `in_flight`."""
+        if self._ticket.stopped:
+            item.abandon()
+            return
+        start = time.perf_counter()
+        outcome = guarded(self._ticket, item.start)
+        if isinstance(outcome, Failed):
+            item.abandon()
+        elif outcome is None:
+            # Before `finish`, which may end the run: the trace is complete when its last item is.
+            self._trace.add(self.name, item.name, start, time.perf_counter(), item.nbytes)
+            guarded(self._ticket, item.finish)
+        else:
+            in_flight.append(InFlight(outcome, item, start))
+
+    def retire(self, in_flight: deque[InFlight]) -> bool:
+        """Look at the oldest item in flight; True when it left the queue."""
+        oldest = in_flight[0]
+        item = oldest.item
+        now = time.perf_counter()
+        done = guarded(self._ticket, oldest.pending.done)
+        if done is False:
+            silent_s = now - oldest.start
+            if silent_s > self._stall_s:
+                message = f"{item.name}: the device made no progress for {self._stall_s} s"
+                self._ticket.fail(DestinationError(message, mutated=True))
+            # Once more as long, since the device may still write to memory that `abandon` frees; a device that is lost
+            # must not hang the caller for ever.
+            if silent_s <= 2 * self._stall_s:
+                return False
+        in_flight.popleft()
+        if done is True:
+            self._trace.add(self.name, item.name, oldest.start, now, item.nbytes)
+            guarded(self._ticket, item.finish)
+        else:
+            item.abandon()
         return True
 
-    def segments(self, read: int) -> list[Segment]:
-        """Return the read's segments as tuples."""
-        return self._segments[self._seg_first[read] : self._seg_first[read + 1]]
 
-    def took(self, file: int, path: str, nbytes: int) -> None:
-        """Note which path a read's bytes took."""
-        with self._lock:
-            self.paths[file, path] = self.paths.get((file, path), 0) + nbytes
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """An item whose work a device is carrying out."""
 
-    def post_place(self, step: _PlaceStep) -> None:
-        """Hand a full staging buffer to the place executor."""
-        self._place.post(step)
-
-    def wait_reads(self, reads: Iterable[int]) -> None:
-        """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
-        awaited = set(reads)
-        with self._lock:
-            awaited -= self._placed
-            self._awaited_reads = awaited
-        self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
-
-    def placed(self, read: int, segments: Sequence[Segment]) -> None:
-        """This read's bytes are in their slabs."""
-        self.arrived(segments)
-        with self._lock:
-            self._placed.add(read)
-            is_last = self._awaited_reads == {read}
-            self._awaited_reads.discard(read)
-        if is_last:
-            self.ticket.wake()
-
-    def arrived(self, segments: Sequence[Segment]) -> None:
-        """The bytes of these segments are in their slabs."""
-        total = 0
-        full = []
-        with self._lock:
-            for segment in segments:
-                nbytes = segment.run * segment.rows
-                total += nbytes
-                self._missing[segment.slab] -= nbytes
-                if self._missing[segment.slab] == 0:
-                    full.append(segment.slab)
-            self.ticket.moved_bytes += total
-            if self._checker is not None:
-                self._unchecked.extend(full)
-                self._unchecked_bytes += sum(self._slab_nbytes[slab] for slab in full)
-                self._num_open -= len(full)
-                flush = self._unchecked_bytes >= self._checker.batch_bytes or self._num_open == 0
-                # A stream's consumer may be waiting for a slab that alone does not fill a batch.
-                flush |= bool(self._window_bytes) and self._awaited in full
-        if self._checker is None:
-            self.mark_ready(full)
-        elif flush:
-            self._flush_checks()
-
-    def mark_ready(self, slabs: Sequence[int]) -> None:
-        """These slabs may be given away; the last one finishes the ticket."""
-        if not slabs:
-            return
-        with self._lock:
-            for slab in slabs:
-                self._ready[slab] = True
-            self._num_unready -= len(slabs)
-            done = self._num_unready == 0
-        if done:
-            self.ticket.finish()
-        elif self._ready[self._awaited]:
-            self.ticket.wake()
-
-    def _flush_checks(self) -> None:
-        """Post a check of the complete slabs that wait for one."""
-        with self._lock:
-            batch, self._unchecked, self._unchecked_bytes = self._unchecked, [], 0
-        if batch and self._checker is not None:
-            self._compute.post(_CheckStep(self, self._checker, batch))
+    pending: Pending
+    item: WorkItem
+    start: float
 
 
-class _FetchStep(Work):
-    """Read one range into staging (or straight into host slabs)."""
-
-    __slots__ = ("_buffer", "_file", "_offset", "_read", "_run")
-
-    def __init__(self, run: LoadRun, read: int) -> None:
-        self._file, self._offset, nbytes = run.reads[read]
-        super().__init__(run.ticket, read, f"read {read}", nbytes)
-        self._run, self._read = run, read
-        self._buffer: StagingBuffer | None = None
-
-    def queue(self) -> Queued | Literal["later"] | None:
-        """See `FetchStep.queue`."""
-        run, r, offset = self._run, self._read, self._offset
-        source = run.sources[self._file]
-        fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
-        if fd is None or run.pool is None:
-            return None
-        if not run.admit(r, wait=False):
-            return "later"
-        self._buffer = run.pool.try_acquire()
-        if self._buffer is None:
-            return "later"
-        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
-
-    def arrived(self) -> None:
-        """See `FetchStep.arrived`."""
-        assert self._buffer is not None
-        source = self._run.sources[self._file]
-        assert isinstance(source, FileSource)
-        source.require_unmodified()
-        self._run.took(self._file, "page-cache", self.nbytes)
-        self._hand_on(self._buffer)
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        run, r, file, offset = self._run, self._read, self._file, self._offset
-        run.admit(r)
-        segments = run.segments(r)
-        views = self._direct(segments)
-        if views is not None:
-            run.took(file, run.sources[file].readv(offset, views), self.nbytes)
-            run.placed(r, segments)
-            return None
-        assert run.pool is not None
-        self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
-        run.took(file, run.sources[file].readv(offset, [buffer.view[: self.nbytes]]), self.nbytes)
-        self._hand_on(buffer)
-        return None
-
-    def _hand_on(self, buffer: StagingBuffer) -> None:
-        segments: Sequence[Segment] = self._run.segments(self._read)
-        if segments[0].rows > 1:
-            segments = pack(buffer.array, segments)
-        self._buffer = None
-        self._run.post_place(_PlaceStep(self._run, self._read, buffer, segments))
-
-    def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
-        if sum(s.run for s in segments if s.rows == 1) != self.nbytes:
-            return None
-        views = []
-        for _, slab, dst, run, _, _ in segments:
-            view = self._run.place.direct(slab, dst, dst + run)
-            if view is None:
-                return None
-            views.append(view)
-        return views
-
-    def abandon(self) -> None:
-        """See `Step.abandon`."""
-        if self._buffer is not None and self._run.pool is not None:
-            self._run.pool.release(self._buffer)
-            self._buffer = None
+class Failed:
+    """The result of `guarded` for a call that raised. It does not hold the error: the error's traceback leads to the
+    frame that would hold this object, and the two would wait for the cyclic collector."""
 
 
-class _PlaceStep(Work):
-    """Copy a staging buffer's segments into their slabs, then give the buffer back."""
+def guarded(ticket: Ticket, call: Callable[[], T]) -> T | Failed:
+    """Call; an error stops the ticket, whose waiter raises it.
 
-    __slots__ = ("_buffer", "_run", "_segments")
-
-    def __init__(self, run: LoadRun, read: int, buffer: StagingBuffer, packed: Sequence[Segment]) -> None:
-        super().__init__(run.ticket, read, f"place {read}", sum(s.run for s in packed))
-        self._run, self._buffer, self._segments = run, buffer, packed
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        return self._run.place.copy(self._buffer, self._segments)
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        self.abandon()
-        self._run.placed(self.priority, self._segments)
-
-    def abandon(self) -> None:
-        """See `Step.abandon`."""
-        assert self._run.pool is not None
-        self._run.pool.release(self._buffer)
+    The one place where an executor's thread meets foreign code: an error that ended the thread would leave the items
+    behind it waiting for ever.
+    """
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001
+        ticket.fail(error)
+        return Failed()
 
 
-class _CheckStep(Work):
-    """Digest a batch of complete slabs and compare."""
+def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
+    """Start a thread; False if the system allows no more of them and this one is not needed.
 
-    __slots__ = ("_checker", "_run", "_slabs")
+    Raises:
+        DestinationError: it is needed; names the limits that there are.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if not is_needed:
+            return False
+        raise DestinationError(
+            f"no thread can be started ({_thread_limits()})",
+            hint="raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user",
+        ) from error
+    return True
 
-    def __init__(self, run: LoadRun, checker: Checker, slabs: list[int]) -> None:
-        nbytes = sum(int(run.plan.slab_nbytes[s]) for s in slabs)
-        super().__init__(run.ticket, slabs[0], f"check {slabs[0]}..{slabs[-1]}", nbytes)
-        self._run, self._checker, self._slabs = run, checker, slabs
 
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        return self._checker.check(self._slabs)
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        self._run.mark_ready(self._slabs)
+def _thread_limits() -> str:
+    """Return the limits of this process's threads, for a message."""
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
+    with contextlib.suppress(OSError, IndexError):
+        own = Path("/proc/self/cgroup").read_bytes().decode().strip().rpartition("::")[2].lstrip("/")
+        group = Path("/sys/fs/cgroup") / own
+        now, most = (group.joinpath(f"pids.{name}").read_bytes().decode().strip() for name in ("current", "max"))
+        limits.append(f"cgroup pids {now} of {most}")
+    return ", ".join(limits)

@@ -1,4 +1,4 @@
-"""One trace for everything the engine does: spans per executor, saved as Chrome-trace JSON for Perfetto.
+"""The trace of a journey: spans per executor, saved as Chrome-trace JSON for Perfetto.
 
 In: spans from any thread. Out: busy seconds per executor; a JSON file, also of several processes' spans.
 Not here: counters and dashboards.
@@ -23,7 +23,7 @@ Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
 
 STAGES = "stages"
-"""In the executor's place: what a process does before and after it moves bytes."""
+"""Instead of an executor, for spans of the work that a process does before and after it moves bytes."""
 
 
 class Trace:
@@ -38,6 +38,7 @@ class Trace:
 
     def add(self, executor: str, name: str, start: float, stop: float, nbytes: int) -> None:
         """Record one span; `start` and `stop` are `time.perf_counter()` seconds."""
+        # The sum is read and written, so it needs the lock; appending to a list is one step of the interpreter.
         with self._lock:
             self._busy[executor] = self._busy.get(executor, 0.0) + stop - start
         if self.enabled:
@@ -45,7 +46,7 @@ class Trace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record what runs in this block, which is no executor's."""
+        """Record the time of this block as a stage of the process, outside of its executors."""
         start = time.perf_counter()
         try:
             yield
@@ -58,10 +59,11 @@ class Trace:
         return dict(self._busy)
 
     def take(self) -> list[Span]:
-        """Return the spans that were added since it was last called. One thread calls it."""
-        taken = self._spans[:]
-        del self._spans[: len(taken)]
-        return taken
+        """Return the spans that were added since the last call. One thread calls it."""
+        # Other threads append meanwhile: what is deleted is exactly what was copied.
+        spans = self._spans[:]
+        del self._spans[: len(spans)]
+        return spans
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write Chrome-trace JSON, one process row per executor."""
@@ -75,7 +77,7 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
     """Return a trace to be saved at `path`; None: busy seconds only.
 
     Raises:
-        ConfigError: no file can be written there. Said now, not when all has been moved.
+        ConfigError: no file can be written there; raised here rather than after everything was moved.
     """
     if path is not None:
         path = text_of(path)
@@ -89,8 +91,8 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
     """Write Chrome-trace JSON: microseconds since `origin`, one process row for each of `rows`.
 
-    What executors did are complete events (X), stages begin and end (B, E). `origin_s` says when that was, by a clock
-    that all processes of the host share.
+    Spans of executors are complete events (X), stages begin and end (B, E). `origin_s` in the file is the origin by a
+    clock that all processes of the host share.
 
     Raises:
         DiskFull, DestinationError: it cannot be written.

@@ -1,10 +1,14 @@
 """A running fetch: read chunks from upstreams and claimed chunks from storage; verify each, then serve it to others.
 
 In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
-Not here: the choice of upstreams (`plan.relay`, at the hub), the API for callers (`join`).
+Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub), the API for
+callers (`join`).
 
     hub --upstreams--> follow logs --> assign --> fetch: read chunks --> compute: digest, compare --> holding.gain
      '----claims----> fetch: read storage ------------------------------^
+
+The caller's thread does not only wait, as in other journeys: every `TURN_S` it assigns missing chunks to upstreams,
+since the end of a pause (a cap, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from penstock.engine.executors import LEAST_BYTES, Executor, Pending, Silence, Ticket, Work, guarded
+from penstock.engine.run import LEAST_BYTES, Item, Run, Silence, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
@@ -33,7 +38,6 @@ from penstock.fetch.storage_reader import StorageReader
 from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
-from penstock.lifecycle import Closing
 from penstock.peer.local_weights import Bools, LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
@@ -65,11 +69,11 @@ LITTLE = 0.5
 """Fraction of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
 
 
-class Fetch(Closing):
+class Fetch(Run):
     """One running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
 
     Attributes:
-        is_touched: True once a byte may have been written to the destination memory, verified or not.
+        provenance: the source of every byte, and the faults met.
 
     Args:
         member: this process's member.
@@ -90,32 +94,45 @@ class Fetch(Closing):
         trace: Trace,
         on_first: Callable[[], None],
     ) -> None:
-        self._member, self._weights, self._storage, self.stall_s = member, weights, storage, stall_s
-        self.provenance, self.is_touched = Provenance(), False
+        super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s)
+        self._member = member
+        self._weights = weights
+        self._storage = storage
+        self.provenance = Provenance()
+        self._storage_reads = self.executor("fetch", PARTS_AT_ONCE)
+        self._peer_reads = self.executor("fetch", READS_AT_ONCE)
+        self._verifying = self.executor("compute", NUM_VERIFYING)
+        self._threads: list[threading.Thread] = []
+        self._begun = time.monotonic()
+
+        # The lock guards what follows.
+        self._lock = threading.Lock()
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._readers: list[UpstreamReader] = []
         self._retry_after: dict[str, tuple[float, float]] = {}
+        """By member: when it may be tried again, and the pause after its last failure."""
         self._received: deque[ReceivedChunks] = deque()
-        self._lock, self._on_first = threading.Lock(), [on_first]
-        self._closing, self._hub_now = threading.Event(), threading.Event()
-        self._claim_wanted, self._hub_answered = threading.Event(), threading.Event()
-        self._peer_reads = Executor("fetch", READS_AT_ONCE, trace=trace, stall_s=stall_s)
-        self._storage_reads = Executor("fetch", PARTS_AT_ONCE, trace=trace, stall_s=stall_s)
-        self._verifying = Executor("compute", NUM_VERIFYING, trace=trace, stall_s=stall_s)
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
         self._failed_since_progress: set[str] = set()
-        # Those of them that the hub took a complaint of: it no longer counts what they have.
         self._reported: set[str] = set()
-        self._others_read_until = 0.0
-        self.ticket = Ticket(weights.layout.nbytes, self._is_under_way, received=self._received_bytes)
-        self._hunger, self._quiet = Silence(), Silence()
-        self._begun = time.monotonic()
-        self._is_storage_out = False
+        """Those of them that the hub took a complaint of: it no longer counts what they have."""
+        self._on_first = [on_first]
+
+        self._closing = threading.Event()
+        self._hub_now = threading.Event()
+        self._claim_wanted = threading.Event()
+        self._hub_answered = threading.Event()
         self._hub_answer = "not asked yet"
-        self._is_alone = self._is_refused = self._is_hub_away = False
-        self._threads: list[threading.Thread] = []
+        self._others_read_until = 0.0
+        # Two clocks: of the whole fetch, which ends with claims on storage without the hub; of the bytes, for reports.
+        self._hunger = Silence()
+        self._quiet = Silence()
+        self._is_storage_out = False
+        self._is_alone = False
+        self._is_refused = False
+        self._is_hub_away = False
 
     def run(self) -> Provenance:
         """Return once every chunk is verified.
@@ -317,14 +334,39 @@ class Fetch(Closing):
             self._flying[chunks] = self._claimed[chunks] = True
             self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
             self._claim_wanted.clear()
-            self._storage_reads.post(ReadFromStorage(self, self._storage, chunks))
+            first = int(chunks[0])
+            self._storage_reads.post(
+                Item(first, f"storage {first}", self.nbytes_of(chunks), start=partial(self._read_storage, chunks))
+            )
         while not (self._claim_wanted.wait(self.stall_s) or self._closing.is_set()):
             pass  # storage has its own deadline
         return True
 
-    def request_next_claim(self) -> None:
-        """Wake the thread that asks for claims: little of the last claim is left to be read, or nothing."""
-        self._claim_wanted.set()
+    def _read_storage(self, chunks: I64) -> None:
+        """Read claimed chunks from storage, and pass on those that are complete."""
+        assert self._storage is not None
+        left = set(chunks.tolist())
+        # Once for each claim: a second time would end the wait for the next claim's reads, which has begun by then.
+        has_asked = False
+        self.note_first_read()
+        try:
+            for some in self._storage.read(chunks):
+                self.is_touched = True
+                left -= set(some.tolist())
+                self.add_received(
+                    ReceivedChunks(chunks=some, wanted=None, path=f"storage {self._storage.uri}", upstream_reader=None)
+                )
+                if self.ticket.done:
+                    break
+                if not has_asked and len(left) <= LITTLE * len(chunks):
+                    has_asked = True
+                    self._claim_wanted.set()
+        except PenstockError as error:
+            if error.blame != "source":
+                raise
+            self._storage_failed(error, np.array(sorted(left), np.int64))
+        if not has_asked:
+            self._claim_wanted.set()
 
     def _clear_flags(self, chunks: I64) -> None:
         """Clear the flags of chunks that are no longer under way. The caller holds the lock."""
@@ -333,10 +375,10 @@ class Fetch(Closing):
 
     # -- Progress and deadlines.
 
-    def _received_bytes(self) -> int:
+    def received_bytes(self) -> int:
         """Return the bytes received so far, including unfinished reads; the number only grows."""
         with self._lock:
-            nbytes = self._read_bytes + sum(step.received_bytes for step in self._reading)
+            nbytes = self._read_bytes + sum(read.received_bytes for read in self._reading)
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
@@ -355,7 +397,7 @@ class Fetch(Closing):
         has_silent_holder = bool(self._failed_since_progress - self._reported)
         return time.monotonic() < self._others_read_until and not has_silent_holder and self._is_idle()
 
-    def _is_under_way(self) -> bool:
+    def is_busy(self) -> bool:
         """Return True if an operation is under way that has its own deadline.
 
         A read of an upstream that failed since the last verified byte does not count: an upstream may cost this fetch
@@ -363,25 +405,25 @@ class Fetch(Closing):
         """
         with self._lock:
             is_new = any(
-                step.upstream_reader.upstream.member not in self._failed_since_progress for step in self._reading
+                read.upstream_reader.upstream.member not in self._failed_since_progress for read in self._reading
             )
         return is_new or self._is_feeding()
 
     def _look_at_reads(self) -> None:
         """Measure the time without bytes, and end reads that receive less than `LEAST_BYTES` within their deadline."""
-        moved, received = self.ticket.moved_bytes, self._received_bytes()
+        moved, received = self.ticket.moved_bytes, self.received_bytes()
         self._hunger.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._quiet.look(moved, received)
         with self._lock:
             reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._readers}
-            for step in self._reading:
-                reading.setdefault(step.upstream_reader, []).append(step)
-        for reader, steps in reading.items():
-            if reader.is_silent(sum(step.received_bytes for step in steps), self.read_stall_s, is_read=bool(steps)):
+            for read in self._reading:
+                reading.setdefault(read.upstream_reader, []).append(read)
+        for reader, reads in reading.items():
+            if reader.is_silent(sum(read.received_bytes for read in reads), self.read_stall_s, is_read=bool(reads)):
                 message = f"it gave less than {LEAST_BYTES} bytes for {self.read_stall_s:g} s"
                 error = SourceStalled(message, uri=f"penstock:{reader.upstream.member}")
-                for step in steps:
-                    step.stop(error)
+                for read in reads:
+                    read.stop(error)
 
     @property
     def read_stall_s(self) -> float:
@@ -392,16 +434,11 @@ class Fetch(Closing):
     def _can_read_storage(self) -> bool:
         return self._storage is not None and not self._is_storage_out
 
-    def begin_read(self, step: ReadFromUpstream) -> None:
-        """Register a read of an upstream that begins now."""
-        with self._lock:
-            self._reading.add(step)
-
     # -- Assignment of chunks to upstreams.
 
     def assign(self) -> float:
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
-        posts, pause_s, is_first = [], TURN_S, True
+        items, pause_s, is_first = [], TURN_S, True
         with self._lock:
             for reader in self._readers:
                 if reader.error is not None and not reader.num_flying:
@@ -416,28 +453,30 @@ class Fetch(Closing):
                         break
                     self._flying[chunks] = True
                     reader.num_flying += 1
-                    posts.append(ReadFromUpstream(self, reader, chunks))
+                    items.append(ReadFromUpstream(self, reader, chunks))
                 if is_first and int(self._wanted(reader).sum()) < reader.step_chunks:
-                    reader.request_news()  # its known chunks will soon be read; learn of more in time
+                    # Its known chunks will soon be read: learn of more in time.
+                    reader.request_news()
                 is_first &= not reader.holds_back
-            if posts and not self._closing.is_set():
-                self._peer_reads.post(*posts)
+            if items and not self._closing.is_set():
+                self._peer_reads.post(*items)
         if pause_s < TURN_S:
-            self.ticket.wake()  # for `run` to look again when it is time
+            # For `run` to look again when it is time, if another thread called.
+            self.ticket.wake()
         return pause_s
 
     def _choose(self, reader: UpstreamReader) -> I64:
         """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
-        found: I64 = np.flatnonzero(self._wanted(reader))[: reader.step_chunks]
+        chunks: I64 = np.flatnonzero(self._wanted(reader))[: reader.step_chunks]
         earlier = [other for other in self._readers if other.rank < reader.rank and other.holds_back]
-        if not len(found) or all(reader.is_much_faster_than(other) for other in earlier):
-            return found
-        return found[-1:] if reader.should_probe() else found[:0]
+        if not len(chunks) or all(reader.is_much_faster_than(other) for other in earlier):
+            return chunks
+        return chunks[-1:] if reader.should_probe() else chunks[:0]
 
     def _wanted(self, reader: UpstreamReader) -> Bools:
         return reader.has & ~self._weights.have & ~self._flying
 
-    # -- Called by the work items below.
+    # -- Called by work items.
 
     def note_first_read(self) -> None:
         """Call `on_first`, at the first call only: a byte is about to be requested."""
@@ -458,14 +497,15 @@ class Fetch(Closing):
         """Queue chunks whose bytes are in place, to be verified."""
         with self._lock:
             self._received.append(arrival)
-        self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
+        self._verifying.post(_VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
         """Digest and compare a batch of received chunks, and let others read them; return the verified bytes."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
+        # None is left where an earlier work item verified these chunks in its batch.
         if not batch:
-            return 0  # an earlier work item verified these chunks in its batch
+            return 0
         good = []
         for entry, wrong in verify(self._weights, batch):
             if len(wrong):
@@ -498,7 +538,7 @@ class Fetch(Closing):
         message = f"chunk {wrong} differs from its digest"
         if arrival.upstream_reader is None:
             bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="download the files again")
-            self.storage_failed(bad, arrival.chunks)
+            self._storage_failed(bad, arrival.chunks)
             return
         arrival.upstream_reader.note_wrong_chunk(wrong)
         arrival.upstream_reader.fail(IntegrityError(message, uri=f"penstock:{arrival.upstream_reader.upstream.member}"))
@@ -510,7 +550,7 @@ class Fetch(Closing):
             self._clear_flags(chunks)
         self.ticket.wake()
 
-    def storage_failed(self, error: PenstockError, chunks: I64) -> None:
+    def _storage_failed(self, error: PenstockError, chunks: I64) -> None:
         """Stop reading storage. The fetch fails unless it has an upstream to continue with."""
         self.provenance.faults.append(f"storage: {error}")
         self._is_storage_out = True
@@ -520,52 +560,63 @@ class Fetch(Closing):
             self.ticket.fail(error)
         self.release_chunks(chunks)
 
-    def end_read(self, reader: UpstreamReader, step: ReadFromUpstream) -> None:
+    def begin_read(self, read: ReadFromUpstream) -> None:
+        """Register a read of an upstream that begins now."""
+        with self._lock:
+            self._reading.add(read)
+
+    def end_read(self, read: ReadFromUpstream) -> None:
         """Unregister a read of an upstream that ended or never began."""
+        reader = read.upstream_reader
         with self._lock:
             reader.num_flying -= 1
-            if step in self._reading:
-                self._reading.discard(step)
-                self._read_bytes += step.received_bytes
+            if read in self._reading:
+                self._reading.discard(read)
+                self._read_bytes += read.received_bytes
             if reader.error is not None:
                 self._failed_since_progress.add(reader.upstream.member)
 
     def close(self) -> None:
         """End every thread and close every upstream. Idempotent."""
         with self._lock:
-            self._closing.set()  # under the lock: answers of the hub must not start readers from now on
+            # Under the lock: answers of the hub must not start readers from now on.
+            self._closing.set()
         for event in (self._hub_now, self._claim_wanted, self._hub_answered):
             event.set()
         if not self.ticket.done:
             self.ticket.cancel()
         with self._lock:
             reading = list(self._reading)
-        for step in reading:
-            step.stop(Cancelled("the fetch is over"))
-        for executor in (self._storage_reads, self._peer_reads, self._verifying):
-            executor.close()
+        # Else the executors would wait for reads of peers until these time out.
+        for read in reading:
+            read.stop(Cancelled("the fetch is over"))
+        super().close()
         for thread in self._threads:
-            thread.join(timeout=END_S)  # bounded: the thread may be waiting for the hub
+            # Bounded: the thread may be waiting for the hub. It touches no weights.
+            thread.join(timeout=END_S)
         with self._lock:
             readers, self._readers = self._readers, []
         for reader in readers:
             reader.close()
             if reader.error is not None and not isinstance(reader.error, SourceBusy):
                 self.provenance.faults.append(f"{reader.upstream.member[:8]}: {reader.error.message}")
-        # Break the reference cycle: it would keep the filled memory alive until Python's cyclic collector runs, even
-        # after the caller dropped the tensors.
-        self.ticket.is_busy, self.ticket.received = bool, None
 
 
-class ReadFromUpstream(Work):
-    """A work item that reads chunks from an upstream's memory into ours."""
+class ReadFromUpstream:
+    """A work item that reads chunks from an upstream's memory into ours.
 
-    __slots__ = ("_chunks", "_fetch", "_posted", "upstream_reader")
+    A class, for the reads that it posted: they are measured and may be stopped while it runs.
+    """
+
+    __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
 
     def __init__(self, fetch: Fetch, reader: UpstreamReader, chunks: I64) -> None:
-        first = int(chunks[0])
-        super().__init__(fetch.ticket, first, f"{reader.path} {first}", fetch.nbytes_of(chunks))
-        self._fetch, self.upstream_reader, self._chunks = fetch, reader, chunks
+        self.priority = int(chunks[0])
+        self.name = f"{reader.path} {self.priority}"
+        self.nbytes = fetch.nbytes_of(chunks)
+        self.upstream_reader = reader
+        self._fetch = fetch
+        self._chunks = chunks
         self._posted: list[PendingRead] = []
 
     @property
@@ -575,35 +626,38 @@ class ReadFromUpstream(Work):
 
     def stop(self, error: PenstockError) -> None:
         """End the read early if its transport supports that; nothing is written once this item has ended."""
+        # A copy: the item's own thread may be posting.
         for read in list(self._posted):
             if isinstance(read, Stoppable):
                 read.fail(error)
 
-    def start(self) -> Pending | None:
-        """Read the chunks; see `Work.start`. A failure ends the use of this upstream, not the fetch."""
+    def start(self) -> None:
+        """Read the chunks. A failure ends the use of this upstream, not the fetch."""
         reader, fetch, begun = self.upstream_reader, self._fetch, time.monotonic()
         fetch.begin_read(self)
         try:
             self._read()
         except (Cancelled, DestinationError):
             raise
-        except PenstockError as error:  # also PlanError, if no transport connects the two memories: others may work
+        # Also PlanError, where no transport connects the two memories: other upstreams may work.
+        except PenstockError as error:
             reader.fail(error)
             fetch.release_chunks(self._chunks)
-            fetch.end_read(reader, self)
-            return None
+            fetch.end_read(self)
+            return
         reader.note_read(self.nbytes, time.monotonic() - begun)
-        fetch.end_read(reader, self)
-        fetch.assign()  # the next read starts before these bytes are verified, so that the link stays busy
+        fetch.end_read(self)
+        # The next read starts before these bytes are verified, so that the link stays busy.
+        fetch.assign()
         wanted = reader.leaves[fetch.leaves_of(self._chunks)]
         fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
-        return None
 
     def _read(self) -> None:
         fetch, reads = self._fetch, self.upstream_reader.reads_of(self._chunks)
         fetch.note_first_read()
         failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
-        fetch.is_touched |= is_touched
+        if is_touched:
+            fetch.is_touched = True
         if failed is not None:
             raise failed
         for transport, _, source, _ in reads:
@@ -615,58 +669,31 @@ class ReadFromUpstream(Work):
             self._posted.append(read)
             yield transport, read
 
+    def finish(self) -> None:
+        """See `WorkItem.finish`: `start` has passed the chunks on."""
+
     def abandon(self) -> None:
-        """Unregister the read without running it: the fetch has ended."""
-        self._fetch.end_read(self.upstream_reader, self)
+        """Unregister the read: the fetch has ended."""
+        self._fetch.end_read(self)
 
 
-class ReadFromStorage(Work):
-    """A work item that reads claimed chunks from storage."""
+class _VerifyReceived:
+    """A work item that verifies a batch of received chunks; which ones, and so its bytes, are decided when it runs."""
 
-    __slots__ = ("_chunks", "_fetch", "_storage")
-
-    def __init__(self, fetch: Fetch, storage: StorageReader, chunks: I64) -> None:
-        first = int(chunks[0])
-        super().__init__(fetch.ticket, first, f"storage {first}", fetch.nbytes_of(chunks))
-        self._fetch, self._storage, self._chunks = fetch, storage, chunks
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        fetch, left, is_told = self._fetch, set(self._chunks.tolist()), False
-        fetch.note_first_read()
-        try:
-            for chunks in self._storage.read(self._chunks):
-                fetch.is_touched = True
-                left -= set(chunks.tolist())
-                fetch.add_received(
-                    ReceivedChunks(
-                        chunks=chunks, wanted=None, path=f"storage {self._storage.uri}", upstream_reader=None
-                    )
-                )
-                if fetch.ticket.done:
-                    break
-                if not is_told and len(left) <= LITTLE * len(self._chunks):
-                    is_told = True
-                    fetch.request_next_claim()
-        except PenstockError as error:
-            if error.blame != "source":
-                raise
-            fetch.storage_failed(error, np.array(sorted(left), np.int64))
-        if not is_told:
-            fetch.request_next_claim()
-        return None
-
-
-class VerifyReceived(Work):
-    """A work item that verifies a batch of received chunks; which ones is decided when it runs."""
-
-    __slots__ = ("_fetch",)
+    __slots__ = ("_fetch", "name", "nbytes", "priority")
 
     def __init__(self, fetch: Fetch, first_chunk: int) -> None:
-        super().__init__(fetch.ticket, first_chunk, f"verify {first_chunk}")
+        self.priority = first_chunk
+        self.name = f"verify {first_chunk}"
+        self.nbytes = 0
         self._fetch = fetch
 
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
+    def start(self) -> None:
+        """Verify; see `Fetch.verify`."""
         self.nbytes = self._fetch.verify()
-        return None
+
+    def finish(self) -> None:
+        """See `WorkItem.finish`: `start` has accounted for the chunks."""
+
+    def abandon(self) -> None:
+        """See `WorkItem.abandon`: it holds nothing."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from penstock.engine.place import place_on
-from penstock.engine.run import LoadRun
 from penstock.errors import PenstockError
+from penstock.loader.run import LoadRun
 from penstock.loader.session import Session
 from penstock.peer.local_weights import WeightLayout
 from penstock.storage import Counting

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from penstock.engine.executors import Silence, Ticket, guarded
+from penstock.engine.run import Silence, Ticket, guarded
 from penstock.errors import (
     FormatError,
     IntegrityError,

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from blake3 import blake3
 
 from penstock.engine.place import HostPlace, Segment, place_on
-from penstock.engine.run import LoadRun
 from penstock.errors import PeerLost, PenstockError, PlanError
+from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, Session
 from penstock.plan.schedule import LoadPlan
 from penstock.transport.collective import GroupCollectives
@@ -58,7 +58,7 @@ def exchange(
     wire.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
-    per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.chunk_bytes)
+    per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.intake.chunk_bytes)
     turns = np.arange(plan.num_reads) // per_round % wire.world_size
     # Runs of chunks and not every r-th chunk: a rank then reads stretches of a file.
     mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()

@@ -26,10 +26,10 @@ from penstock import lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
-from penstock.engine.run import LoadRun
 from penstock.errors import Cancelled, PenstockError
 from penstock.lifecycle import Closing, paused_gc, quick_handover
 from penstock.loader.report import LoadReport, ProgressOption
+from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.report import pre

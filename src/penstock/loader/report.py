@@ -28,7 +28,7 @@ from penstock.report import Summarised
 from penstock.types import GB, MIB
 
 if TYPE_CHECKING:
-    from penstock.engine.executors import Ticket
+    from penstock.engine.run import Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

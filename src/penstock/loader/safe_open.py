@@ -31,11 +31,11 @@ import torch
 from penstock import lifecycle
 from penstock.config import Settings
 from penstock.engine.place import place_on, registrar_of
-from penstock.engine.run import LoadRun
 from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceError
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.load import also
+from penstock.loader.run import LoadRun
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load

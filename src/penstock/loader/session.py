@@ -1,14 +1,11 @@
-"""The steps of one load from URI to tensors: open, plan, choose places and threads, run, report.
+"""A load under way, from URI to tensors: open, plan, choose places and threads, run, report.
 
-In: a URI and options. Out: `(name, tensor)` pairs in file order, then a `LoadReport`.
-Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), staging and ring (`intake`).
+In: a URI, options, settings. Out: `(names, tensors)` in file order, then a `LoadReport`.
+Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), the reading (`run`).
 
     open_weights -> rows, boxes -> LoadPlan -> (place, intake, checker) -> LoadRun -> slabs -> tensors
 
-Input side of one load: the number and size of reads under way, the staging they pass through, the ring.
-
-In: settings, the device, whether the sources are remote. Out: a `StagingPool` and a `Uring`, each made on request.
-Not here: what is read (`session`), the reading (`engine`), the pool itself (`memory.staging`).
+`Intake` is the input side: the number and size of reads under way, the staging they pass through, the ring.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ import torch
 from penstock import lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings
-from penstock.engine.check import Checker, Expected, HostChecker
+from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.place import Place, registrar_of
-from penstock.engine.run import LoadRun
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.lifecycle import Closing
 from penstock.loader.report import FilePath, LoadReport, Phases, Progress, ProgressOption
+from penstock.loader.run import LoadRun
 from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -85,14 +82,16 @@ class Intake:
         is_remote: whether a source is on the network; set before the first read.
         local_world_size: processes that read on this host at the same time, as part of the same load.
         ring_refusal: why the kernel gives no ring, once `open_ring` was refused one.
+        pool: the staging, where there is any.
     """
 
     def __init__(self, settings: Settings, device: torch.device, local_world_size: int = 1) -> None:
-        self._settings, self._device = settings, device
+        self._settings = settings
+        self._device = device
         self.is_remote = False
         self.local_world_size = local_world_size
         self.ring_refusal = ""
-        self._pool: StagingPool | None = None
+        self.pool: StagingPool | None = None
         self._peak_bytes = 0
 
     @property
@@ -133,20 +132,15 @@ class Intake:
         return chunk
 
     @property
-    def pool(self) -> StagingPool | None:
-        """Return the staging, where there is any."""
-        return self._pool
-
-    @property
     def peak_bytes(self) -> int:
         """Return the most staging in use at once, of a closed pool too."""
-        return self._peak_bytes if self._pool is None else self._pool.peak_bytes
+        return self._peak_bytes if self.pool is None else self.pool.peak_bytes
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
         """Make the pool, as large as keeps readers and device busy; the intake closes it."""
         enough = (self.num_reads + SPARE_BUFFERS) * self.chunk_bytes
-        self._pool = StagingPool(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
-        return self._pool
+        self.pool = StagingPool(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
+        return self.pool
 
     def warm(self, uri: Uris) -> None:
         """For large local files and a GPU, make the pool now: it is touched and pinned while headers are read."""
@@ -172,7 +166,7 @@ class Intake:
         Args:
             wait: return when it is unpinned, which takes milliseconds; else a thread does it, which is joined at exit.
         """
-        pool, self._pool = self._pool, None
+        pool, self.pool = self.pool, None
         if pool is None:
             return
         self._peak_bytes = pool.peak_bytes
@@ -185,7 +179,7 @@ class Intake:
 
 
 def _local_nbytes(uri: Uris) -> int:
-    """Return the bytes of the safetensors files of a local path, roughly; 0 where that takes more than a look."""
+    """Return the bytes of the safetensors files of a local path, roughly; 0 where only their headers could tell."""
     uris = texts_of(uri)
     if len(uris) != 1 or is_remote(uris[0]):
         return 0
@@ -245,14 +239,16 @@ class Session(Closing):
     def __init__(
         self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False, local_world_size: int = 1
     ) -> None:
-        self.options, self.settings = options, settings
+        self.options = options
+        self.settings = settings
         self.phases = Phases()
         self.trace = open_trace(options.trace)
         self.intake = Intake(settings, options.device, local_world_size)
         # Before the headers are read, so that both take their time together.
         if not in_group:
             self.intake.warm(uri)
-        # Listings and headers of a remote place are read by a library, which may take as long as its deadlines.
+        # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
+        # interrupt must end it.
         opening = lifecycle.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
         try:
             with opening:
@@ -285,11 +281,6 @@ class Session(Closing):
         self.weights.close()
 
     # -- planning
-
-    @property
-    def chunk_bytes(self) -> int:
-        """See `Intake.chunk_bytes`."""
-        return self.intake.chunk_bytes
 
     def table(self) -> TensorTable:
         """Return the requested tensors in file order, the plan's. PlanError if torch cannot hold one of them."""
@@ -330,17 +321,18 @@ class Session(Closing):
             boxes: region of each, or None.
             pack: see `plan_load`.
             exact: read no byte that is not wanted (the destination itself is read into).
-            chunk_bytes: largest read, at least `self.chunk_bytes`.
+            chunk_bytes: largest read, at least the intake's.
         """
+        max_read = self.intake.chunk_bytes
         gap = MAX_GAP_REMOTE_BYTES if self.intake.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
             file_nbytes=[source.nbytes for source in self.weights.sources],
-            chunk_bytes=max(chunk_bytes, self.chunk_bytes),
+            chunk_bytes=max(chunk_bytes, max_read),
             boxes=boxes,
             pack=pack,
             align_bytes=1 if exact or self.intake.is_remote else PAGE_BYTES,
-            max_gap_bytes=0 if exact else min(gap, self.chunk_bytes),
+            max_gap_bytes=0 if exact else min(gap, max_read),
         )
         return self.plan
 
@@ -388,7 +380,7 @@ class Session(Closing):
         return self.run
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
-        """Return what checks slabs of `place`, or None with `why` saying why not.
+        """Return a checker of slabs of `place`, or None with the reason in `why`.
 
         Raises:
             IntegrityError: `verify=True` was given and there is nothing to verify against.
@@ -414,15 +406,15 @@ class Session(Closing):
         if regions:
             self.why = f"{regions} tensors are regions, which have no digests; the others were compared"
         if self.options.device.type == "cuda":
-            from penstock.engine.check import CudaChecker
-
             return CudaChecker(expected, place.slab, self.options.device)
         return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
 
     # -- results
 
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
-        """Yield names and tensors of each slab's rows, empty rows before them; file order; owned by the caller.
+        """Yield names and tensors of each slab's rows, after the empty rows before them; in file order.
+
+        Ownership: the caller's.
 
         Args:
             plan: of the slabs.
@@ -469,7 +461,7 @@ class Session(Closing):
         return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
 
     def progress(self) -> Progress:
-        """Return the bar, or the calls, that the caller asked for."""
+        """Return the progress bar, or the calls, that the caller asked for."""
         return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:

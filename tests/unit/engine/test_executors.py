@@ -1,4 +1,4 @@
-"""Executors: order, errors, device work in flight, and that every step ends exactly once."""
+"""Executors: order, errors, device work in flight, and that every item ends exactly once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.engine.executors import Executor, Pending, Ticket
+from penstock.engine.run import Executor, Pending, Ticket
 from penstock.engine.trace import Trace
 from penstock.errors import DestinationError, SourceUnavailable
 
@@ -29,12 +29,10 @@ class Work:
 
 
 class Recorded:
-    """A step that notes what happened to it."""
+    """A work item that notes what happened to it."""
 
-    def __init__(
-        self, ticket: Ticket, log: list[str], *, priority: int = 0, run: Callable[[], Pending | None] = lambda: None
-    ) -> None:
-        self.ticket, self.log, self.priority, self.name, self.nbytes = ticket, log, priority, f"s{priority}", 1
+    def __init__(self, log: list[str], *, priority: int = 0, run: Callable[[], Pending | None] = lambda: None) -> None:
+        self.log, self.priority, self.name, self.nbytes = log, priority, f"s{priority}", 1
         self.run = run
         self.ends: list[str] = []
 
@@ -58,11 +56,11 @@ Make = Callable[..., Executor]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(ticket: Ticket) -> Iterator[Make]:
     made: list[Executor] = []
 
     def executor(num_threads: int = 1, *, stall_s: float = 30.0) -> Executor:
-        made.append(Executor("fetch", num_threads, trace=Trace(enabled=True), stall_s=stall_s))
+        made.append(Executor("fetch", num_threads, ticket, trace=Trace(enabled=True), stall_s=stall_s))
         return made[-1]
 
     yield executor
@@ -94,10 +92,10 @@ def refuse(error: BaseException) -> Callable[[], None]:
 def test_lower_priority_numbers_go_first_and_equals_keep_their_order(ticket: Ticket, make: Make) -> None:
     executor, gate = make(), threading.Event()
     log: list[str] = []
-    executor.post(Recorded(ticket, log, priority=9, run=after(gate.wait)))
+    executor.post(Recorded(log, priority=9, run=after(gate.wait)))
     until(lambda: bool(log))
-    executor.post(*(Recorded(ticket, log, priority=p) for p in (5, 3, 7)))
-    early = Recorded(ticket, log, priority=3)
+    executor.post(*(Recorded(log, priority=p) for p in (5, 3, 7)))
+    early = Recorded(log, priority=3)
     early.name = "later equal"
     executor.post(early)
     gate.set()
@@ -111,7 +109,7 @@ def test_no_thread_before_the_first_step_and_none_after_close(ticket: Ticket, ma
     assert threading.active_count() == before
     executor.close()
     executor = make(4)
-    steps = [Recorded(ticket, [], priority=p) for p in range(20)]
+    steps = [Recorded([], priority=p) for p in range(20)]
     executor.post(*steps)
     executor.close()
     executor.close()
@@ -122,7 +120,7 @@ def test_no_thread_before_the_first_step_and_none_after_close(ticket: Ticket, ma
 
 def test_several_threads_work_at_once(ticket: Ticket, make: Make) -> None:
     executor, together = make(3), threading.Barrier(3, timeout=10)
-    executor.post(*(Recorded(ticket, [], priority=p, run=after(together.wait)) for p in range(3)))
+    executor.post(*(Recorded([], priority=p, run=after(together.wait)) for p in range(3)))
     executor.close()
     assert not ticket.stopped
 
@@ -130,8 +128,8 @@ def test_several_threads_work_at_once(ticket: Ticket, make: Make) -> None:
 def test_an_error_stops_the_ticket_and_what_waits_is_abandoned(ticket: Ticket, make: Make) -> None:
     executor = make()
     error = SourceUnavailable("gone")
-    first = Recorded(ticket, [], priority=0, run=refuse(error))
-    rest = [Recorded(ticket, [], priority=p) for p in range(1, 5)]
+    first = Recorded([], priority=0, run=refuse(error))
+    rest = [Recorded([], priority=p) for p in range(1, 5)]
     executor.post(first, *rest)
     executor.close()
     assert ticket.error is error
@@ -143,18 +141,19 @@ def test_an_error_stops_the_ticket_and_what_waits_is_abandoned(ticket: Ticket, m
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])
 def test_no_error_ends_a_thread_without_a_word(ticket: Ticket, make: Make, error: BaseException) -> None:
     executor = make()
-    executor.post(Recorded(ticket, [], run=refuse(error)))
+    executor.post(Recorded([], run=refuse(error)))
     until(lambda: ticket.stopped)
-    other = Ticket(1, lambda: False)
-    after = Recorded(other, [])
+    threads = executor._threads[:]
+    after = Recorded([])
     executor.post(after)
-    executor.close()
-    assert after.ends == ["finish"], "the thread still serves other tickets"
+    until(lambda: bool(after.ends))
+    assert after.ends == ["abandon"] and executor._threads == threads, "the thread still takes items"
+    assert threads[0].is_alive()
 
 
 def test_an_error_in_finish_stops_the_ticket_too(ticket: Ticket, make: Make) -> None:
     executor = make()
-    step = Recorded(ticket, [])
+    step = Recorded([])
     step.finish = refuse(SourceUnavailable("late"))  # type: ignore[method-assign]
     executor.post(step)
     executor.close()
@@ -165,7 +164,7 @@ def test_an_error_in_finish_stops_the_ticket_too(ticket: Ticket, make: Make) -> 
 def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: Ticket, make: Make) -> None:
     executor = make()
     works = [Work() for _ in range(3)]
-    steps = [Recorded(ticket, [], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
+    steps = [Recorded([], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
     executor.post(*steps)
     until(lambda: all(step.log for step in steps))
     assert executor.is_busy()
@@ -180,7 +179,7 @@ def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: Ticket, ma
 
 def test_what_the_device_reports_fails_the_ticket(ticket: Ticket, make: Make) -> None:
     executor, work = make(), Work()
-    step = Recorded(ticket, [], run=lambda: work)
+    step = Recorded([], run=lambda: work)
     executor.post(step)
     work.fault = DestinationError("the device is lost")
     until(lambda: ticket.stopped)
@@ -190,7 +189,7 @@ def test_what_the_device_reports_fails_the_ticket(ticket: Ticket, make: Make) ->
 
 def test_a_stopped_ticket_waits_for_the_device_before_it_frees(ticket: Ticket, make: Make) -> None:
     executor, work = make(), Work()
-    step = Recorded(ticket, [], run=lambda: work)
+    step = Recorded([], run=lambda: work)
     executor.post(step)
     until(lambda: bool(step.log))
     ticket.cancel()
@@ -206,7 +205,7 @@ def test_a_stopped_ticket_waits_for_the_device_before_it_frees(ticket: Ticket, m
 
 def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: Ticket, make: Make) -> None:
     executor, work = make(stall_s=0.05), Work()
-    step = Recorded(ticket, [], run=lambda: work)
+    step = Recorded([], run=lambda: work)
     executor.post(step)
     until(lambda: ticket.stopped)
     assert isinstance(ticket.error, DestinationError) and ticket.error.mutated
@@ -217,8 +216,8 @@ def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: Ticket, m
 
 def test_spans_cover_the_device_work(ticket: Ticket) -> None:
     trace, work = Trace(enabled=True), Work()
-    executor = Executor("place", 1, trace=trace, stall_s=30)
-    step = Recorded(ticket, [], run=lambda: work)
+    executor = Executor("place", 1, ticket, trace=trace, stall_s=30)
+    step = Recorded([], run=lambda: work)
     executor.post(step)
     until(lambda: bool(step.log))  # it has begun
     threading.Timer(0.05, lambda: setattr(work, "is_done", True)).start()

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.engine import executors as ticket_module
-from penstock.engine.executors import Ticket
+from penstock.engine import run as ticket_module
+from penstock.engine.run import Ticket
 from penstock.errors import Cancelled, IntegrityError, SourceStalled, SourceUnavailable
 
 

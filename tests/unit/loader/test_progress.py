@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.executors import Ticket
+from penstock.engine.run import Ticket
 from penstock.errors import SourceStalled
 from penstock.loader.report import Progress
 

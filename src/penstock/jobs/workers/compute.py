@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from penstock.digest.leaf import leaf_digests
-from penstock.engine.executors import Pending
 from penstock.engine.place import CudaRegistrar
+from penstock.engine.run import Pending
 from penstock.errors import Cancelled, DeviceOutOfMemory
 from penstock.memory.arena import populate_by
 from penstock.memory.staging import Registrar

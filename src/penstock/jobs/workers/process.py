@@ -27,7 +27,7 @@ import torch
 from penstock.config import Settings
 from penstock.cuda.driver import load_driver
 from penstock.digest.cuda import warm_up
-from penstock.engine.executors import Failed, guarded
+from penstock.engine.run import Failed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.jobs.job import Job, cached_tasks, plan_job, shared_as

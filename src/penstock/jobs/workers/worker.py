@@ -1,10 +1,13 @@
 """One worker: it runs tasks of a job through four executors, several at a time, in bounded memory.
 
 In: task numbers. Out: their bytes in the output's files, and their digests, by callback.
-Not here: assigning tasks (`plan.placement`, `jobs.coordinator`), messages to the coordinator (`process`).
+Not here: executors, ticket and closing (`engine.run`), assigning tasks (`plan.placement`, `jobs.coordinator`), messages
+to the coordinator (`process`).
 
     post(task) --reserve--> fetch: ranges into host buffers --> place: to the device --> compute: operation, digests
                                                           send: pwrite at fixed places <-- place: back to the host
+
+No thread waits for the ticket here: the process's main thread handles messages, and looks at the ticket between them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 
 from penstock.digest.leaf import leaf_digests
 from penstock.engine.check import TensorChecker
-from penstock.engine.executors import Executor, Pending, Step, Ticket, Work
+from penstock.engine.run import Executor, Item, Pending, Run
 from penstock.engine.trace import Trace
 from penstock.errors import IntegrityError, OperationFailed, PenstockError
 from penstock.jobs.job import Job, Written, bytes_read
@@ -36,7 +39,6 @@ from penstock.jobs.workers.compute import (
     cut,
     packed,
 )
-from penstock.lifecycle import Closing
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.plan.tasks import Output, Recipe
 from penstock.storage import is_remote
@@ -59,8 +61,8 @@ OnDone = Callable[[int, U64], None]
 """Called from an executor's thread: a task, and the digests of its pieces."""
 
 
-class Worker(Closing):
-    """The executors of one worker. A context manager: leaving it ends every thread.
+class Worker(Run):
+    """The executors of one worker. A context manager: leaving it ends every thread and frees the memory.
 
     Args:
         job: the planned job.
@@ -91,6 +93,7 @@ class Worker(Closing):
         trace: Trace,
     ) -> None:
         job.check_budget(memory_bytes, "one task")
+        super().__init__(int(job.memory_bytes.sum()), trace=trace, stall_s=stall_s)
         self._memory_bytes = memory_bytes
         self.num_reports = 0
         self.job = job
@@ -108,21 +111,17 @@ class Worker(Closing):
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
         cores = len(os.sched_getaffinity(0))
         self.read_bytes = REMOTE_READ_BYTES if remote else LOCAL_READ_BYTES
-        reads = REMOTE_READS if remote else min(LOCAL_READS, max(2, cores))
-
-        def executor(name: str, num_threads: int) -> Executor:
-            on_start = None if device.type == "cpu" else lambda: torch.cuda.set_device(device)
-            return Executor(name, num_threads, trace=trace, stall_s=stall_s, on_thread_start=on_start)
-
-        self.fetch, self.place = executor("fetch", reads), executor("place", 1)
-        self.compute, self.send = executor("compute", 1), executor("send", min(MAX_WRITES, max(MIN_WRITES, cores)))
-        self._executors = (self.fetch, self.place, self.compute, self.send)
-        self.ticket = Ticket(
-            int(job.memory_bytes.sum()), lambda: any(executor.is_busy() for executor in self._executors)
-        )
-        self.trace = trace
+        # CUDA's current device is one of each thread.
+        on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
+        num_reads = REMOTE_READS if remote else min(LOCAL_READS, max(2, cores))
+        self.fetch = self.executor("fetch", num_reads, on_thread_start=on_start)
+        self.place = self.executor("place", 1, on_thread_start=on_start)
+        self.compute = self.executor("compute", 1, on_thread_start=on_start)
+        num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
+        self.send = self.executor("send", num_writes, on_thread_start=on_start)
         # Read and write threads add to these counts at the same time; `+=` on an attribute is not atomic.
-        self._moving, self._fetched_bytes = threading.Lock(), 0
+        self._moving = threading.Lock()
+        self._fetched_bytes = 0
         # Without a lock: one thread changes it, others only look, and a late look costs a task that is run for nothing.
         self._revoked: set[int] = set()
 
@@ -130,11 +129,11 @@ class Worker(Closing):
         """Begin a task once there is memory for it. One thread calls it. Raises the error that stopped the worker."""
         if self.is_revoked(task):
             return
-        run = _TaskRun(self, task, self.job.part_elements(task, self._memory_bytes))
+        task_run = _TaskRun(self, task, self.job.part_elements(task, self._memory_bytes))
         # Reserved for the whole task at once: tasks that took memory step by step could each wait for the others.
-        self.buffers.reserve(run.memory_bytes, lambda: self.ticket.stopped)
+        self.buffers.reserve(task_run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
-        run.begin()
+        task_run.begin()
 
     def expect(self, task: int) -> None:
         """Forget that a task was revoked: it was assigned again, and will be posted."""
@@ -176,56 +175,87 @@ class Worker(Closing):
             except IntegrityError:
                 if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
                     raise
-                file.readv(at, [into])  # only the cached copy may be damaged: read the source once more
+                # Only the cached copy may be damaged: read the source once more.
+                file.readv(at, [into])
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
 
-    def end(self) -> None:
-        """Drain running steps and end the threads; nothing is written afterwards. Idempotent."""
-        if not self.ticket.done:
-            self.ticket.cancel()
-        for executor in self._executors:
-            executor.close()
-
     def close(self) -> None:
         """End the threads and free the memory. Idempotent."""
-        self.end()
+        super().close()
         self.buffers.close()
 
 
 class _TaskRun:
-    """One task on its way through the executors.
+    """A task on its way through the executors: read, place, make, write.
+
+    Earlier tasks run first. The memory of an abandoned task is freed with its worker.
 
     Args:
-        num_part: elements of the parts in which one step makes it; 0: it is read, made and written whole.
+        num_part: elements of the parts in which one work item makes it; 0: it is read, made and written whole.
     """
 
     def __init__(self, worker: Worker, task: int, num_part: int) -> None:
-        self.worker = worker
-        self.task = task
-        self.num_part = num_part
+        self._worker = worker
+        self._task = task
+        self._num_part = num_part
         job = worker.job
         self.memory_bytes = job.part_bytes(task, num_part) if num_part else int(job.memory_bytes[task])
-        self.entries = [(job.recipes[index], start, stop) for index, start, stop in job.tasks.entries(task)]
-        self.written = list(job.written(task))
-        self.name = self.entries[0][0].outputs[0].spec.name
-        self.sizes: list[int] = []
-        self.wanted: list[tuple[int, int]] = []
-        self.buffer: torch.Tensor | None = None
-        self.placed: list[torch.Tensor] = []
-        self.made: Made | None = None
-        self._left = 0
+        self._entries = [(job.recipes[index], start, stop) for index, start, stop in job.tasks.entries(task)]
+        self._outputs = list(job.written(task))
+        self._output_bytes = sum(where.stop - where.start for where in self._outputs)
+        self._name = self._entries[0][0].outputs[0].spec.name
+        self._sizes: list[int] = []
+        self._wanted: list[tuple[int, int]] = []
+        """The bytes of each input's tensor that the task needs."""
+        self._buffer: torch.Tensor | None = None
+        self._placed: list[torch.Tensor] = []
+        self._made: Made | None = None
+        self._digests: U64 | None = None
+        self._num_reads_left = 0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
+        """Post the first work items."""
+        if self._num_part:
+            self._worker.compute.post(self._item("make", self._output_bytes, self._make_in_parts, self._made_in_parts))
+        else:
+            self._post_reads()
+
+    def _item(self, verb: str, nbytes: int, start: Callable[[], Pending | None], finish: Callable[[], None]) -> Item:
+        return Item(self._task, f"{verb} {self._name}", nbytes, start, finish)
+
+    def _pass_on(self, executor: Executor, item: Item) -> None:
+        """Post the next item, or end the task if it was revoked."""
+        if self._worker.is_revoked(self._task):
+            self._end()
+        else:
+            executor.post(item)
+
+    def _free_inputs(self) -> None:
+        """Put the input buffer back. Order: after the last read of the host's copy."""
+        if self._buffer is not None:
+            self._worker.buffers.put(self._buffer)
+        self._buffer = None
+
+    def _end(self) -> None:
+        """Release all memory of the task: it is written, or was revoked."""
+        self._free_inputs()
+        self._placed = []
+        if self._made is not None and self._made.buffer is not None:
+            self._worker.buffers.put(self._made.buffer)
+        self._made = None
+        self._worker.buffers.unreserve(self.memory_bytes)
+
+    # -- read
+
+    def _post_reads(self) -> None:
         """Post the reads of all inputs, rounded out to whole leaves, into one buffer, with the wanted part aligned."""
-        if self.num_part:
-            self.worker.compute.post(_InParts(self))
-            return
+        worker = self._worker
         task_inputs = [
-            (task_input, start, stop) for recipe, start, stop in self.entries for task_input in recipe.inputs
+            (task_input, start, stop) for recipe, start, stop in self._entries for task_input in recipe.inputs
         ]
-        held_to = self.worker.job.held_to
+        held_to = worker.job.held_to
         ranges = [
             task_input.leaf_range(start, stop, held_to[task_input.source]) for task_input, start, stop in task_inputs
         ]
@@ -233,46 +263,75 @@ class _TaskRun:
             first, last = task_input.byte_range(start, stop)
             # Leaves begin before the wanted bytes, so the padding goes in front of them: a tensor must be aligned.
             at = -(-(first - low) // ALIGN_BYTES) * ALIGN_BYTES
-            self.wanted.append((at, at + last - first))
-            self.sizes.append(at + high - first)
-        self.buffer = self.worker.buffers.get(packed(self.sizes)[-1])
-        steps: list[Step] = []
-        for (task_input, _, _), (low, high), raw in zip(task_inputs, ranges, cut(self.buffer, self.sizes), strict=True):
+            self._wanted.append((at, at + last - first))
+            self._sizes.append(at + high - first)
+        self._buffer = worker.buffers.get(packed(self._sizes)[-1])
+        reads: list[Item] = []
+        for (task_input, _, _), (low, high), raw in zip(
+            task_inputs, ranges, cut(self._buffer, self._sizes), strict=True
+        ):
             view, leaf_bytes = as_view(raw)[len(raw) - (high - low) :], held_to[task_input.source] or 1
             # Reads are whole leaves, since a leaf can only be compared with its digest when all of it is there.
-            step = max(self.worker.read_bytes // leaf_bytes, 1) * leaf_bytes
+            step = max(worker.read_bytes // leaf_bytes, 1) * leaf_bytes
             for at in range(0, len(view), step):
-                steps.append(_Fetch(self, task_input.source, task_input.spec.name, low + at, view[at : at + step]))
-        self._left = len(steps)
-        if steps:
-            self.worker.fetch.post(*steps)
+                into = view[at : at + step]
+                read = partial(worker.read, task_input.source, task_input.spec.name, low + at, into)
+                reads.append(self._item("read", into.nbytes, read, self._arrived))
+        self._num_reads_left = len(reads)
+        if reads:
+            worker.fetch.post(*reads)
         else:
-            self.worker.place.post(_PlaceIn(self))
+            worker.place.post(self._item("place", 0, self._place, self._post_make))
 
-    def arrived(self) -> None:
-        """Count a finished read; after the last one, post the next step."""
+    def _arrived(self) -> None:
+        """Count a finished read; after the last one, post the next item."""
         # Reads end on several threads; exactly one of them must find that it was the last.
         with self._lock:
-            self._left -= 1
-            is_last = not self._left
+            self._num_reads_left -= 1
+            is_last = not self._num_reads_left
         if is_last:
-            self.pass_on(self.worker.place, _PlaceIn(self))
+            self._pass_on(self._worker.place, self._item("place", sum(self._sizes), self._place, self._post_make))
 
-    def pass_on(self, executor: Executor, step: Step) -> None:
-        """Post the next step, or end the task if it was revoked."""
-        if self.worker.is_revoked(self.task):
-            self.end()
-        else:
-            executor.post(step)
+    # -- place
 
-    def run(self) -> list[torch.Tensor]:
+    def _place(self) -> Pending | None:
+        """Move the inputs to the device."""
+        assert self._buffer is not None
+        placed, pending = self._worker.backend.place(self._buffer, self._sizes)
+        self._placed = [raw[start:stop] for raw, (start, stop) in zip(placed, self._wanted, strict=True)]
+        return pending
+
+    def _post_make(self) -> None:
+        # Early, where the device has a copy: the buffer can then serve the next task while this one computes.
+        if self._worker.backend.copies:
+            self._free_inputs()
+        self._pass_on(self._worker.compute, self._item("make", self._output_bytes, self._make, self._post_write))
+
+    # -- make
+
+    def _make(self) -> Pending | None:
+        """Run the operation, compute digests, and copy the outputs to the host."""
+        worker = self._worker
+        worker.began(self._task)
+        pieces = [
+            [(a - where.start, b - where.start) for a, b in where.pieces(worker.job.leaf_bytes)]
+            for where in self._outputs
+        ]
+        self._made, pending = worker.backend.make(self._run_operation, pieces)
+        return pending
+
+    def _run_operation(self) -> list[torch.Tensor]:
+        with self._operating():
+            return self._run_entries()
+
+    def _run_entries(self) -> list[torch.Tensor]:
         """Run the operation on every entry; return the task's outputs.
 
         Raises:
             OperationFailed: a user's function raised, or returned other tensors than its recipe says.
         """
-        left, results = iter(self.placed), []
-        for recipe, start, stop in self.entries:
+        left, results = iter(self._placed), []
+        for recipe, start, stop in self._entries:
             if recipe.copies and recipe.inputs[0].spec.dtype in UNKNOWN:
                 results.append(next(left))
                 continue
@@ -285,12 +344,12 @@ class _TaskRun:
                 shape = (box.shape[0], *recipe_input.spec.shape[1:]) if box.start else ()
                 tensor = as_tensor(raw, recipe_input.spec.dtype, shape)
                 if box.shape[1:] != shape[1:]:
-                    cut = (slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-                    tensor = tensor[(slice(None), *cut)].contiguous()
+                    columns = (slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
+                    tensor = tensor[(slice(None), *columns)].contiguous()
                 inputs.append(tensor)
-            outputs = self.worker.job.operation.run(recipe, start, stop, inputs)
+            outputs = self._worker.job.operation.run(recipe, start, stop, inputs)
             if len(outputs) != len(recipe.outputs):
-                raise OperationFailed(f"it gave {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self.name)
+                raise OperationFailed(f"it gave {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self._name)
             results += [
                 self._checked(output, start, stop, out) for output, out in zip(recipe.outputs, outputs, strict=True)
             ]
@@ -306,142 +365,76 @@ class _TaskRun:
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             actual = f"{tensor.dtype}, {list(tensor.shape)}"
             raise OperationFailed(f"rows {start} to {stop} are {actual}, not {wanted}", tensor=spec.name)
-        if tensor.device.type != self.worker.backend.device.type:
+        if tensor.device.type != self._worker.backend.device.type:
             raise OperationFailed(f"it gave a tensor on {tensor.device}", tensor=spec.name)
         return tensor
 
     @contextmanager
-    def operating(self) -> Iterator[None]:
+    def _operating(self) -> Iterator[None]:
         """Run the operation in this context: count its progress reports, raise its errors as OperationFailed."""
-        token = report_to.set(self.worker.report)
+        token = report_to.set(self._worker.report)
         try:
             yield
         except (PenstockError, torch.cuda.OutOfMemoryError):
             raise
         except BaseException as error:  # a user's code, which may well call sys.exit
-            message = f"{self.worker.job.operation.name} raised {type(error).__name__}: {error}"
-            raise OperationFailed(message, tensor=self.name) from error
+            message = f"{self._worker.job.operation.name} raised {type(error).__name__}: {error}"
+            raise OperationFailed(message, tensor=self._name) from error
         finally:
             report_to.reset(token)
 
-    def free_inputs(self) -> None:
-        """Put the input buffer back. Order: after the last read of the host's copy."""
-        if self.buffer is not None:
-            self.worker.buffers.put(self.buffer)
-        self.buffer = None
+    def _post_write(self) -> None:
+        self._placed = []
+        self._pass_on(self._worker.send, self._item("write", self._output_bytes, self._write, self._written))
 
-    def end(self) -> None:
-        """Release all memory of the task: it is written, or was revoked."""
-        self.free_inputs()
-        self.placed = []
-        if self.made is not None and self.made.buffer is not None:
-            self.worker.buffers.put(self.made.buffer)
-        self.made = None
-        self.worker.buffers.unreserve(self.memory_bytes)
+    # -- write
 
+    def _write(self) -> None:
+        """Write the outputs into their files."""
+        assert self._made is not None
+        worker = self._worker
+        table = worker.job.files.table
+        for raw, where in zip(self._made.raw, self._outputs, strict=True):
+            at = int(table.offset[where.row]) + where.start
+            worker.out.write(int(table.file_index[where.row]), at, as_view(raw))
+        worker.moved(self._output_bytes)
 
-class _TaskStep(Work):
-    """Base of a task's steps. Earlier tasks run first; the memory of an abandoned task is freed with its worker."""
+    def _written(self) -> None:
+        assert self._made is not None
+        # A copy: the digests lie in a buffer that `_end` releases to other tasks.
+        digests = self._made.digests.copy()
+        self._end()
+        self._worker.ended(self._task, digests)
 
-    what = ""
+    # -- all at once, in parts
 
-    def __init__(self, run: _TaskRun, nbytes: int = 0) -> None:
-        super().__init__(run.worker.ticket, run.task, f"{self.what} {run.name}", nbytes)
-        self.run = run
+    def _make_in_parts(self) -> None:
+        """Run a whole task whose tensors do not fit in memory.
 
-
-class _Fetch(_TaskStep):
-    """Step that reads one range."""
-
-    what = "read"
-
-    def __init__(self, run: _TaskRun, source: int, tensor: str, offset: int, into: memoryview) -> None:
-        super().__init__(run, into.nbytes)
-        self._source, self._tensor, self._offset, self._into = source, tensor, offset, into
-
-    def start(self) -> None:
-        self.run.worker.read(self._source, self._tensor, self._offset, self._into)
-
-    def finish(self) -> None:
-        self.run.arrived()
-
-
-class _PlaceIn(_TaskStep):
-    """Step that moves inputs to the device."""
-
-    what = "place"
-
-    def start(self) -> Pending | None:
-        assert self.run.buffer is not None
-        placed, pending = self.run.worker.backend.place(self.run.buffer, self.run.sizes)
-        self.run.placed = [raw[start:stop] for raw, (start, stop) in zip(placed, self.run.wanted, strict=True)]
-        self.nbytes = sum(self.run.sizes)
-        return pending
-
-    def finish(self) -> None:
-        # Early, where the device has a copy: the buffer can then serve the next task while this one computes.
-        if self.run.worker.backend.copies:
-            self.run.free_inputs()
-        self.run.pass_on(self.run.worker.compute, _Compute(self.run))
-
-
-class _Compute(_TaskStep):
-    """Step that runs the operation, computes digests, and copies the outputs to the host."""
-
-    what = "make"
-
-    def start(self) -> Pending | None:
-        run = self.run
-        run.worker.began(run.task)
-        leaf_bytes = run.worker.job.leaf_bytes
-        pieces = [
-            [(a - written.start, b - written.start) for a, b in written.pieces(leaf_bytes)] for written in run.written
-        ]
-        run.made, pending = run.worker.backend.make(self._run, pieces)
-        self.nbytes = sum(len(raw) for raw in run.made.raw)
-        return pending
-
-    def _run(self) -> Sequence[torch.Tensor]:
-        with self.run.operating():
-            return self.run.run()
-
-    def finish(self) -> None:
-        self.run.placed = []
-        self.run.pass_on(self.run.worker.send, _Send(self.run))
-
-
-class _InParts(_TaskStep):
-    """Step that runs a whole task whose tensors do not fit in memory: it reads the inputs in parts, once for each pass
-    of the operation, and writes the outputs part by part.
-
-    It does not read ahead: tasks of this size are limited by the operation.
-    """
-
-    what = "make"
-
-    def start(self) -> None:
-        run, worker = self.run, self.run.worker
-        worker.began(run.task)
-        ((recipe, _, _),) = run.entries
+        Its inputs are read in parts, once for each pass of the operation, and its outputs written part by part. Nothing
+        is read ahead: tasks of this size are limited by the operation.
+        """
+        worker = self._worker
+        worker.began(self._task)
+        ((recipe, _, _),) = self._entries
         operation = worker.job.operation
         assert isinstance(operation, Streamed)
-        written = [_Written(worker, where) for where in run.written]
+        writers = [_OutputInParts(worker, where) for where in self._outputs]
         scratch: dict[int, torch.Tensor] = {}
-        with worker.backend.entered(), run.operating():
-            parts = operation.run_parts(recipe, run.num_part, partial(self._read, recipe, scratch))
+        with worker.backend.entered(), self._operating():
+            parts = operation.run_parts(recipe, self._num_part, partial(self._read_part, recipe, scratch))
             for outputs in parts:
-                for output, tensor in zip(written, outputs, strict=True):
-                    output.add(as_bytes(tensor.cpu()))
-                    self.nbytes += tensor.nbytes
-                if worker.is_revoked(run.task):
+                for writer, tensor in zip(writers, outputs, strict=True):
+                    writer.add(as_bytes(tensor.cpu()))
+                if worker.is_revoked(self._task):
                     return
-        self._digests = np.concatenate([output.end(run.name) for output in written])
+        self._digests = np.concatenate([writer.end(self._name) for writer in writers])
 
-    def _read(
+    def _read_part(
         self, recipe: Recipe, scratch: dict[int, torch.Tensor], index: int, start: int, stop: int
     ) -> torch.Tensor:
         """See `ReadPart`."""
-        worker, recipe_input = self.run.worker, recipe.inputs[index]
+        worker, recipe_input = self._worker, recipe.inputs[index]
         worker.ticket.check()
         width, leaf_bytes = recipe_input.spec.dtype.bits // 8, worker.job.held_to[recipe_input.source] or 1
         first, last = start * width, stop * width
@@ -453,27 +446,30 @@ class _InParts(_TaskStep):
         for at in range(0, high - low, step):
             worker.read(recipe_input.source, recipe_input.spec.name, low + at, as_view(raw[at : at + step]))
         part = raw[first - low : last - low]
+        # A view of another dtype must begin at a multiple of its width, which a leaf's edge need not be.
         part = part if (first - low) % width == 0 else part.clone()
         return as_tensor(part, recipe_input.spec.dtype, (stop - start,)).to(worker.backend.device)
 
-    def finish(self) -> None:
-        run = self.run
-        revoked = run.worker.is_revoked(run.task)
-        run.end()
-        if not revoked:
-            run.worker.ended(run.task, self._digests)
+    def _made_in_parts(self) -> None:
+        self._end()
+        # None only where the task was revoked midway; one that was revoked since is not reported either.
+        if self._digests is not None and not self._worker.is_revoked(self._task):
+            self._worker.ended(self._task, self._digests)
 
 
-class _Written:
-    """One output of a task that is made in parts; its bytes are written in order, and digested piece by piece."""
+class _OutputInParts:
+    """An output of a task that is made in parts; its bytes are written in order, and digested piece by piece."""
 
     def __init__(self, worker: Worker, where: Written) -> None:
         table = worker.job.files.table
-        self._worker, self._file = worker, int(table.file_index[where.row])
-        self._offset, self._stop = int(table.offset[where.row]) + where.start, where.stop - where.start
+        self._worker = worker
+        self._file = int(table.file_index[where.row])
+        self._offset = int(table.offset[where.row]) + where.start
+        self._nbytes = where.stop - where.start
         self._pieces = where.pieces(worker.job.leaf_bytes)
         self._digests = np.empty(len(self._pieces), np.uint64)
-        self._done = self._num_digested = 0
+        self._done = 0
+        self._num_digested = 0
         self._rest = bytearray()
         """Bytes of the piece that is not complete yet."""
 
@@ -496,29 +492,6 @@ class _Written:
 
     def end(self, tensor: str) -> U64:
         """Return the digests. OperationFailed if the parts do not add up to the output's size."""
-        if self._done != self._stop:
-            raise OperationFailed(f"its parts are {self._done} bytes, not {self._stop}", tensor=tensor)
+        if self._done != self._nbytes:
+            raise OperationFailed(f"its parts are {self._done} bytes, not {self._nbytes}", tensor=tensor)
         return self._digests
-
-
-class _Send(_TaskStep):
-    """Step that writes the outputs into their files."""
-
-    what = "write"
-
-    def start(self) -> None:
-        run = self.run
-        assert run.made is not None
-        table = run.worker.job.files.table
-        for raw, where in zip(run.made.raw, run.written, strict=True):
-            at = int(table.offset[where.row]) + where.start
-            run.worker.out.write(int(table.file_index[where.row]), at, as_view(raw))
-            self.nbytes += len(raw)
-        run.worker.moved(self.nbytes)
-
-    def finish(self) -> None:
-        run = self.run
-        assert run.made is not None
-        digests = run.made.digests.copy()  # it lies in a buffer that `end` releases to other tasks
-        run.end()
-        run.worker.ended(run.task, digests)

@@ -336,7 +336,6 @@ class TransferStats:
     """See the module.
 
     Attributes:
-        is_touched: whether a byte of our memory may have been written.
         peak_bytes: set by the run.
     """
 
@@ -346,7 +345,7 @@ class TransferStats:
         self._wire, self._begun = _Span(), time.perf_counter()
         self._digest_s = 0.0
         self._lock = threading.Lock()
-        self.is_touched, self.peak_bytes = False, 0
+        self.peak_bytes = 0
 
     @contextmanager
     def reading(self, member: str) -> Iterator[None]:

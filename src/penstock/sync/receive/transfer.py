@@ -1,30 +1,20 @@
 """Transfer of one receiver's part of a sync from several sources at once, with verification.
 
 In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
-Not here: choosing sources and version (`subscriber`), the use of the bytes (`sync.recording.requirements`,
-`staging_copy`).
+Not here: executors, ticket and closing (`engine.run`), choosing sources and version (`subscriber`), cutting the part
+into steps (`batches`), the use of the bytes (`sync.recording.requirements`, `staging_copy`), the planner's use of
+progress reports (`sync.publish.progress`).
 
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
-From a source that had all rows at the start, the digests of many steps are requested together (`AskStep`) while the
-steps are read; from any other source, the digests of each step are requested before it is read.
+From a source that had all rows at the start, the digests of many steps are requested together (`ask`) while the steps
+are read; from any other source, the digests of each step are requested before it is read.
 
-Digests of the last version in this receiver's memory, so that only changed strips are read.
-
-In: for each step of a transfer the last verified digests, and those of the next version. Out: the strips to read, and
-the reason.
-Not here: reading and verifying (`transfer`): a strip that is not read is digested like one that was, so the stored
-digests only decide what to skip, and are never trusted.
-
-    first run: everything is read, and its digests stored -> next run: digests are requested before a step is read, and
-    only strips that differ are read. Then the measured density and bandwidth decide whether to request digests first;
-    if not, they are requested while everything is read.
-
-Progress reports of a receiver to the planner of its part, during a transfer.
-
-In: a running transfer. Out: `Progress`, twice a second and at the end.
-Not here: the planner's use of it (`sync.publish.progress`).
+With a `Delta`, only strips that changed since the last version are read. The first run of a plan reads everything and
+stores its digests; the next requests digests before it reads a step. Then the measured density and bandwidth decide
+whether to go on so, or to read everything while digests are requested. A strip that is not read is digested like one
+that was: the stored digests only decide what to skip, and are never trusted.
 """
 
 from __future__ import annotations
@@ -34,11 +24,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from penstock.digest.strip import Strips
-from penstock.engine.executors import Executor, Pending, Ticket, Work
+from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.hub.messages import Progress
@@ -77,18 +68,23 @@ class Delta:
         self._digests: dict[Step, U64] = {}
         # A read that failed midway leaves strips of two versions: the stored digests of its step are then worthless.
         self._unsure: set[Step] = set()
-        self._bytes_per_s = self._ask_s = 0.0
+        self._bytes_per_s = 0.0
+        self._ask_s = 0.0
         self._changed_bytes = 0
         self._is_whole = False
         self._why = ""
 
     def begin(self, nbytes: int) -> None:
         """Start a run of `nbytes`, and decide whether it requests digests first."""
-        self._changed_bytes, self._is_whole = 0, bool(self._digests)
+        self._changed_bytes = 0
+        # Whether the change of every step will be known; only then does this run measure the density.
+        self._is_whole = bool(self._digests)
         if not self._digests:
-            self.asks_first, self._why = False, "this plan has received no version yet"
+            self.asks_first = False
+            self._why = "this plan has received no version yet"
         elif self.density is None:
-            self.asks_first, self._why = True, "the share of changed bytes is being measured"
+            self.asks_first = True
+            self._why = "the share of changed bytes is being measured"
         else:
             # By the last version's density: training steps of one run change about the same share of the weights.
             self.asks_first = pays(nbytes, self.density * nbytes, self._bytes_per_s, self._ask_s)
@@ -176,8 +172,12 @@ class Transfer:
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
             raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
-        self.part, self.into, self.names, self.stall_s = part, into, names, stall_s
-        self.watermark_bytes, self.delta = watermark_bytes, delta
+        self.part = part
+        self.into = into
+        self.names = names
+        self.stall_s = stall_s
+        self.watermark_bytes = watermark_bytes
+        self.delta = delta
         self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
@@ -199,11 +199,21 @@ class Transfer:
 
         After any error nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
-        self.lost, self.moved_bytes, self.proven = None, 0, []
+        self.lost = None
+        self.moved_bytes = 0
+        self.proven = []
         windows = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
-        report = _TransferRun(self, windows, sources, self._trace).run()
+        run = _TransferRun(self, windows, sources, self._trace)
+        try:
+            with run:
+                run.carry_out()
+        except PenstockError as error:
+            # Not before the run is closed: until then a read that is still under way can touch the memory.
+            error.mutated = run.is_touched
+            raise
+        report = run.stats.report(self.part.nbytes)
         if self.delta is not None:
             self.delta.ended(report)
         return report
@@ -214,9 +224,9 @@ class Transfer:
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
         if missing:
             raise PlanError(f"{self.part.receiver}: no link to {', '.join(missing)}")
-        taken = [sources[self.part.sources[i]] for i in used]
-        if len({link.map.version for link in taken}) > 1:
-            versions = ", ".join(f"{link.member}: {link.map.version}" for link in taken)
+        links = [sources[self.part.sources[i]] for i in used]
+        if len({link.map.version for link in links}) > 1:
+            versions = ", ".join(f"{link.member}: {link.map.version}" for link in links)
             raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
         if self._windows is None or sizes != self._sizes:
@@ -234,8 +244,12 @@ class Transfer:
         return self._windows
 
 
-class _TransferRun:
-    """A single run of a transfer."""
+class _TransferRun(Run):
+    """One run of a transfer.
+
+    Attributes:
+        stats: figures of the run, for its report.
+    """
 
     def __init__(
         self,
@@ -244,13 +258,26 @@ class _TransferRun:
         sources: Mapping[str, SourceLink],
         trace: Trace,
     ) -> None:
-        self._transfer, self._windows = transfer, windows
-        self.stall_s = transfer.stall_s
+        super().__init__(transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s)
+        self._transfer = transfer
+        self._windows = windows
+        self._delta = transfer.delta
+        # From every source, also one that had all rows at the start.
+        self._asks_first = self._delta is not None and self._delta.asks_first
         # A queue per source: a slow source must not keep the steps of the others waiting behind its own.
         self._queues: dict[int, deque[Step]] = {}
         for step in windows.steps:
             self._queues.setdefault(step.source, deque()).append(step)
-        self.reads = {i: SourceRead(sources[transfer.part.sources[i]], transfer.into) for i in self._queues}
+        self._reads = {i: SourceRead(sources[transfer.part.sources[i]], transfer.into) for i in self._queues}
+        self.stats = TransferStats(self._reads)
+        num_sources = max(1, len(self._queues))
+        self._ask = self.executor("ask", min(READS_AT_ONCE, num_sources))
+        self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_sources))
+        # Two, so that one can queue launches while the other waits for the device's digests.
+        self._compute = self.executor("compute", 2)
+
+        # The lock guards what follows, and the statistics' `peak_bytes`.
+        self._lock = threading.Lock()
         self._wanted: dict[Step, U64] = {}
         """Digests of steps that have not arrived yet."""
         self._here: set[Step] = set()
@@ -258,169 +285,178 @@ class _TransferRun:
         self._skipped: set[Step] = set()
         """Steps with strips that were not read."""
         self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
+        """Steps of each window that are not verified yet."""
         self._flying = dict.fromkeys(self._queues, 0)
-        self._under_way_bytes = self._next_window = 0
-        self._lock = threading.RLock()
-        num_reads = min(READS_AT_ONCE, READS_OF_ONE * max(1, len(self._queues)))
-        self._ask = Executor("ask", min(READS_AT_ONCE, max(1, len(self._queues))), trace=trace, stall_s=self.stall_s)
-        self._fetch = Executor("fetch", num_reads, trace=trace, stall_s=self.stall_s)
-        # Two, so that one can queue launches while the other waits for the device's digests.
-        self._compute = Executor("compute", 2, trace=trace, stall_s=self.stall_s)
-        self._executors = (self._ask, self._fetch, self._compute)
-        self.ticket = Ticket(transfer.part.nbytes, lambda: any(executor.is_busy() for executor in self._executors))
-        self.stats = TransferStats(self.reads)
+        self._under_way_bytes = 0
+        self._next_window = 0
 
-    def run(self) -> TransferReport:
-        try:
-            with self._lock:
-                self._advance()
-                self._assign()
-            for source, read in self.reads.items():
-                if read.is_ready and not self.asks_first:
-                    self._ask.post(
-                        *(AskStep(self, read, some) for some in self._windows.digest_requests(source, ASK_BYTES))
+    def carry_out(self) -> None:
+        """Read and verify every step. Raises what stopped the run."""
+        with self._lock:
+            self._advance()
+            self._assign()
+        for number, source in self._reads.items():
+            if source.is_ready and not self._asks_first:
+                requests = self._windows.digest_requests(number, ASK_BYTES)
+                name = f"ask {source.member}"
+                self._ask.post(
+                    *(
+                        Item(request.steps[0].window, name, 0, start=partial(self._request_digests, source, request))
+                        for request in requests
                     )
-            with quick_handover():
-                self.ticket.wait(stall_s=self.stall_s)
-        except PenstockError as error:
-            # Close first: a read that is still under way can touch the memory until its executor has ended.
-            self._close()
-            error.mutated = self.stats.is_touched
-            raise
-        finally:
-            self._close()
-            self.ticket.release()  # its references would keep this run, and with it peers' mapped memory, alive
-        return self.stats.report(self._transfer.part.nbytes)
+                )
+        with quick_handover():
+            self.wait()
 
-    def _close(self) -> None:
-        if not self.ticket.done:  # an exception in the caller's thread, for example an interrupt
-            self.ticket.cancel()
-        for executor in self._executors:
-            executor.close()
+    # -- Posting. Order: the caller has the lock.
 
     def _assign(self) -> None:
-        """Post the reads that may start now. Order: the caller has the lock."""
+        """Post the reads that may start now."""
         # Three bounds: reads per source, so that a slow one does not take all threads; unverified bytes, which is the
         # user's memory bound; and windows ahead, so that the first tensors are complete early.
-        posts = []
-        for source, queue in self._queues.items():
-            while queue and self._flying[source] < READS_OF_ONE:
+        items = []
+        for number, queue in self._queues.items():
+            while queue and self._flying[number] < READS_OF_ONE:
                 step = queue[0]
                 room = self._transfer.watermark_bytes - self._under_way_bytes
                 if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:
                     break
                 queue.popleft()
-                self._flying[source] += 1
+                self._flying[number] += 1
                 self._under_way_bytes += step.nbytes
                 self.stats.peak_bytes = max(self.stats.peak_bytes, self._under_way_bytes)
-                posts.append(ReadStep(self, self.reads[source], step))
-        if posts:
-            self._fetch.post(*posts)
+                source = self._reads[number]
+                items.append(
+                    Item(
+                        step.window,
+                        f"{source.member} window {step.window}",
+                        step.nbytes,
+                        start=partial(self._read_step, source, step),
+                        finish=partial(self._arrived, step),
+                    )
+                )
+        if items:
+            self._fetch.post(*items)
 
     def _advance(self) -> None:
-        """Pass the verified windows in order, and finish after the last. Order: the caller has the lock."""
+        """Pass the verified windows in order, and finish after the last."""
         while self._next_window < len(self._windows) and not self._left[self._next_window]:
             self._next_window += 1
         if self._next_window == len(self._windows):
             self.ticket.finish()
 
-    # -- Called by the steps.
+    def _post_verification(self, step: Step) -> None:
+        """Post the verification of a step, if both its bytes and its digests have arrived; only the later posts it."""
+        if step in self._here and step in self._wanted:
+            self._here.remove(step)
+            self._compute.post(
+                Item(
+                    step.window,
+                    f"verify window {step.window}",
+                    step.nbytes,
+                    start=partial(self._verify, step, self._wanted.pop(step)),
+                    finish=partial(self._verified, step),
+                )
+            )
 
-    def arrived(self, step: Step) -> None:
+    # -- ask: digests of several steps of one source.
+
+    def _request_digests(self, source: SourceRead, request: DigestRequest) -> None:
+        digests = request.split(self._digests_of(source, request.theirs))
+        for step, wanted in zip(request.steps, digests, strict=True):
+            self._note_digests(step, wanted)
+
+    def _digests_of(self, source: SourceRead, strips: Strips) -> U64:
+        """Return the source's digests of its strips, once they are ready."""
+        begun = time.perf_counter()
+        try:
+            digests = source.ask(strips, stall_s=self.stall_s, is_over=lambda: self.ticket.stopped)
+        except PenstockError as error:
+            self._note_lost(source.member, error)
+            raise
+        self.stats.answered(source.member, time.perf_counter() - begun)
+        return digests
+
+    def _note_digests(self, step: Step, wanted: U64) -> None:
+        """Note the digests that the source reports for a step."""
+        with self._lock:
+            self._wanted[step] = wanted
+            self._post_verification(step)
+
+    # -- fetch: a step's missing strips.
+
+    def _read_step(self, source: SourceRead, step: Step) -> None:
+        """Read the strips of a step that are missing here."""
+        missing: Step | None = step
+        if self._asks_first or not source.is_ready:
+            wanted = self._digests_of(source, step.theirs)
+            self._note_digests(step, wanted)
+            if self._delta is not None:
+                missing = self._delta.lacking(step, wanted)
+                if missing is not step:
+                    self._skipped.add(step)
+        if missing is not None:
+            self._read(source, step, missing)
+
+    def _read(self, source: SourceRead, step: Step, strips: Step) -> None:
+        """Read strips of a step, or all of it."""
+        if self._delta is not None:
+            self._delta.reading(step)
+        try:
+            with self.stats.reading(source.member):
+                failed, is_touched = source.read(strips, stall_s=self.stall_s)
+            # Also where the read failed: a partial read has written bytes.
+            if is_touched:
+                self.is_touched = True
+            if failed is not None:
+                raise failed
+        except PenstockError as error:
+            self._note_lost(source.member, error)
+            raise
+        self.stats.took(source.member, strips.nbytes)
+
+    def _arrived(self, step: Step) -> None:
         """Note that a step's bytes have arrived, and are not verified yet."""
         with self._lock:
             self._flying[step.source] -= 1
             self._here.add(step)
             self._assign()
-            self._verify(step)
+            self._post_verification(step)
 
-    @property
-    def asks_first(self) -> bool:
-        """Return whether a step's digests are requested before the step is read, from every source."""
-        return self._transfer.delta is not None and self._transfer.delta.asks_first
+    # -- compute: digests of what arrived.
 
-    def lacking(self, step: Step, wanted: U64 | None) -> Step | None:
-        """Return the strips of a step that must be read; None: the receiver has all of them."""
-        delta = self._transfer.delta
-        if delta is None or wanted is None:
-            return step
-        missing = delta.lacking(step, wanted)
-        if missing is not step:
-            self._skipped.add(step)
-        return missing
-
-    def read(self, step: Step, some: Step) -> None:
-        """Read strips of a step, or all of it."""
-        source = self.reads[step.source]
-        if self._transfer.delta is not None:
-            self._transfer.delta.reading(step)
-        try:
-            with self.stats.reading(source.member):
-                failed, is_touched = source.read(some, stall_s=self.stall_s)
-            # Also where the read failed: a partial read has written bytes.
-            self.stats.is_touched |= is_touched
-            if failed is not None:
-                raise failed
-        except PenstockError as error:
-            self.lost(source.member, error)
-            raise
-        self.stats.took(source.member, some.nbytes)
-
-    def note_digests(self, step: Step, wanted: U64) -> None:
-        """Note the digests that the source reports for a step."""
-        with self._lock:
-            self._wanted[step] = wanted
-            self._verify(step)
-
-    def _verify(self, step: Step) -> None:
-        """Post the verification of a step, if both its bytes and its digests have arrived.
-
-        Order: the caller has the lock, so that only the later of the two posts it.
-        """
-        if step in self._here and step in self._wanted:
-            self._here.remove(step)
-            self._compute.post(VerifyStep(self, step, self._wanted.pop(step)))
-
-    def lost(self, member: str, error: PenstockError) -> None:
-        """Note the first source whose failure ends the run, and add its name to the error."""
-        # After the first error the other reads are cancelled, and fail as a consequence: they say nothing about their
-        # sources.
-        if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
-            self._transfer.lost = member
-            error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
-
-    def verify(self, step: Step, wanted: U64) -> None:
+    def _verify(self, step: Step, wanted: U64) -> None:
         """Digest a step's strips, read or skipped, and compare them with the source's digests."""
-        got = self._digests(step)
-        wrong: I64 = np.flatnonzero(got != wanted)
+        digests = self._own_digests(step)
+        wrong: I64 = np.flatnonzero(digests != wanted)
         if len(wrong) and step in self._skipped:
             # The engine changed skipped strips in place since the last version: read the whole step after all.
-            self.read(step, step)
-            got = self._digests(step)
-            wrong = np.flatnonzero(got != wanted)
+            self._read(self._reads[step.source], step, step)
+            digests = self._own_digests(step)
+            wrong = np.flatnonzero(digests != wanted)
         if len(wrong):
             member = self._transfer.part.sources[step.source]
             row = int(step.rows[wrong[0]])
             names = self._transfer.names
             error = IntegrityError(
-                f"{len(wrong)} of {len(got)} strips from {member} differ from the digests it gave",
+                f"{len(wrong)} of {len(digests)} strips from {member} differ from the digests it gave",
                 tensor=names[row] if row < len(names) else None,
                 uri=member,
                 hint="the bytes were damaged on the way, or the source changed them without a fence",
             )
-            self.lost(member, error)
+            self._note_lost(member, error)
             raise error
-        self._transfer.proven.append((step.ours, got))
-        if self._transfer.delta is not None:
-            self._transfer.delta.proven(step, got)
+        self._transfer.proven.append((step.ours, digests))
+        if self._delta is not None:
+            self._delta.proven(step, digests)
 
-    def _digests(self, step: Step) -> U64:
+    def _own_digests(self, step: Step) -> U64:
         begun = time.perf_counter()
-        got = self._transfer.into.digests(step.ours)
+        digests = self._transfer.into.digests(step.ours)
         self.stats.digested(time.perf_counter() - begun)
-        return got
+        return digests
 
-    def verified(self, step: Step) -> None:
+    def _verified(self, step: Step) -> None:
         """Note that a step's bytes match the source's digests."""
         with self._lock:
             # Only now, not on arrival: the watermark bounds bytes that may turn out wrong.
@@ -432,88 +468,16 @@ class _TransferRun:
             self._assign()
         self.ticket.wake()
 
-
-class AskStep(Work):
-    """Request for the digests of several steps of one source."""
-
-    __slots__ = ("_asked", "_run", "_source", "_wanted")
-
-    def __init__(self, run: _TransferRun, source: SourceRead, request: DigestRequest) -> None:
-        super().__init__(run.ticket, request.steps[0].window, f"ask {source.member}")
-        self._run, self._source, self._asked = run, source, request
-        self._wanted: U64 | None = None
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        run, begun = self._run, time.perf_counter()
-        try:
-            strips = self._asked.theirs
-            self._wanted = self._source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
-        except PenstockError as error:
-            run.lost(self._source.member, error)
-            raise
-        run.stats.answered(self._source.member, time.perf_counter() - begun)
-        return None
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        assert self._wanted is not None
-        for step, wanted in zip(self._asked.steps, self._asked.split(self._wanted), strict=True):
-            self._run.note_digests(step, wanted)
+    def _note_lost(self, member: str, error: PenstockError) -> None:
+        """Note the first source whose failure ends the run, and add its name to the error."""
+        # After the first error the other reads are cancelled, and fail as a consequence: they say nothing about their
+        # sources.
+        if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
+            self._transfer.lost = member
+            error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
 
 
-class ReadStep(Work):
-    """Read of a step's missing strips, after a request for its digests unless those come from an `AskStep`."""
-
-    __slots__ = ("_run", "_source", "_step", "_wanted")
-
-    def __init__(self, run: _TransferRun, source: SourceRead, step: Step) -> None:
-        super().__init__(run.ticket, step.window, f"{source.member} window {step.window}", step.nbytes)
-        self._run, self._source, self._step = run, source, step
-        self._wanted: U64 | None = None
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        run, source = self._run, self._source
-        if run.asks_first or not source.is_ready:
-            begun = time.perf_counter()
-            try:
-                strips = self._step.theirs
-                self._wanted = source.ask(strips, stall_s=run.stall_s, is_over=lambda: run.ticket.stopped)
-            except PenstockError as error:
-                run.lost(source.member, error)
-                raise
-            run.stats.answered(source.member, time.perf_counter() - begun)
-        lacking = run.lacking(self._step, self._wanted)
-        if lacking is not None:
-            run.read(self._step, lacking)
-        return None
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        self._run.arrived(self._step)
-        if self._wanted is not None:
-            self._run.note_digests(self._step, self._wanted)
-
-
-class VerifyStep(Work):
-    """Verification of a step's bytes against the source's digests."""
-
-    __slots__ = ("_run", "_step", "_wanted")
-
-    def __init__(self, run: _TransferRun, step: Step, wanted: U64) -> None:
-        super().__init__(run.ticket, step.window, f"verify window {step.window}", step.nbytes)
-        self._run, self._step, self._wanted = run, step, wanted
-
-    def start(self) -> Pending | None:
-        """See `Step.start`."""
-        self._run.verify(self._step, self._wanted)
-        return None
-
-    def finish(self) -> None:
-        """See `Step.finish`."""
-        self._run.verified(self._step)
-
+# -- Progress reports to the planner of the part.
 
 REPORT_S = 0.5
 """Interval of reports: well below the smallest stall deadline, and cheap for a rank 0 with hundreds of receivers."""
@@ -543,9 +507,8 @@ def tell_failed(membership: Membership, request: tuple[str, int] | None, error: 
     """Report a failure to the planner that was asked last, so that a publish does not wait for this receiver."""
     if request is not None:
         planner, version = request
-        _report(
-            membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024])
-        )  # the field's limit
+        # Cut to the limit of the message's field: a refused report would say nothing at all.
+        _report(membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
 
 
 def _report(membership: Membership, planner: str, progress: Progress) -> None:

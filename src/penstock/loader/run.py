@@ -1,0 +1,366 @@
+"""The run of a load plan: fetch -> place -> compute, within one staging budget.
+
+In: a `LoadPlan`, its sources, a `Place`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
+Not here: executors, ticket and closing (`engine.run`), what a slab becomes (`session`).
+
+    reads --fetch--> staging --place--> slabs --compute--> ready, in order
+              `----------------(host memory: straight)--^
+
+A slab is *open* until its last byte arrived, *unchecked* until its digests were compared, then *ready*. Without a
+checker it is ready as soon as it is complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from penstock.engine.check import Checker
+from penstock.engine.fetch_ring import HostedExecutor, Queued, RingFetch
+from penstock.engine.place import Place, Segment, pack
+from penstock.engine.run import Executor, Item, Pending, Run, Ticket
+from penstock.engine.trace import Trace
+from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.plan.schedule import LoadPlan
+from penstock.storage import Source
+from penstock.storage.files import FileSource
+from penstock.storage.io_uring import Uring
+
+
+class LoadRun(Run):
+    """One running load. A context manager: leaving it drains I/O and device copies.
+
+    Args:
+        plan: what to read and where it goes.
+        sources: by file index of the plan.
+        place: the destination's slabs.
+        pool: staging; None only where every read can go straight to its slabs.
+        num_fetch_threads: reads under way at once, by threads or by the ring's workers.
+        num_direct_threads: threads for what does not suit the ring; 0: as many as that.
+        ring: takes the reads of files in the page cache into staging; the run closes it.
+        stall_s: deadline by progress of every wait.
+        trace: where spans go.
+        checker: digests complete slabs; None: slabs are ready when their bytes are.
+        reads: which reads of the plan to carry out; None: all.
+        window_bytes: reads start at most this far ahead of the slabs consumed; 0: no bound.
+
+    Attributes:
+        reads: file index, offset and bytes of each read of the plan.
+        paths: bytes read per (file index, path word).
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        sources: Sequence[Source],
+        place: Place,
+        *,
+        pool: StagingPool | None,
+        num_fetch_threads: int,
+        num_direct_threads: int = 0,
+        ring: Uring | None = None,
+        stall_s: float,
+        trace: Trace,
+        checker: Checker | None = None,
+        reads: Sequence[int] | None = None,
+        window_bytes: int = 0,
+    ) -> None:
+        super().__init__(plan.nbytes, trace=trace, stall_s=stall_s)
+        self.plan = plan
+        self.sources = sources
+        self.place = place
+        self.pool = pool
+        self._checker = checker
+        self._posted_reads = range(plan.num_reads) if reads is None else reads
+        self._window_bytes = window_bytes
+        self.fetch: Executor | RingFetch
+        self._place: Executor | HostedExecutor
+        threads = Executor("fetch", num_direct_threads or num_fetch_threads, self.ticket, trace=trace, stall_s=stall_s)
+        if ring is None:
+            self.fetch = self.own(threads)
+            self._place = self.executor("place", 1)
+        else:
+            self.fetch = self.own(
+                RingFetch(ring, num_fetch_threads, threads, self.ticket, trace=trace, stall_s=stall_s)
+            )
+            self._place = self.fetch.place
+        self._compute = self.executor("compute", checker.num_threads if checker else 1)
+
+        # Lists of Python's own numbers: each is read once per segment, where a numpy scalar costs ten times as much.
+        self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
+        before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
+        self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
+        segments = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
+        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in segments), strict=True)))
+        self._seg_first: list[int] = plan.seg_first.tolist()
+        files, offsets, lengths = (column.tolist() for column in (plan.read_file, plan.read_offset, plan.read_nbytes))
+        self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
+        self.paths: dict[tuple[int, str], int] = {}
+
+        # The lock guards what follows, `paths`, and the ticket's `moved_bytes`.
+        self._lock = threading.Lock()
+        self._missing = list(self._slab_nbytes)
+        self._ready = [False] * len(self._missing)
+        self._num_open = len(self._missing)
+        self._num_unready = len(self._missing)
+        self._unchecked: list[int] = []
+        self._unchecked_bytes = 0
+        self._placed: set[int] = set()
+        self._awaited_reads: set[int] = set()
+        # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
+        self._awaited = 0 if window_bytes else max(0, len(self._missing) - 1)
+        self._consumed_bytes = 0
+        self._is_closed = False
+
+    def start(self) -> Ticket:
+        """Post every read and return the ticket at once."""
+        if self._num_open == 0:
+            self.ticket.finish()
+        # The first reads start while the items of the others are made.
+        first = 2 * self.fetch.num_threads
+        for part in (self._posted_reads[:first], self._posted_reads[first:]):
+            self.fetch.post(*[_Read(self, read) for read in part])
+        return self.ticket
+
+    def slabs(self) -> Iterator[int]:
+        """Slab indices in plan order, each once it is complete and checked.
+
+        Raises:
+            PenstockError: what stopped the run.
+        """
+        ready, ticket = self._ready, self.ticket
+        for index, nbytes in enumerate(self._slab_nbytes):
+            self._awaited = index
+            if not ready[index]:
+                if self._window_bytes:
+                    ticket.wake()
+                if self._window_bytes and self._missing[index] == 0:
+                    self._flush_checks()
+                ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
+            yield index
+            self._consumed_bytes += nbytes
+
+    def wait_reads(self, reads: Iterable[int]) -> None:
+        """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
+        awaited = set(reads)
+        with self._lock:
+            awaited -= self._placed
+            self._awaited_reads = awaited
+        self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
+
+    def close(self) -> None:
+        """Stop what runs, wait for what a device or a kernel call still does. Idempotent.
+
+        Afterwards nothing writes to the slabs or the pool, whose owner may free it, and the run holds no slab.
+        """
+        if self._is_closed:
+            return
+        if not self.ticket.done:
+            self.ticket.cancel()
+        # A read may wait for a buffer that no item will give back any more.
+        if self.ticket.stopped and self.pool is not None:
+            self.pool.cancel()
+        super().close()
+        self._is_closed = True
+        # Nothing of this waits for the garbage collector: it holds memory of the size of the weights.
+        del self.place, self._checker
+
+    # -- Called by the items, and by the exchange of a group.
+
+    def segments(self, read: int) -> list[Segment]:
+        """Return the read's segments as tuples."""
+        return self._segments[self._seg_first[read] : self._seg_first[read + 1]]
+
+    def admit(self, read: int, *, wait: bool = True) -> bool:
+        """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""
+        if not self._window_bytes:
+            return True
+        start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
+        with self.ticket.changed:
+            # A slab larger than the window is read all the same once it is the one waited for.
+            while (
+                start - self._consumed_bytes > self._window_bytes
+                and first_slab > self._awaited
+                and not self.ticket.stopped
+            ):
+                if not wait:
+                    return False
+                self.ticket.changed.wait(1.0)
+        return True
+
+    def note_path(self, file: int, path: str, nbytes: int) -> None:
+        """Note the path that a read's bytes took."""
+        with self._lock:
+            self.paths[file, path] = self.paths.get((file, path), 0) + nbytes
+
+    def post_place(self, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        """Copy a buffer's packed segments into their slabs, on the place executor; then give the buffer back."""
+        assert self.pool is not None
+        self._place.post(
+            Item(
+                read,
+                f"place {read}",
+                sum(segment.run for segment in segments),
+                start=partial(self.place.copy, buffer, segments),
+                finish=partial(self._copied, read, buffer, segments),
+                abandon=partial(self.pool.release, buffer),
+            )
+        )
+
+    def _copied(self, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        assert self.pool is not None
+        self.pool.release(buffer)
+        self.placed(read, segments)
+
+    def placed(self, read: int, segments: Sequence[Segment]) -> None:
+        """Note that this read's bytes are in their slabs."""
+        self.arrived(segments)
+        with self._lock:
+            self._placed.add(read)
+            is_last = self._awaited_reads == {read}
+            self._awaited_reads.discard(read)
+        if is_last:
+            self.ticket.wake()
+
+    def arrived(self, segments: Sequence[Segment]) -> None:
+        """Note that the bytes of these segments are in their slabs."""
+        total = 0
+        full = []
+        with self._lock:
+            for segment in segments:
+                nbytes = segment.run * segment.rows
+                total += nbytes
+                self._missing[segment.slab] -= nbytes
+                if self._missing[segment.slab] == 0:
+                    full.append(segment.slab)
+            self.ticket.moved_bytes += total
+            if self._checker is not None:
+                self._unchecked.extend(full)
+                self._unchecked_bytes += sum(self._slab_nbytes[slab] for slab in full)
+                self._num_open -= len(full)
+                flush = self._unchecked_bytes >= self._checker.batch_bytes or self._num_open == 0
+                # A stream's consumer may be waiting for a slab that alone does not fill a batch.
+                flush |= bool(self._window_bytes) and self._awaited in full
+        if self._checker is None:
+            self._mark_ready(full)
+        elif flush:
+            self._flush_checks()
+
+    def _flush_checks(self) -> None:
+        """Post a check of the complete slabs that wait for one."""
+        with self._lock:
+            batch, self._unchecked, self._unchecked_bytes = self._unchecked, [], 0
+        if batch and self._checker is not None:
+            self._compute.post(
+                Item(
+                    batch[0],
+                    f"check {batch[0]}..{batch[-1]}",
+                    sum(self._slab_nbytes[slab] for slab in batch),
+                    start=partial(self._checker.check, batch),
+                    finish=partial(self._mark_ready, batch),
+                )
+            )
+
+    def _mark_ready(self, slabs: Sequence[int]) -> None:
+        """Let these slabs be given away; the last one finishes the ticket."""
+        if not slabs:
+            return
+        with self._lock:
+            for slab in slabs:
+                self._ready[slab] = True
+            self._num_unready -= len(slabs)
+            done = self._num_unready == 0
+        if done:
+            self.ticket.finish()
+        elif self._ready[self._awaited]:
+            self.ticket.wake()
+
+
+class _Read:
+    """A work item that reads one range into staging, or straight into host slabs.
+
+    A class, for its buffer: a ring's read acquires it in `queue` and passes it on in `arrived`, and either may be the
+    last call before `abandon`.
+    """
+
+    __slots__ = ("_buffer", "_file", "_offset", "_run", "name", "nbytes", "priority")
+
+    def __init__(self, run: LoadRun, read: int) -> None:
+        self.priority = read
+        self.name = f"read {read}"
+        self._file, self._offset, self.nbytes = run.reads[read]
+        self._run = run
+        self._buffer: StagingBuffer | None = None
+
+    def queue(self) -> Queued | Literal["later"] | None:
+        """See `RingItem.queue`."""
+        run, offset = self._run, self._offset
+        source = run.sources[self._file]
+        fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
+        if fd is None or run.pool is None:
+            return None
+        if not run.admit(self.priority, wait=False):
+            return "later"
+        self._buffer = run.pool.try_acquire()
+        if self._buffer is None:
+            return "later"
+        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
+
+    def arrived(self) -> None:
+        """See `RingItem.arrived`."""
+        assert self._buffer is not None
+        source = self._run.sources[self._file]
+        assert isinstance(source, FileSource)
+        # The ring read by descriptor: only now is it known that the file is still in the state it was opened in.
+        source.require_unmodified()
+        self._run.note_path(self._file, "page-cache", self.nbytes)
+        self._pass_on(self._buffer)
+
+    def start(self) -> Pending | None:
+        """See `WorkItem.start`."""
+        run, read, source = self._run, self.priority, self._run.sources[self._file]
+        run.admit(read)
+        segments = run.segments(read)
+        views = self._direct(segments)
+        if views is not None:
+            run.note_path(self._file, source.readv(self._offset, views), self.nbytes)
+            run.placed(read, segments)
+            return None
+        assert run.pool is not None
+        self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
+        run.note_path(self._file, source.readv(self._offset, [buffer.view[: self.nbytes]]), self.nbytes)
+        self._pass_on(buffer)
+        return None
+
+    def finish(self) -> None:
+        """See `WorkItem.finish`: `start` has passed the bytes on, before its span ends."""
+
+    def abandon(self) -> None:
+        """See `WorkItem.abandon`."""
+        if self._buffer is not None and self._run.pool is not None:
+            self._run.pool.release(self._buffer)
+            self._buffer = None
+
+    def _pass_on(self, buffer: StagingBuffer) -> None:
+        segments: Sequence[Segment] = self._run.segments(self.priority)
+        if segments[0].rows > 1:
+            segments = pack(buffer.array, segments)
+        # From here on the place item gives the buffer back; `abandon` must not do so a second time.
+        self._buffer = None
+        self._run.post_place(self.priority, buffer, segments)
+
+    def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
+        """Return the slabs' own bytes in the order of the read, if it can go straight to them."""
+        if sum(s.run for s in segments if s.rows == 1) != self.nbytes:
+            return None
+        views, direct = [], self._run.place.direct
+        for _, slab, dst, nbytes, _, _ in segments:
+            view = direct(slab, dst, dst + nbytes)
+            if view is None:
+                return None
+            views.append(view)
+        return views
