@@ -1,19 +1,12 @@
 """The API for engines: `attach` to weights that a keeper of this host holds, without a copy.
 
-In: a model's name. Out: tensors over the keeper's memory; a lease on it, renewed while any of them lives.
-Not here: keeping (`keeper`), mapping (`transport.mapped_region`), renewing the lease (`lease`).
+In: a model's name. Out: tensors over the keeper's memory, and perhaps a module whose parameters they are.
+Not here: keeping (`keeper`), mapping one region (`transport.mapped_region`), renewing the lease (`lease`).
 
     hub: keepers on this host --> keeper's server: lease, map, table, digests --> map --> compare --> tensors
 
-Bind a module's parameters and buffers to existing memory.
-
-In: a module on any device; tensors by name. Out: the module, whose parameters and buffers are those tensors.
-Not here: filling memory that the module has (`loader.into`), the owner of the memory (`attach`).
-
-Map a keeper's regions into this process, view them as tensors, and compare their digests.
-
-In: a layout, a map, a log. Out: tensors over the keeper's memory.
-Not here: finding a keeper, its lease (`attach`); mapping one region (`transport.mapped_region`).
+The lease is renewed while any of the tensors lives: each tensor refers to its mapped region, and each region to one
+`LeaseOwner`, whose finalizer releases the lease.
 """
 
 from __future__ import annotations
@@ -62,155 +55,10 @@ from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
 from penstock.types import GB, I64, U64
 
-
-def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-    """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
-    state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
-    pairs, pointed, faults = [], set[int](), []
-    for name, tensor in tensors.items():
-        target = state.get(name)
-        if target is None:
-            faults += [f"{name}: the target has none"] * strict
-            continue
-        if target.dtype != tensor.dtype or target.shape != tensor.shape:
-            ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
-            faults.append(f"{name}: {ours} does not fit {theirs}")
-        elif id(target) not in pointed:  # else it is tied to a parameter that is bound already
-            pairs.append((target, tensor))
-        pointed.add(id(target))
-    if strict:
-        left = [name for name, target in state.items() if id(target) not in pointed and target.numel()]
-        faults += [f"{name}: the keeper has no such tensor" for name in left]
-    if faults:
-        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
-        message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
-        raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
-    places = _places(module)
-    for target, tensor in pairs:
-        _point(target, tensor, places[id(target)])
-
-
-_Place = tuple[dict[str, torch.Tensor | None], str]
-
-
-def _places(module: torch.nn.Module) -> dict[int, list[_Place]]:
-    """Return the places of each parameter and buffer by its id; a tied one has several."""
-    places: dict[int, list[_Place]] = {}
-    for submodule in module.modules():
-        for members in (submodule._parameters, submodule._buffers):
-            for name, tensor in members.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((members, name))  # type: ignore[arg-type]
-    return places
-
-
-def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[_Place]) -> None:
-    if target.device == tensor.device:
-        target.data = tensor
-        return
-    new: torch.Tensor = tensor
-    if isinstance(target, torch.nn.Parameter):
-        new = torch.nn.Parameter(tensor, requires_grad=target.requires_grad)
-    for members, name in places:
-        members[name] = new
-
-
-NEAREST = ("shm", "cuda_ipc")
-"""Transports whose memory can be mapped."""
-MAX_THREADS = 16
-"""Most threads that digest host memory: at 10 GB/s each they use the memory bandwidth of a host."""
-
-
-def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
-    """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
-    chunks, given = decode_column(log.chunks, "<u4"), decode_column(log.leaves, "<u8").view(np.uint64)
-    count = layout.chunks.num_chunks
-    if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
-        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
-    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
-    at = layout.chunks.leaves_of(chunks)
-    if len(at) != len(given):
-        raise FormatError(f"a keeper's log has {len(given)} digests for {len(at)} leaves")
-    leaves[at] = given
-    return leaves
-
-
-def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
-    """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
-    regions = []
-    for offered in where.regions:
-        name = next((name for name in NEAREST if name in offered), None)
-        if name is None:
-            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
-        regions.append(map_region(decode(offered[name]), device=device))
-    return regions
-
-
-def tensors_in(
-    layout: WeightLayout, where: HoldingMap, regions: Sequence[MappedRegion]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
-    region_of, offset_of = locate_rows(layout, where, [one.nbytes for one in regions])
-    table = layout.table
-    made: dict[int, torch.Tensor] = {}
-    rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
-    for number, region in enumerate(regions):
-        whole = _bytes_of(region)
-        mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
-        offsets = offset_of[mine].tolist()
-        dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
-        made |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
-        for row, offset in zip(mine, offsets, strict=True):
-            rows[row] = whole[offset : offset + int(table.nbytes[row])]
-    empty = [row for row in range(len(table)) if row not in made]
-    device = torch.device(regions[0].device if regions else "cpu")
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    for row in empty:
-        made[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
-        rows[row] = none
-    return rows, {name: made[row] for row, name in enumerate(table.names)}
-
-
-def _bytes_of(region: MappedRegion) -> torch.Tensor:
-    """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
-    if region.device == "cpu":
-        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
-        return whole[region.offset : region.offset + region.nbytes]
-    # Kernels that use the memory may still be queued when the last tensor is freed; unmapping does not wait for them.
-    weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
-    return torch.as_tensor(region.owner, device=region.device)
-
-
-def _settle(pid: int, device: str) -> None:
-    if pid == os.getpid():  # a forked child has no device
-        torch.cuda.synchronize(device)
-
-
-def differing_chunks(held: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest every chunk of this mapping; return the chunks that differ from their digests.
-
-    Raises:
-        IntegrityError: the digests are not those of the revision.
-
-    Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
-    """
-    mapped = LocalWeights(held.identity, layout, rows, leaves=leaves)
-    mapped.check_revision(held.revision)
-    chunks = np.arange(layout.chunks.num_chunks)
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
-    if mapped.device.type != "cpu" or num_threads < 2:
-        digests = mapped.digest(chunks)
-    else:
-        # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
-        parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
-            digests = np.concatenate(list(pool.map(mapped.digest, parts)))
-    return mapped.differing_chunks(chunks, digests, leaves)
-
-
 WAIT_S = 1.0
 """Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""
 _ASK_S = 0.05
+"""Pause between attempts: short against what an engine's start takes, long against a request to the hub."""
 
 
 class _SeveralRevisions(ConfigError):
@@ -241,7 +89,7 @@ class AttachReport(Summarised):
     """True if every byte was digested here and compared; False (`verify=False`): only the keeper verified it."""
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         checked = "verified here" if self.verified else "not verified here (verify=False), only by the keeper"
         return (
@@ -268,7 +116,10 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         renewal: LeaseRenewal,
         report: AttachReport,
     ) -> None:
-        self._tensors, self._regions, self._renewal, self.report = tensors, tuple(regions), renewal, report
+        self._tensors = tensors
+        self._regions = tuple(regions)
+        self._renewal = renewal
+        self.report = report
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -365,8 +216,10 @@ def attach(
     deadline = time.monotonic() + wait_s
     url = ""
     while True:
+        # The last attempt has time for a request, too: with `wait_s=0` it is the only one.
         left = max(0.2, deadline - time.monotonic())
         try:
+            # Looked up at each attempt: the host's own hub moves to another process when its host ends.
             url = (connection.hub or find_hub() or "").rstrip("/")
             if not url:
                 raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
@@ -377,6 +230,7 @@ def attach(
             # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
             deadline = max(deadline, time.monotonic() + stall_s)
         except _PASSING as error:
+            # A refusal by the hub itself stays one: the token is wrong. A refusal by a keeper may be an old grant.
             is_refused = isinstance(error, PermissionDenied) and error.uri == url
             if is_refused or time.monotonic() >= deadline:
                 raise
@@ -387,7 +241,7 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 
 
 class _Search:
-    """One attempt to find a keeper and attach to it."""
+    """An attempt to find a keeper and attach to it."""
 
     def __init__(
         self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, stall_s: float
@@ -402,89 +256,98 @@ class _Search:
     def attach(self, phases: Phases, verify: bool) -> Attached:
         """Attach to the first suitable keeper. Raises the last keeper's error if none is suitable."""
         phases.enter("find")
-        found = self._keepers()
-        self._hub.hello(
-            Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching")
-        )  # registered only to get a grant: this process serves nothing
+        keepers = self._keepers()
+        # The hub gives grants to members only. The address leads nowhere: this process serves nothing.
+        self._hub.hello(Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
-            for member, held in found:
+            for member, holding in keepers:
                 try:
-                    return self._from(member, held, phases, verify)
+                    return self._from(member, holding, phases, verify)
                 except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
-            with contextlib.suppress(PenstockError):  # without an answer the hub forgets this member after its TTL
+            # Without an answer the hub forgets this member after its TTL.
+            with contextlib.suppress(PenstockError):
                 self._hub.leave(self._member)
         assert last is not None
         raise last
 
     def _keepers(self) -> list[tuple[str, HoldingState]]:
         """Return members of this host that keep the complete model on the wanted kind of device."""
-        seen = []
-        here, kept = host_id(), []
+        # Others are listed in the error: a model on another device, or still loading, explains why there is none.
+        others = []
+        here = host_id()
+        keepers = []
         for member in self._hub.status(self._model).members:
-            for held in member.holdings:
-                if member.host != here or not held.is_of(self._revision or ""):
+            for holding in member.holdings:
+                if member.host != here or not holding.is_of(self._revision or ""):
                     continue
-                kind = held.device.partition(":")[0]
+                kind = holding.device.partition(":")[0]
                 is_there = self._device is None or self._device.type == kind
-                if held.kept and (held.state == "whole" or held.tier) and is_there:
-                    kept.append((member.member, held))
-                what = "kept" if held.kept else "not kept"
-                seen.append(f"{what}, {held.state}, on {held.device}")
-        if not kept:
-            others = f" (here: {'; '.join(seen[:4])})" if seen else ""
-            raise NotFound(f"no keeper on this host has {self._model!r} as requested{others}", hint=_HINT)
-        revisions = sorted({held.revision for _, held in kept})
+                # In another tier it is not `whole` now, but the keeper brings it back for a lease.
+                if holding.kept and (holding.state == "whole" or holding.tier) and is_there:
+                    keepers.append((member.member, holding))
+                others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
+        if not keepers:
+            listed = f" (here: {'; '.join(others[:4])})" if others else ""
+            raise NotFound(f"no keeper on this host has {self._model!r} as requested{listed}", hint=_HINT)
+        revisions = sorted({holding.revision for _, holding in keepers})
         if len(revisions) > 1:
-            short = ", ".join(one[:19] for one in revisions)
+            short = ", ".join(revision[:19] for revision in revisions)
             raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
-        return kept
+        return keepers
 
-    def _from(self, member: str, held: HoldingState, phases: Phases, verify: bool) -> Attached:
+    def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
+        """Get a lease from one keeper, map its memory and verify it."""
         phases.enter("lease")
-        asked = msgspec.structs.replace(held, num_chunks=0, have=(), claims=(), state="filling", parent="")
-        reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=asked, source=member))
+        # To the hub we are a reader that has no chunk yet of the keeper's weights; `source` asks for this keeper only.
+        empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
+        reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=empty, source=member))
         if not reply.upstreams:
             raise NotFound(f"member {member[:8]} does not keep {self._model!r} any more", hint=_HINT)
-        peer = self._peer(reply.upstreams[0], held.key)
+        peer = self._peer(reply.upstreams[0], holding.key)
         try:
             peer.lease(attach=True)
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
+            # The map and the log are two requests: between them the keeper may have begun to change the memory.
             if log.state != "whole" or log.generation != where.generation:
                 raise StaleDescriptor("the keeper is changing this memory: attach again", uri=f"penstock:{member}")
             phases.enter("map")
             leaves = leaves_in(layout, log)
-            regions = map_regions(where, _device_here(held, self._device))
+            regions = map_regions(where, _device_here(holding, self._device))
             rows, tensors = tensors_in(layout, where, regions)
             phases.enter("verify")
-            wrong = differing_chunks(held, layout, rows, leaves) if verify else None
+            wrong = differing_chunks(holding, layout, rows, leaves) if verify else None
+            # After the digests: bytes that changed while they were read must not count as verified, nor as wrong.
             for region in regions:
                 region.check()
             if wrong is not None and len(wrong):
-                with contextlib.suppress(NotFound):  # a keeper of an earlier version has no such request
+                # If the keeper's own bytes are wrong, this raises, and the keeper loads the model again. A keeper of an
+                # earlier version has no such request.
+                with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
                 hint = "the keeper's own bytes are right: test this host's memory, and report the mapping"
-                raise IntegrityError(message, uri=f"penstock:{held.key}", hint=hint)
+                raise IntegrityError(message, uri=f"penstock:{holding.key}", hint=hint)
         except BaseException:
             peer.close()
             raise
-        hold = LeaseOwner()
+        # Tensors refer to their region's owner: with the last of them the token goes, and then the lease.
+        token = LeaseOwner()
         renewal = LeaseRenewal(peer, log.serial, log.generation)
-        weakref.finalize(hold, renewal.close)
+        weakref.finalize(token, renewal.close)
         for region in regions:
-            region.owner.hold = hold
+            region.owner.hold = token
         transport = "nothing to map" if not regions else "shm" if regions[0].device == "cpu" else "cuda_ipc"
         seconds = phases.stop()
         report = AttachReport(
             model=self._model,
-            key=held.key,
-            revision=held.revision,
+            key=holding.key,
+            revision=holding.revision,
             num_tensors=len(tensors),
             nbytes=layout.nbytes,
-            device=regions[0].device if regions else held.device,
+            device=regions[0].device if regions else holding.device,
             path=f"{transport}, mapped: {member[:8]}",
             wall_s=sum(seconds.values()),
             phases=seconds,
@@ -496,15 +359,172 @@ class _Search:
         return PeerClient(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)
 
 
-def _device_here(held: HoldingState, wanted: torch.device | None) -> int | None:
+def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | None:
     """Return this process's number of a keeper's GPU; None for the host. Raises ConfigError if not usable here."""
-    if held.device == "cpu":
+    if holding.device == "cpu":
         return None
+    # By the GPU's id: under another CUDA_VISIBLE_DEVICES the same GPU has another number in each process.
     for number in range(torch.cuda.device_count()):
-        if device_id(torch.device("cuda", number)) == held.device_id:
+        if device_id(torch.device("cuda", number)) == holding.device_id:
             if wanted in (None, torch.device("cuda", number)):
                 return number
             message = f"the model is kept on cuda:{number}, not on {wanted}"
             raise ConfigError(message, hint="keep it there, too, or fetch it")
     hint = "compare CUDA_VISIBLE_DEVICES of the keeper and of this process"
-    raise ConfigError(f"the model is kept on GPU {held.device_id}, which this process does not see", hint=hint)
+    raise ConfigError(f"the model is kept on GPU {holding.device_id}, which this process does not see", hint=hint)
+
+
+NEAREST = ("shm", "cuda_ipc")
+"""Transports whose memory can be mapped."""
+MAX_THREADS = 16
+"""Most threads that digest host memory: at 10 GB/s each they use the memory bandwidth of a host."""
+
+
+def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
+    """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
+    chunks = decode_column(log.chunks, "<u4")
+    digests = decode_column(log.leaves, "<u8").view(np.uint64)
+    count = layout.chunks.num_chunks
+    if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
+        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
+    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
+    at = layout.chunks.leaves_of(chunks)
+    if len(at) != len(digests):
+        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(at)} leaves")
+    leaves[at] = digests
+    return leaves
+
+
+def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
+    """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
+    regions = []
+    for offered in where.regions:
+        name = next((name for name in NEAREST if name in offered), None)
+        if name is None:
+            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
+        regions.append(map_region(decode(offered[name]), device=device))
+    return regions
+
+
+def tensors_in(
+    layout: WeightLayout, where: HoldingMap, regions: Sequence[MappedRegion]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
+    region_of, offset_of = locate_rows(layout, where, [region.nbytes for region in regions])
+    table = layout.table
+    tensors: dict[int, torch.Tensor] = {}
+    rows = [torch.empty(0, dtype=torch.uint8)] * len(table)
+    for number, region in enumerate(regions):
+        whole = _bytes_of(region)
+        mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
+        offsets = offset_of[mine].tolist()
+        dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
+        # All tensors of a region in one call: a view each, and a model may have 60,000.
+        tensors |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
+        for row, offset in zip(mine, offsets, strict=True):
+            rows[row] = whole[offset : offset + int(table.nbytes[row])]
+    # Tensors without elements are in no region.
+    empty = [row for row in range(len(table)) if row not in tensors]
+    device = torch.device(regions[0].device if regions else "cpu")
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    for row in empty:
+        tensors[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
+        rows[row] = none
+    return rows, {name: tensors[row] for row, name in enumerate(table.names)}
+
+
+def _bytes_of(region: MappedRegion) -> torch.Tensor:
+    """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
+    if region.device == "cpu":
+        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
+        return whole[region.offset : region.offset + region.nbytes]
+    # Kernels that use the memory may still be queued when the last tensor is freed; unmapping does not wait for them.
+    weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
+    return torch.as_tensor(region.owner, device=region.device)
+
+
+def _settle(pid: int, device: str) -> None:
+    """Wait for the work queued on a device; nothing in a forked child, which cannot use its parent's device."""
+    if pid == os.getpid():
+        torch.cuda.synchronize(device)
+
+
+def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
+    """Digest every chunk of this mapping; return the chunks that differ from their digests.
+
+    Raises:
+        IntegrityError: the digests are not those of the revision.
+
+    Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
+    """
+    mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
+    # Digests that the keeper made up would agree with any bytes: they must give the revision that the caller knows.
+    mapped.check_revision(holding.revision)
+    chunks = np.arange(layout.chunks.num_chunks)
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
+    if mapped.device.type != "cpu" or num_threads < 2:
+        digests = mapped.digest(chunks)
+    else:
+        # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
+        parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
+            digests = np.concatenate(list(pool.map(mapped.digest, parts)))
+    return mapped.differing_chunks(chunks, digests, leaves)
+
+
+def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
+    state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+    pairs = []
+    bound: set[int] = set()
+    faults = []
+    for name, tensor in tensors.items():
+        target = state.get(name)
+        if target is None:
+            faults += [f"{name}: the target has none"] * strict
+            continue
+        if target.dtype != tensor.dtype or target.shape != tensor.shape:
+            ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
+            faults.append(f"{name}: {ours} does not fit {theirs}")
+        # A target that is bound already is tied: one parameter under several names.
+        elif id(target) not in bound:
+            pairs.append((target, tensor))
+        bound.add(id(target))
+    if strict:
+        left = [name for name, target in state.items() if id(target) not in bound and target.numel()]
+        faults += [f"{name}: the keeper has no such tensor" for name in left]
+    if faults:
+        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
+        message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
+        raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
+    # Only after every check: an error must leave the module unchanged.
+    places = _places(module)
+    for target, tensor in pairs:
+        _point(target, tensor, places[id(target)])
+
+
+_Place = tuple[dict[str, torch.Tensor | None], str]
+
+
+def _places(module: torch.nn.Module) -> dict[int, list[_Place]]:
+    """Return the places of each parameter and buffer by its id; a tied one has several."""
+    places: dict[int, list[_Place]] = {}
+    for submodule in module.modules():
+        for members in (submodule._parameters, submodule._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((members, name))  # type: ignore[arg-type]
+    return places
+
+
+def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[_Place]) -> None:
+    """Make a tensor the memory of a target, in all the target's places."""
+    # The same object keeps references of optimizers and of the engine valid; torch allows this on one device only.
+    if target.device == tensor.device:
+        target.data = tensor
+        return
+    new: torch.Tensor = tensor
+    if isinstance(target, torch.nn.Parameter):
+        new = torch.nn.Parameter(tensor, requires_grad=target.requires_grad)
+    for members, name in places:
+        members[name] = new

@@ -2,8 +2,11 @@
 
 In: weight sets by URI, on one device, within a limit. Out: complete weights that engines attach to; idle models make
 room for others, and come back on request.
-Not here: the API for engines (`attach`), moving the bytes (`fetch.join`, `fetch.run`), one model (`resident_model`),
-`memory.tiers`.
+Not here: the API for engines (`attach`), fetching (`fetch.join`), one model (`resident_model`), moves between tiers
+(`memory.tiers`).
+
+The caller's thread keeps, drops and leaves. Threads of the member's server call `_recalled` when an engine asks for a
+lease, and its heartbeat calls `_damaged`; reloads run in a thread of their own.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ RECALL_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentStatus:
-    """The state of one model of a keeper."""
+    """The state of a model of a keeper."""
 
     model: str
     key: str
@@ -114,8 +117,9 @@ class Keeper:
         if connection.stall_s is not None:
             self._settings = replace(self._settings, stall_s=connection.stall_s)
         self._max_readers = max_readers
-        self._kept: dict[str, ResidentModel] = {}
+        self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
+        # One at a time: several reloads would need memory for all of them, and share one link.
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
@@ -123,7 +127,7 @@ class Keeper:
             raise ConfigError(message, hint="give memory_bytes")
         if disk_bytes is not None and disk is None:
             raise ConfigError("disk_bytes was given without disk", hint="give disk, a directory")
-        bounds = [None if one is None else parse_bytes(one) for one in (memory_bytes, host_bytes, disk_bytes)]
+        bounds = [None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)]
         levels = _levels(self.device, bounds[0], bounds[1], disk, bounds[2], self._settings)
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
         try:
@@ -155,19 +159,21 @@ class Keeper:
             ConfigError: this revision of the model is kept already.
             PenstockError: see `Fleet.fetch`; the other models stay kept.
         """
-        found = inspect(uri, storage_options=storage_options)
-        revision = revision_of(found.manifest)
-        if any((one.name, one.shown.identity.revision) == (model, revision) for one in self._kept.values()):
-            hint = "give it another name, or drop what is kept first"
-            raise ConfigError(f"{model!r} is kept already, in this revision", uri=found.uri, hint=hint)
-        nbytes = needed_bytes([*found.manifest.tensors.nbytes.tolist(), 0])  # whatever their order
+        report = inspect(uri, storage_options=storage_options)
+        revision = revision_of(report.manifest)
+        names = [(resident.name, resident.shown.identity.revision) for resident in self._models.values()]
+        if (model, revision) in names:
+            hint = "give it another name, or drop the kept model first"
+            raise ConfigError(f"{model!r} is kept already, in this revision", uri=report.uri, hint=hint)
+        # The last tensor may be any of them: each has the gap to the next one, an empty one at the end.
+        nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        kept = ResidentModel(fleet, revision, nbytes, uri, storage_options)
-        self.tiers.put(kept.block, kept.fill, again=self._moves_idle, user=kept)
-        self._kept[kept.shown.key] = kept
+        resident = ResidentModel(fleet, revision, nbytes, uri, storage_options)
+        self.tiers.put(resident.block, resident.fill, again=self._moves_idle, user=resident)
+        self._models[resident.shown.key] = resident
         self.member.report_now()
-        assert kept.report is not None
-        return kept.report
+        assert resident.report is not None
+        return resident.report
 
     def into(self, model: str) -> MemoryDestination:
         """Return a destination for `convert` that writes the result into this keeper's memory and keeps it.
@@ -180,35 +186,37 @@ class Keeper:
         if not model:
             raise ConfigError("a model needs a name")
         if self.device.type != "cpu":
-            raise ConfigError(f"what is converted goes to host memory, not {self.device}", hint="device='cpu'")
+            raise ConfigError(f"a conversion writes to host memory, not to {self.device}", hint="give device='cpu'")
         return _KeeperDestination(self, model)
 
-    def _make(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
+    def _convert(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        kept = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
-        if any(one.block == kept.block for one in self._kept.values()):
-            raise ConfigError(f"{model!r} is kept already, of this very conversion")
-        self.tiers.put(kept.block, kept.fill, again=False, user=kept)
-        self._kept[kept.shown.key] = kept
+        resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
+        if any(other.block == resident.block for other in self._models.values()):
+            raise ConfigError(f"{model!r} is kept already, from this very conversion")
+        # Never from its source again: the conversion's sources may have changed, or be gone.
+        self.tiers.put(resident.block, resident.fill, again=False, user=resident)
+        self._models[resident.shown.key] = resident
         self.member.report_now()
 
     def models(self) -> list[ResidentStatus]:
         """Return the state of every kept model, in the order in which they were added."""
-        kept = list(self._kept.items())
+        models = list(self._models.items())
+        tiers = self.tiers.where(resident.block for _, resident in models)
         return [
             ResidentStatus(
-                model=one.name,
+                model=resident.name,
                 key=key,
-                revision=one.shown.root(),
-                nbytes=one.nbytes,
-                device=str(one.shown.device),
+                revision=resident.shown.root(),
+                nbytes=resident.nbytes,
+                device=str(resident.shown.device),
                 num_attached=self.member.server.num_attached(key),
                 tier=tier or "",
-                state=one.state,
-                why=one.why,
-                num_reloads=one.num_reloads,
+                state=resident.state,
+                why=resident.why,
+                num_reloads=resident.num_reloads,
             )
-            for (key, one), tier in zip(kept, self.tiers.where(one.block for _, one in kept), strict=True)
+            for (key, resident), tier in zip(models, tiers, strict=True)
         ]
 
     def stats(self) -> TiersStats:
@@ -218,59 +226,64 @@ class Keeper:
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
         """Bring a model back from its tier; see `Recall`. Raises SourceBusy if models in use leave no room."""
-        kept = self._kept.get(key)
-        if kept is None or kept.is_leaving:
+        resident = self._models.get(key)
+        if resident is None or resident.is_leaving:
             yield ""
             return
-        if kept.reloaded is not None and not wait([kept.reloaded], timeout=RECALL_S).done:
-            yield f"{kept.why}; it is being loaded again"
+        if resident.reloaded is not None and not wait([resident.reloaded], timeout=RECALL_S).done:
+            yield f"{resident.why}; it is being loaded again"
             return
-        if kept.state == "lost":
-            raise SourceBusy(kept.why)
+        if resident.state == "lost":
+            raise SourceBusy(resident.why)
         try:
-            self.tiers.prefetch(kept.block).result(timeout=RECALL_S)
+            # In the background: the request of a lease must be answered before its reader counts us as stalled.
+            self.tiers.prefetch(resident.block).result(timeout=RECALL_S)
         except NotYet:
-            yield f"{kept.name!r} is being brought back from {self.tiers.where([kept.block])[0]}"
+            yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
-            raise SourceBusy(f"{kept.name!r} cannot be brought back now: {error.message}") from error
+            raise SourceBusy(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
-            with self.tiers.pin(kept.block):
+            # Until the lease is granted: another model could push it out again meanwhile.
+            with self.tiers.pin(resident.block):
                 yield ""
-
-    # -- Damaged memory.
 
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
         """Start a reload of a model whose memory changed, in a thread; the other models are still served."""
-        kept = self._kept.get(weights.key)
-        if kept is None or kept.is_leaving or kept.weights is not weights:
+        resident = self._models.get(weights.key)
+        if resident is None or resident.is_leaving or resident.weights is not weights:
             return
-        kept.state, kept.why = "reloading", error.message
-        with contextlib.suppress(RuntimeError):  # the keeper is leaving
-            kept.reloaded = self._reloads.submit(self._reload, kept)
+        resident.state = "reloading"
+        resident.why = error.message
+        # RuntimeError: the keeper is leaving, and its executor takes no more work.
+        with contextlib.suppress(RuntimeError):
+            resident.reloaded = self._reloads.submit(self._reload, resident)
 
-    def _reload(self, kept: ResidentModel) -> None:
+    def _reload(self, resident: ResidentModel) -> None:
         """Free the memory and read the model again, verified; on failure the model's state is `lost`."""
-        begun, damage = time.monotonic(), kept.why
+        begun, damage = time.monotonic(), resident.why
         try:
-            if not kept.can_reload:
+            if not resident.can_reload:
                 raise NotFound("a conversion made the model in memory, so it has no source: run the conversion again")
             if self.device.type != "cpu":
                 # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
-                self.member.server.drain(kept.shown.key, DRAIN_S)
-            self._once_idle(lambda: self.tiers.discard(kept.block))
-            self.tiers.promote(kept.block)
+                self.member.server.drain(resident.shown.key, DRAIN_S)
+            # Copies in other tiers go too: they may have been made of the damaged bytes.
+            self._once_idle(lambda: self.tiers.discard(resident.block))
+            self.tiers.promote(resident.block)
         except BaseException as error:
             message = error.message if isinstance(error, PenstockError) else repr(error)
-            kept.why, kept.state = f"{damage}, and it could not be loaded again: {message}", "lost"
-            if not kept.is_leaving:
-                log.error("%s", kept.why)
+            resident.why = f"{damage}, and it could not be loaded again: {message}"
+            resident.state = "lost"
+            if not resident.is_leaving:
+                log.error("%s", resident.why)
             raise
-        kept.num_reloads += 1
-        assert kept.report is not None
-        kept.why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
-        kept.shown.why = "; ".join(filter(None, (kept.why, kept.shown.why)))
-        kept.state = "kept"
-        log.warning("%s: %s", kept.why, kept.report.summary())
+        resident.num_reloads += 1
+        assert resident.report is not None
+        resident.why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
+        resident.shown.why = "; ".join(filter(None, (resident.why, resident.shown.why)))
+        # Last: `_recalled` and `check` read it from other threads.
+        resident.state = "kept"
+        log.warning("%s: %s", resident.why, resident.report.summary())
         self.member.beat_now()
 
     def check(self) -> None:
@@ -279,9 +292,10 @@ class Keeper:
         Raises:
             IntegrityError: a model's memory was damaged and it could not be loaded again; the message says why.
         """
-        for kept in list(self._kept.values()):
-            if kept.state == "lost":
-                raise IntegrityError(kept.why, uri=f"penstock:{kept.shown.key}", hint="start the keeper again")
+        for resident in list(self._models.values()):
+            if resident.state == "lost":
+                uri = f"penstock:{resident.shown.key}"
+                raise IntegrityError(resident.why, uri=uri, hint="start the keeper again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = DRAIN_S) -> None:
         """Drop a model: grant no new leases, wait for engines and readers, free its memory.
@@ -295,39 +309,44 @@ class Keeper:
             NotFound: the model is not kept.
             SourceBusy: engines or readers still use it after `drain_s`; it is kept as before.
         """
-        keys = [one.key for one in self.models() if one.model == model and revision in (None, one.revision)]
+        keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
             what = "is not kept here" if revision is None else f"is not kept here in revision {revision}"
             raise NotFound(f"{model!r} {what}", hint="Keeper.models() lists the kept models and their revisions")
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))
-        gc.collect()  # the memory is freed only with the last view of it, and views may be in reference cycles
+        # The memory is freed only with the last view of it, and views may be in reference cycles.
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _drop(self, key: str, drain_s: float) -> None:
-        kept = self._kept[key]
+        resident = self._models[key]
         begun = time.monotonic()
-        if kept.reloaded is not None and not wait([kept.reloaded], timeout=drain_s).done:
-            raise SourceBusy(f"{kept.name!r} is being loaded again", hint="wait longer: drain_s")
+        if resident.reloaded is not None and not wait([resident.reloaded], timeout=drain_s).done:
+            raise SourceBusy(f"{resident.name!r} is being loaded again", hint="wait longer: drain_s")
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
-        weights, kept.is_leaving = kept.shown, True
+        weights = resident.shown
+        # From here on no thread of the server brings it back, and none reloads it.
+        resident.is_leaving = True
+        # Engines see this state when they renew their leases, and can detach.
         weights.set_state("draining")
         self.member.beat_now()
         left = self.member.server.drain(key, drain_s)
         if left:
             attached = self.member.server.num_attached(key)
+            # As before: a model that is still in use must not be lost.
             weights.set_state("whole")
-            kept.is_leaving = False
+            resident.is_leaving = False
             self.member.server.show(weights)
             self.member.beat_now()
             message = f"{attached} engines and {left - attached} readers still use {weights.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
         self.member.hide(weights, 0.0)
         self.member.report_now()
-        del self._kept[key]
-        self._once_idle(lambda: self.tiers.drop(kept.block))
+        del self._models[key]
+        self._once_idle(lambda: self.tiers.drop(resident.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:
         """Call `act`, retrying while a move or a pin of the block makes it raise SourceBusy."""
@@ -364,11 +383,12 @@ class Keeper:
         Host memory that an engine has mapped stays valid while it is mapped, also after the keeper has ended.
         """
         self._stopped.set()
-        for kept in self._kept.values():
-            kept.is_leaving = True
+        for resident in self._models.values():
+            resident.is_leaving = True
         self.member.leave(drain_s)
-        self._reloads.shutdown(cancel_futures=True)  # a running reload ends by the deadlines of a fetch
-        self._kept.clear()
+        # A running reload ends by the deadlines of a fetch.
+        self._reloads.shutdown(cancel_futures=True)
+        self._models.clear()
         self.tiers.close()
 
     def __enter__(self) -> Keeper:
@@ -384,11 +404,13 @@ class _KeeperDestination:
     """The destination for `convert` that `Keeper.into` returns; see `MemoryDestination`."""
 
     def __init__(self, keeper: Keeper, model: str) -> None:
-        self._keeper, self._model, self.uri = keeper, model, f"{SCHEME}{model}"
+        self._keeper = keeper
+        self._model = model
+        self.uri = f"{SCHEME}{model}"
 
     def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
         """Run the conversion into the keeper's memory; see `MemoryDestination.take`."""
-        self._keeper._make(self._model, job, fill)
+        self._keeper._convert(self._model, job, fill)
 
 
 def _levels(
@@ -399,8 +421,9 @@ def _levels(
     disk_bytes: int | None,
     settings: Settings,
 ) -> list[Level]:
-    """Return the tiers: the device, pinned host memory of a GPU, the disk. Arguments are checked before allocating."""
+    """Return the tiers: the device, pinned host memory of a GPU, the disk."""
     levels, below = [], []
+    # The disk's tier first: it checks its directory, and pinning host memory takes seconds.
     if disk is not None:
         below.append(Level(tier=SpillTier(disk, settings=settings), budget_bytes=disk_bytes))
     if device.type == "cpu":

@@ -22,7 +22,7 @@ LeaseState = Literal["kept", "draining", "damaged", "lost", "given back"]
 
 
 class LeaseRenewal:
-    """One lease, renewed by a thread. The thread keeps no tensor memory alive.
+    """A lease that a thread renews. The thread keeps no tensor memory alive.
 
     Attributes:
         standing: `kept`; `draining`: the keeper waits for its engines to detach; `damaged`: the keeper found that bytes
@@ -31,7 +31,9 @@ class LeaseRenewal:
     """
 
     def __init__(self, peer: PeerClient, serial: int, generation: int) -> None:
-        self._peer, self._serial, self._generation = peer, serial, generation
+        self._peer = peer
+        self._serial = serial
+        self._generation = generation
         self._pid = os.getpid()
         self.standing: LeaseState = "kept"
         self.why = ""
@@ -43,9 +45,11 @@ class LeaseRenewal:
         with self._peer as peer:
             while not self._closing.wait(RENEW_S):
                 try:
+                    # The request renews the lease, and its answer tells the state of the memory.
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
-                    continue  # a stopped keeper process still holds its memory, so the tensors stay valid
+                    # A stopped keeper process still holds its memory, so the tensors stay valid.
+                    continue
                 except PermissionDenied as error:
                     self._lost(f"the lease ran out: {error.message}")
                     return
@@ -63,13 +67,16 @@ class LeaseRenewal:
         self.standing = "given back"
 
     def _lost(self, why: str, standing: LeaseState = "lost") -> None:
-        if self.standing != "damaged":  # `damaged` is worse and stays: lost memory still has the right bytes
-            self.standing, self.why = standing, why
+        # `damaged` is worse and stays: lost memory still has the right bytes.
+        if self.standing != "damaged":
+            self.standing = standing
+            self.why = why
 
     def close(self) -> None:
         """Release the lease. Idempotent; does nothing in a forked child, because the lease is its parent's."""
         if self._pid == os.getpid():
             self._closing.set()
+            # A finalizer may run in any thread, in this one too, which cannot wait for itself.
             if threading.current_thread() is not self._thread:
                 self._thread.join(END_S)
 

@@ -1,4 +1,4 @@
-"""One model of a keeper: its weights while they are on the device, and its moves between memory tiers.
+"""A model of a keeper: its weights while they are on the device, and its moves between memory tiers.
 
 In: rooms of memory tiers. Out: weights that are served while the bytes are where engines can use them.
 Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (`keeper`).
@@ -50,7 +50,7 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """One model of a keeper. The memory tiers call its methods, one call at a time.
+    """A model of a keeper. The memory tiers call its methods, one call at a time.
 
     Args:
         fleet: the fleet membership that serves the model.
@@ -74,15 +74,20 @@ class ResidentModel:
     def __init__(
         self, fleet: Fleet, revision: str, nbytes: int, uri: Uris, storage_options: Mapping[str, str] | None
     ) -> None:
-        self.name, self.revision, self.nbytes = fleet.identity.model, revision, nbytes
+        self.name = fleet.identity.model
+        self.revision = revision
+        self.nbytes = nbytes
         self.block = Block(f"{self.name}@{revision}", 0, nbytes)
         self.report: FetchReport | None = None
         self.weights: LocalWeights | None = None
         self.is_leaving = False
         self.state: ResidentState = "kept"
-        self.why, self.num_reloads = "", 0
+        self.why = ""
+        self.num_reloads = 0
         self.reloaded: Future[None] | None = None
-        self._fleet, self._uri, self._storage_options = fleet, uri, storage_options
+        self._fleet = fleet
+        self._uri = uri
+        self._storage_options = storage_options
 
     @property
     def shown(self) -> LocalWeights:
@@ -105,16 +110,18 @@ class ResidentModel:
                 device=room.arena.device,
                 storage_options=self._storage_options,
             )
-            found = next(one for one in member.weights if one.key == self.report.key)
-            if before is not None and found.key != before.key:
-                member.hide(found, 0.0)
-                now = found.identity.revision
-                raise SourceChanged(f"{self.name!r} was kept in revision {self.revision}, and is {now} there now")
+            weights = next(shown for shown in member.weights if shown.key == self.report.key)
+            if before is not None and weights.key != before.key:
+                # Not served: engines would get another model under the name that they attached to.
+                member.hide(weights, 0.0)
+                message = f"{self.name!r} was kept in revision {self.revision}; storage has {weights.identity.revision}"
+                raise SourceChanged(message, hint="drop the model, then keep it again")
         except PenstockError:
+            # The fetch has taken it out of the member's weights: the hub must go on to list it.
             if before is not None:
                 member.announce(before)
             raise
-        self.weights = found
+        self.weights = weights
         self.weights.kept = True
         # Objects of the fetch refer to the memory in cycles; the memory must be freed when the model is evicted.
         gc.collect()
@@ -122,9 +129,10 @@ class ResidentModel:
     def vacate(self) -> bool:
         """Prepare to leave the device; return False if engines or readers use it, or its memory is damaged."""
         member, weights = self._fleet.member, self.shown
-        is_sound = weights.damage is None and any(one is weights for one in member.weights)
+        is_sound = weights.damage is None and any(shown is weights for shown in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):
             return False
+        # Only after `retire`, which fails while there is a lease: closing makes the descriptors stale.
         self.shown.close()
         return True
 
@@ -159,7 +167,8 @@ class ConvertedModel(ResidentModel):
 
     def __init__(self, fleet: Fleet, job: Job, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
         super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]), (), None)
-        self._make, self._max_readers = make, max_readers
+        self._make = make
+        self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
         """Run the conversion into the room, and serve the result with its digests, which readers compare.
@@ -168,29 +177,32 @@ class ConvertedModel(ResidentModel):
             ConfigError: the result is kept already. PenstockError: errors of the conversion.
         """
         assert isinstance(room, ArenaRoom) and room.arena is not None
-        member, made = self._fleet.member, self._make(Path(room.arena.path))
-        layout = WeightLayout.of(made.tensors, leaf_bytes=made.leaf_bytes)
-        assert made.leaves is not None
-        row_of = {name: row for row, name in enumerate(made.tensors.names)}
+        member, manifest = self._fleet.member, self._make(Path(room.arena.path))
+        layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes)
+        assert manifest.leaves is not None
+        # The manifest is in the order of the file, the layout by name.
+        row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
         order = np.array([row_of[name] for name in layout.table.names], np.int64)
-        leaves = take_leaves(made.leaves, num_leaves(made.tensors.nbytes, made.leaf_bytes), order)
-        identity = msgspec.structs.replace(self._fleet.identity, revision=made.revision, layout=layout.digest)
-        if any(one.key == identity.key() for one in member.weights):
-            raise ConfigError(f"{self.name!r} is kept already, in this revision: {made.revision}")
-        rows = _lying(layout.table, room.arena)
+        leaves = take_leaves(manifest.leaves, num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), order)
+        identity = msgspec.structs.replace(self._fleet.identity, revision=manifest.revision, layout=layout.digest)
+        if any(shown.key == identity.key() for shown in member.weights):
+            raise ConfigError(f"{self.name!r} is kept already, in this revision: {manifest.revision}")
+        rows = _rows_as_written(layout.table, room.arena)
         weights = LocalWeights(
             identity, layout, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers
         )
         weights.mark_verified(np.arange(layout.chunks.num_chunks), leaves)
-        weights.path, weights.kept = "converted", True
+        weights.path = "converted"
+        weights.kept = True
         weights.set_state("whole")
         self.weights = weights
         member.show(weights)
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
-        return _lying(self.shown.layout.table, arena)
+        """Return each row's bytes, as the conversion wrote them."""
+        return _rows_as_written(self.shown.layout.table, arena)
 
 
-def _lying(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
+def _rows_as_written(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
     """Return the bytes of each row, at the offsets where the conversion wrote them."""
     return [arena.bytes_at(*run) for run in zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)]
