@@ -47,9 +47,6 @@ T = TypeVar("T")
 class PeerClient(Closing):
     """A client of one peer's server for one key. A context manager; one thread uses it, any thread may interrupt it.
 
-    The client sends the grant, and then the secret id of the lease, and no other credential: a member announces its own
-    addresses, so a token sent there could be misused by that member.
-
     Args:
         upstream: the peer, and the grant to send.
         member: id of this process's member.
@@ -69,15 +66,22 @@ class PeerClient(Closing):
         stall_s: float,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        self.upstream, self._member, self._key = upstream, member, key
+        # Of credentials it sends the grant, then the secret id of the lease, and never the hub's token: a member
+        # announces its own addresses, so it could use a token that is sent there.
+        self.upstream = upstream
+        self._member = member
+        self._key = key
         self._trust = trust
         self._lease: Lease | None = None
-        self._ending, self._is_ending = threading.Lock(), False
-        self._same_host, self._stall_s = same_host, stall_s
+        self._ending = threading.Lock()
+        self._is_ending = False
+        self._same_host = same_host
+        self._stall_s = stall_s
         self._connection: ControlConnection | None = None
         self._address: PeerAddress | None = None
 
     def _open(self) -> ControlConnection:
+        """Return a connection to the first of the member's addresses that this process can use."""
         why: list[str] = []
         for url in self.upstream.doors:
             address = parse_peer_url(url)
@@ -96,6 +100,7 @@ class PeerClient(Closing):
         raise PeerLost(message, uri=self._uri(), hint=hint)
 
     def _connect_to(self, address: PeerAddress) -> Connect:
+        """Return the function that opens a socket to an address."""
         if address.path:
             return lambda timeout_s: connect_peer_socket(address.path, timeout_s)
         if not address.is_tls:
@@ -107,9 +112,11 @@ class PeerClient(Closing):
             sock = connect(timeout_s)
             assert isinstance(sock, ssl.SSLSocket)
             shown, names = certificate_names(sock.getpeercert() or {}), self.upstream.certificate
+            # Any member of the fleet has a certificate that our CA signed: the name tells which one answers.
             if names and shown != names:
                 sock.close()
                 message = f"the peer's certificate names {shown}, but the hub knows the member as {names}"
+                # An OSError, as every failure to connect: `_send` maps it, and the next source is tried.
                 raise PermissionError(message)
             return sock
 
@@ -118,11 +125,10 @@ class PeerClient(Closing):
     def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
         """Check that the data ports in a map have the same address as the member's server.
 
-        Without the check, a malicious descriptor could make this process send a request to any address.
-
         Raises:
             FormatError: a data port has another address, or is malformed.
         """
+        # Without the check, a malicious descriptor could make this process send a request to any address.
         assert self._address is not None
         hosts = {self._address.host}
         if self._address.path:
@@ -185,10 +191,12 @@ class PeerClient(Closing):
             raise self._refusal(code, raw)
 
     def _path(self) -> str:
+        """Return the path of our lease at the server."""
         assert self._lease is not None
         return f"/v1/leases/{self._lease.lease}"
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
+        """Send a request and return the decoded answer, or raise the typed error of a refusal."""
         code, raw = self._send(verb, path, body)
         if code == 200:
             try:
@@ -198,6 +206,7 @@ class PeerClient(Closing):
         raise self._refusal(code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Send a request on the one connection, which is opened first if it is not; return status and body."""
         if self._connection is None:
             self._connection = self._open()
         try:
@@ -209,6 +218,7 @@ class PeerClient(Closing):
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
 
     def _refusal(self, code: int, raw: bytes) -> PenstockError:
+        """Return the error that an answer of another status than 200 stands for."""
         try:
             fault = msgspec.msgpack.decode(raw, type=Fault)
         except msgspec.DecodeError:
@@ -236,9 +246,11 @@ class PeerClient(Closing):
         connection, lease = self._connection, self._lease
         self._lease = None
         if connection is not None:
-            connection.close()  # an interrupted connection cannot carry the release
+            # An interrupted connection cannot carry the release: the next request opens a new socket.
+            connection.close()
             if lease is not None and not self._release(connection, lease):
-                self._release(connection, lease)  # one retry on a new connection; after that the lease expires there
+                # One retry. After that the lease expires at the peer.
+                self._release(connection, lease)
             connection.close()
 
     def _release(self, connection: ControlConnection, lease: Lease) -> bool:
@@ -246,6 +258,7 @@ class PeerClient(Closing):
         try:
             connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
         except TimeoutError:
+            # A retry would wait as long again for a peer that does not answer.
             return True
         except OSError:
             return False

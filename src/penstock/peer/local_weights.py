@@ -1,14 +1,15 @@
-"""Weights of one key in this process's memory: their regions, the verified chunks, and the map and log for readers.
+"""Weights of one key in this process's memory: their layout, regions, verified chunks, and the map and log for readers.
 
-In: a layout and its tensors, registered with transports; chunks as they are verified. Out: the map and the log.
-Not here: serving them (`server`), filling them (`fetch.run`).
+In: a tensor table or tensors; chunks as they are verified. Out: a `WeightLayout`; the map and the log.
+Not here: serving them (`server`), filling them (`fetch.run`), dividing tensors into chunks (`plan.schedule`).
+
+The layout is equal on all members with the same weights: tensors sorted by name, divided into chunks.
 
     mark_verified(chunks, leaves) --> log --> log_after(serial): readers learn of chunks while we still receive
 
-The layout of weights: tensors sorted by name and divided into chunks, equal on all members with the same weights.
-
-In: a tensor table, or tensors by name. Out: a `WeightLayout`.
-Not here: dividing into chunks (`plan.chunks`), the tensors' memory (`local_weights`).
+The thread of a fetch marks chunks; threads of the server read map and log; the heartbeat's thread digests chunks again.
+`changed` guards what they share. `_digesting` is held while a chunk is digested outside of it, so that the rows are not
+taken away meanwhile; where both are held, `_digesting` comes first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from penstock.transport.protocol import Handle, Lending, Memory, encode
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
-"""Most tensors accepted in a peer's layout; the largest checkpoint of today has 70,000."""
+"""Most tensors accepted in a peer's layout: a limit on a hostile peer. The largest checkpoint has 70,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -105,6 +106,7 @@ def from_message(message: TableMessage) -> WeightLayout:
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
     """Return a table of tensors that are not in files."""
     nbytes = []
+    # Python's integers: shapes of a peer may be of any size, and numpy's product would wrap around.
     for dtype, shape in zip(dtypes, shapes, strict=True):
         count = 1
         for extent in shape:
@@ -147,6 +149,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
             raise PlanError(message, tensor=name, hint="call .contiguous() on it")
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
+        # torch packs two F4 elements into one; the format counts elements.
         if dtype is DType.F4:
             shape = (*shape[:-1], shape[-1] * 2)
         names.append(name)
@@ -164,8 +167,8 @@ def revision_of(manifest: Manifest) -> str:
     """
     if manifest.leaves is not None:
         return manifest.revision
-    told = [f"{file.name}\0{file.nbytes}\0{file.identity}".encode() for file in manifest.files]
-    return headers_revision([manifest.revision.encode(), *told])
+    identities = [f"{file.name}\0{file.nbytes}\0{file.identity}".encode() for file in manifest.files]
+    return headers_revision([manifest.revision.encode(), *identities])
 
 
 Bools = npt.NDArray[np.bool_]
@@ -224,11 +227,12 @@ def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) ->
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
+    # Checked here, because a transport reads at these offsets in the peer's memory, and `attach` in our own mapping.
     if fits and len(nbytes):
-        held = nbytes > 0
-        of, at = region[held], offset[held]
+        has_bytes = nbytes > 0
+        of, at = region[has_bytes], offset[has_bytes]
         fits = bool(((of >= 0) & (of < len(room))).all())
-        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[held])).all())
+        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[has_bytes])).all())
     if not fits:
         raise FormatError(f"a peer's map of {len(region)} rows does not fit the layout of {len(nbytes)} tensors")
     return region, offset
@@ -269,7 +273,10 @@ class LocalWeights:
         arenas: Sequence[Arena] = (),
         max_readers: int = 4,
     ) -> None:
-        self.identity, self.key, self.layout, self.rows = identity, identity.key(), layout, list(rows)
+        self.identity = identity
+        self.key = identity.key()
+        self.layout = layout
+        self.rows = list(rows)
         self.device = rows[0].device if rows else torch.device("cpu")
         self._device_id = device_id(self.device)
         self.place = place_rows(rows, arenas)
@@ -277,9 +284,20 @@ class LocalWeights:
         self.leaves: U64 = leaves if leaves is not None else np.zeros(len(layout.chunks.leaf_row), np.uint64)
         self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
-        self.max_readers, self.num_readers = max_readers, 0
-        self.path, self.why, self.parent, self.gb_per_s, self.silent_s = "", "", "", 0.0, -1.0
-        self.generation, self.state, self.kept, self.tier = 0, "filling", False, ""
+        self.max_readers = max_readers
+        self.num_readers = 0
+        # Shown by `penstock status`; a fetch sets them.
+        self.path = ""
+        self.why = ""
+        self.parent = ""
+        self.gb_per_s = 0.0
+        self.silent_s = -1.0
+        # A reader compares the generation before and after a read: `close` raises it, so that no read counts that
+        # overlaps with another use of the memory.
+        self.generation = 0
+        self.state = "filling"
+        self.kept = False
+        self.tier = ""
         self.damage: IntegrityError | None = None
         self._checked_chunk = -1
         self.changed = threading.Condition()
@@ -288,8 +306,11 @@ class LocalWeights:
         self._num_logged = 0
         self._sources: list[str] = []
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
+        # Registrations that peers read from; and those that our own reads write to, which are all of the former, and
+        # more: some transports only fill memory.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
+        # Then the gap between two tensors may be another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
         self._set_addresses(rows)
@@ -315,7 +336,8 @@ class LocalWeights:
         except BaseException:
             _close(shown)
             raise
-        self._handles, self._into = shown, into
+        self._handles = shown
+        self._into = into
 
     def handles(self, region: int) -> dict[str, Handle]:
         """Return our registrations of a region, by name of the transport that can read into it."""
@@ -383,6 +405,7 @@ class LocalWeights:
 
             got = leaf_digests_cuda(self._address[row] + start, nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
+        # A call per piece of a tensor, not per leaf: the digest's own loop over leaves is native code.
         pieces, out, done = table.pieces(chunks), np.empty(len(at), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
@@ -396,10 +419,15 @@ class LocalWeights:
         """Return the chunks with at least one differing leaf."""
         if np.array_equal(got, wanted):
             return chunks[:0]
-        counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
-        wrong = np.repeat(np.arange(len(chunks)), counts)[got != wanted]
+        wrong = np.repeat(np.arange(len(chunks)), self._leaf_counts(chunks))[got != wanted]
         differ: I64 = chunks[np.unique(wrong)]
         return differ
+
+    def _leaf_counts(self, chunks: I64) -> I64:
+        """Return the number of leaves of each of these chunks."""
+        first_leaf = self.layout.chunks.first_leaf
+        counts: I64 = first_leaf[chunks + 1] - first_leaf[chunks]
+        return counts
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
         """Return the chunks whose digests, as a peer states them, differ from the manifest; none without a manifest."""
@@ -416,20 +444,20 @@ class LocalWeights:
         if self.has_manifest:
             return
         with self.changed:
-            known = chunks[self._source_index[chunks] >= 0]
+            is_known = self._source_index[chunks] >= 0
+            counts = self._leaf_counts(chunks)
+            known = chunks[is_known]
             if len(known):
-                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
-                said = leaves[np.repeat(self._source_index[chunks] >= 0, counts)]
-                wrong = self.differing_chunks(known, said, self.leaves[self.layout.chunks.leaves_of(known)])
+                stated = leaves[np.repeat(is_known, counts)]
+                wrong = self.differing_chunks(known, stated, self.leaves[self.layout.chunks.leaves_of(known)])
                 if len(wrong):
                     other = self._sources[self._source_index[wrong[0]]]
                     raise IntegrityError(
                         f"{other} and {source} state different digests of chunk {int(wrong[0])}",
                         hint="write a manifest with `penstock manifest`: only a manifest tells which source is right",
                     )
-            new = self._source_index[chunks] < 0
+            new = ~is_known
             if new.any():
-                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
                 self.leaves[self.layout.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
                 self._source_index[chunks[new]] = len(self._sources)
                 self._sources.append(source)
@@ -437,10 +465,10 @@ class LocalWeights:
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
         """Mark chunks as verified, with these leaf digests: from now on other members may read them."""
         with self.changed:
+            # A chunk may arrive twice, from a slow source and from the one that replaced it; the log has it once.
             new = ~self.have[chunks]
             if not new.all():
-                counts = self.layout.chunks.first_leaf[chunks + 1] - self.layout.chunks.first_leaf[chunks]
-                chunks, leaves = chunks[new], leaves[np.repeat(new, counts)]
+                chunks, leaves = chunks[new], leaves[np.repeat(new, self._leaf_counts(chunks))]
             self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
             self.have[chunks] = True
             self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
@@ -451,14 +479,15 @@ class LocalWeights:
         """Return the `w1-` revision: the root of all digests, meaningful once every chunk is verified."""
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
-    def check_revision(self, asked: str = "") -> None:
-        """Check that the digests' root is the identity's revision and the requested one; only for `w1-` revisions.
+    def check_revision(self, expected: str = "") -> None:
+        """Check that the digests' root is the identity's revision and the expected one; only for `w1-` revisions.
 
         Raises:
             IntegrityError: the digests belong to another revision.
         """
         root = self.root()
-        for named in (self.identity.revision, asked):
+        # A caller may name a revision by a prefix of its root.
+        for named in (self.identity.revision, expected):
             if named.startswith("w1-") and not root.startswith(named):
                 raise IntegrityError(f"the digests are of revision {root}, not {named}", uri=f"penstock:{self.key}")
 
@@ -468,11 +497,15 @@ class LocalWeights:
         The first call picks a random chunk, later calls the next one, so as many calls as chunks check all of them.
         """
         with self.changed:
-            had = np.flatnonzero(self.have)
-        if not len(had) or self.damage is not None:
+            verified = np.flatnonzero(self.have)
+        if not len(verified) or self.damage is not None:
             return None
-        later = had[had > self._checked_chunk] if self._checked_chunk >= 0 else had[chance.randrange(len(had)) :]
-        self._checked_chunk = int(later[0] if len(later) else had[0])
+        # Random at first: members that start together would otherwise check the same chunks at the same time.
+        if self._checked_chunk >= 0:
+            later = verified[verified > self._checked_chunk]
+        else:
+            later = verified[chance.randrange(len(verified)) :]
+        self._checked_chunk = int(later[0] if len(later) else verified[0])
         return self._checked_chunk if self.has_changed(self._checked_chunk) else None
 
     def has_changed(self, chunk: int) -> bool:
@@ -497,12 +530,14 @@ class LocalWeights:
             hint="call fence() before you change weights; if your code did not write to them, test this host's memory",
         )
         with self.changed:
-            self.damage, self.why = error, error.message
+            self.damage = error
+            self.why = error.message
             self.changed.notify_all()
         return error
 
     def set_state(self, state: State) -> None:
         """Set the state and wake readers that wait for news."""
+        # Outside the lock, which readers wait for: the root is a digest over all names and leaves.
         if state == "whole":
             self._root = self.root()
         with self.changed:
@@ -513,20 +548,30 @@ class LocalWeights:
         """End the registrations and make readers' descriptors stale. The caller keeps the tensors. Idempotent."""
         with self.changed:
             self.generation += 1
-            handles, self._handles, self._into, self.state = self._into, [], [], "draining"
+            handles = self._into
+            self._handles = []
+            self._into = []
+            self.state = "draining"
             self.changed.notify_all()
+        # Outside the lock: ending a registration may take as long as a read that is under way.
         _close(handles)
 
     def move_out(self, tier: str) -> None:
         """Drop the references to the memory, since a tier has the same bytes now. Call `close` first."""
         with self._digesting, self.changed:
-            self.rows, self.place, self.tier, self.state = [], place_rows([]), tier, "whole"
+            self.rows = []
+            self.place = place_rows([])
+            self.tier = tier
+            self.state = "whole"
             self._set_addresses(self.rows)
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """Take memory that has all bytes again. It must be registered before others can read it."""
         with self._digesting, self.changed:
-            self.rows, self.place, self.tier, self.state = list(rows), place_rows(rows, arenas), "", "whole"
+            self.rows = list(rows)
+            self.place = place_rows(rows, arenas)
+            self.tier = ""
+            self.state = "whole"
             self._set_addresses(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
@@ -538,6 +583,7 @@ class LocalWeights:
                 if left <= 0:
                     break
                 self.changed.wait(left)
+            # A serial past the end is of a life before: the reader starts again.
             new = self._log[serial if serial <= self._num_logged else 0 : self._num_logged]
             leaves = self.leaves[self.layout.chunks.leaves_of(new)]
             return LogReply(
@@ -577,6 +623,6 @@ class LocalWeights:
 
 
 def _close(handles: Sequence[dict[str, Handle]]) -> None:
-    for one in handles:
-        for handle in one.values():
+    for by_transport in handles:
+        for handle in by_transport.values():
             handle.close()

@@ -3,9 +3,9 @@
 In: a hub, local weights. Out: heartbeats; upstreams, claims and clients of peers for a fetch; a clean leave.
 Not here: the API for users (`fetch.join`), filling weights (`fetch.run`).
 
-Wait for a request to stop: a call in this process, SIGTERM or SIGINT; or for a failed check.
-
-In: an event, a check. Out: True if the event was set. Not here: the reaction (`fetch.join`, `keeper.keeper`).
+Threads: the caller's; those of the server, which check grants and chunks that readers report; one for heartbeats, which
+also checks a chunk of all weights each time. `_lock` guards the table of weights. The state at the hub is soft: every
+heartbeat reports all of it, so that a hub that has restarted, or has forgotten this member, is complete after one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def host_links() -> int:
 
 
 class Member:
-    """One process life in the fleet. A context manager: its exit leaves the fleet.
+    """A process life in the fleet. A context manager: its exit leaves the fleet.
 
     Args:
         hub: client of the hub, for this member alone; closed by this object.
@@ -98,7 +98,8 @@ class Member:
     Attributes:
         syncs: functions that return the sync states to report with each heartbeat.
         hub_is_away: True if the last heartbeat was not answered; requests that are optional need not wait for the hub.
-        damaged: called with a holding whose verified bytes changed in memory, and why, once it is no longer served.
+        on_damaged: called with weights whose verified bytes changed in memory, and the error, once they are no longer
+            served.
     """
 
     def __init__(
@@ -110,15 +111,20 @@ class Member:
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
     ) -> None:
-        self.id, self.host, self._pid = hub.member, host_id(), os.getpid()
-        self._hub, self._stall_s, self._min_gb_per_s = hub, stall_s, min_gb_per_s
+        self.id = hub.member
+        self.host = host_id()
+        self._pid = os.getpid()
+        self._hub = hub
+        self._stall_s = stall_s
+        self._min_gb_per_s = min_gb_per_s
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
         self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
-        self._beat_now, self._closing = threading.Event(), threading.Event()
+        self._beat_now = threading.Event()
+        self._closing = threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
         self._runtime_dir = RuntimeDir()
@@ -128,10 +134,11 @@ class Member:
             self.trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:
                 _check_loopback(listen)
-            beside = None if listen is None else f"{listen.rpartition(':')[0]}:0"
+            # Data ports of transports are on the same host address, at any free port.
+            data_address = None if listen is None else f"{listen.rpartition(':')[0]}:0"
             self.links: Links = open_links(
                 only=connection.transports,
-                listen=beside,
+                listen=data_address,
                 tls=None if tls is None or listen is None else tls.serving,
                 trust=self.trust,
             )
@@ -142,7 +149,8 @@ class Member:
                 tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
-            self.server.recheck, self.server.sign = self.recheck, self._sign
+            self.server.recheck = self.recheck
+            self.server.sign = self._sign
             self._signer = DigestSigner(self.id, self._epoch)
             self._hello = Hello(
                 member=self.id,
@@ -153,10 +161,12 @@ class Member:
                 num_links=host_links(),
                 digest_key=self._signer.public_key,
             )
+            # After all that readers need: they may come as soon as the hub knows the addresses.
             self.welcome = self._join(stall_s)
         except BaseException:
             self._free()
             raise
+        # Last: the thread uses all of the above.
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._beats.start()
 
@@ -172,6 +182,7 @@ class Member:
             time.sleep(JOIN_AGAIN_S)
 
     def _greet(self) -> Welcome:
+        """Register at the hub, and trust the key with which it signs grants."""
         welcome = self._hub.hello(self._hello)
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
@@ -193,8 +204,6 @@ class Member:
             return reply
         return self._signer.sign(reply, weights.key, weights.layout.chunks)
 
-    # -- Served weights.
-
     def show(self, weights: LocalWeights) -> None:
         """Register weights with the transports, let others read them, and report them to the hub at once."""
         weights.register(self.links)
@@ -202,8 +211,10 @@ class Member:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights
         self.server.show(weights)
+        # The same key was served from other memory, which must not be read any more.
         if before is not None and before is not weights:
-            before.close()  # the same key was served from other memory, which nobody may read any more
+            before.close()
+        # Readers look for sources now: the next regular heartbeat may be a second away.
         self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
@@ -214,6 +225,7 @@ class Member:
 
     def hide(self, weights: LocalWeights, drain_s: float) -> None:
         """Stop serving weights: refuse new readers, wait for present ones at most `drain_s`, end the registrations."""
+        # The hub first: it stops to name this member while readers that are here finish.
         weights.set_state("draining")
         self.beat_now()
         self.server.drain(weights.key, drain_s)
@@ -224,15 +236,13 @@ class Member:
 
     @property
     def weights(self) -> list[LocalWeights]:
-        """All weights that this member reports."""
+        """Return all weights that this member reports."""
         with self._lock:
             return list(self._weights.values())
 
-    # -- The hub.
-
     @property
     def hub(self) -> HubClient:
-        """The client of the hub, for read-only requests."""
+        """Return the client of the hub, for read-only requests."""
         return self._hub
 
     def beat_now(self) -> None:
@@ -245,11 +255,14 @@ class Member:
             self._call_hub(lambda: self._hub.beat(self.id, self._state()))
 
     def _beat(self) -> None:
+        """Send heartbeats until `leave`, and do what has to be done regularly: the body of the thread."""
         while not self._closing.is_set():
+            # A slow hub gets fewer heartbeats, but at least four before it would forget this member.
             self._beat_now.wait(max(self.welcome.beat_s, min(self._hub.rest_s, self.welcome.ttl_s / 4)))
             self._beat_now.clear()
             if self._closing.is_set():
                 return
+            # Before the heartbeat, which reports weights that turn out to be damaged.
             self._spot_check()
             self.links.sweep()
             self.server.expire()
@@ -269,11 +282,9 @@ class Member:
                 self._give_up(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
-        """Digest a chunk that a reader reported as wrong; return True if it is, and stop serving the weights then.
-
-        The reader's word is only a reason to check. The heartbeats check one chunk each, so they reach a certain one of
-        3,800 chunks (60 GB) after up to two hours.
-        """
+        """Digest a chunk that a reader reported as wrong; return True if it is, and stop serving the weights then."""
+        # A report is only a reason to check: a reader may lie, or have bad memory itself. Without reports damage would
+        # be found late: heartbeats check a chunk each, so a certain one of 3,800 (60 GB) after up to two hours.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._give_up(weights, chunk)
         return weights.damage is not None
@@ -299,6 +310,7 @@ class Member:
                 raise weights.damage
 
     def _state(self) -> Beat:
+        """Return the whole state of this member, as every heartbeat reports it."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs))
@@ -326,9 +338,9 @@ class Member:
         request = UpstreamsRequest(member=self.id, holding=self._status(weights), can_read_storage=can_read_storage)
         return self._call_hub(lambda: self._hub.upstreams(request))
 
-    def find_holders(self, asked: HoldingState, *, within_s: float) -> UpstreamsReply:
+    def find_holders(self, wanted: HoldingState, *, within_s: float) -> UpstreamsReply:
         """Return members that know the layout of a key. Raises HubUnavailable without an answer in `within_s`."""
-        request = UpstreamsRequest(member=self.id, holding=asked)
+        request = UpstreamsRequest(member=self.id, holding=wanted)
         return self._call_hub(lambda: self._hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
@@ -344,7 +356,7 @@ class Member:
     def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> bool:
         """Report to the hub that a source could not be used; return False if the hub does not answer or refuses it.
 
-        Not for a source that is merely full (`SourceBusy`): the hub would no longer count its chunks.
+        Not for a source that is only full (`SourceBusy`): the hub would no longer count its chunks.
         """
         fault = "unreachable"
         for kind, word in _FAULTS:
@@ -374,8 +386,6 @@ class Member:
         """Pace in bytes/s below which an upstream is not used; 0: no minimum."""
         return self._min_gb_per_s * GB
 
-    # -- Leaving.
-
     def leave(self, drain_s: float = 10.0) -> None:
         """Grant no new leases, wait for readers at most `drain_s`, sign off from the hub, and end. Idempotent.
 
@@ -383,6 +393,7 @@ class Member:
         """
         if self._closing.is_set() or self._pid != os.getpid():
             return
+        # All at once, then one by one: readers of the last weights must not begin while those of the first finish.
         for weights in self.weights:
             weights.set_state("draining")
         self.beat_now()
@@ -392,11 +403,14 @@ class Member:
         self._closing.set()
         self._beat_now.set()
         self._beats.join()
-        with contextlib.suppress(PenstockError):  # without an answer the hub forgets this member after its TTL
+        # After the last heartbeat, which would register this member again. Without an answer the hub forgets it after
+        # its TTL.
+        with contextlib.suppress(PenstockError):
             self._hub.leave(self.id)
         self._free()
 
     def _free(self) -> None:
+        """Close what was opened; also after a constructor that failed halfway."""
         if hasattr(self, "server"):
             self.server.close()
         if hasattr(self, "links"):
@@ -446,6 +460,7 @@ def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s
     """
     before: dict[int, Any] = {}
 
+    # It only sets the event: a handler runs between any two steps of the main thread, which may hold a lock.
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
