@@ -1,14 +1,15 @@
-"""Discovery: determine the tensors to fetch, from the fallback's headers or from members, and where they are written.
+"""Discovery: determine the tensors to fetch, from the fallback's headers or from members, and their destination.
 
 In: a target, and optionally a fallback. Out: a `FetchTarget`: identity, layout, destination rows or a request for new
 memory, and a session that reads storage.
-Not here: fetching it (`run`), what the user calls (`join`).
+Not here: fetching it (`run`), the API for users (`join`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ ASK_S = 0.2
 """Pause between two requests to the hub while no member holds the model."""
 
 
-class PlacedTarget(dict[str, torch.Tensor]):
+class PlacedTarget(dict[str, torch.Tensor], ABC):
     """An empty target that places its new tensors in memory of its own choice.
 
     Attributes:
@@ -58,9 +59,9 @@ class PlacedTarget(dict[str, torch.Tensor]):
 
     arenas: Sequence[Arena] = ()
 
+    @abstractmethod
     def place(self, table: TensorTable) -> list[torch.Tensor]:
         """Return the memory of each row: its bytes, flat uint8, aligned to its elements."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -79,18 +80,17 @@ class FetchTarget:
     ) -> tuple[LocalWeights, dict[str, torch.Tensor] | None]:
         """Return the local weights to fill; also the tensors by name, if their memory is new (else None).
 
-        New memory is where a `PlacedTarget` places it, else one arena. A thread touches the arena's pages in advance
-        until `is_over` returns true.
+        New memory is where a `PlacedTarget` places it, else one arena: one registration for all of it.
         """
         if self.rows is not None:
-            holding = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
-            return holding, None
+            weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
+            return weights, None
         table = self.layout.table
         arenas: list[Arena] = []
         if isinstance(target, PlacedTarget):
             flat = target.place(table)
             arenas += target.arenas
-            made = [
+            tensors = [
                 as_tensor(raw, dtype, shape)
                 if raw.numel()
                 else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
@@ -99,28 +99,31 @@ class FetchTarget:
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
+            # A thread touches the pages in advance: a page fault in the middle of a read stops its thread.
             arena.warm(is_over)
             offsets = arena.place(nbytes)
             flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
-            made = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
+            tensors = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
-        holding = LocalWeights(
+        weights = LocalWeights(
             self.identity, self.layout, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers
         )
-        return holding, dict(zip(table.names, made, strict=True))
+        return weights, dict(zip(table.names, tensors, strict=True))
 
 
 class Discovery:
-    """The discovery of one fetch: what to fetch, by the fallback's headers or by what members hold.
+    """The discovery of one fetch: its tensors, from the fallback's headers or from members.
 
     Args:
-        identity: the identity that the caller gave; fields that the fallback or the fleet knows may be empty.
+        identity: the caller's identity; fields that the fallback or the fleet knows may be empty.
         member: this process's member.
         settings: deadlines, and settings of reading storage.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings) -> None:
-        self._identity, self._member, self._settings = identity, member, settings
+        self._identity = identity
+        self._member = member
+        self._settings = settings
 
     def find(
         self,
@@ -149,10 +152,11 @@ class Discovery:
             identity = msgspec.structs.replace(self._identity, layout=layout.digest)
             identity = self._state_of(identity, {"revision"}, wait_s).identity
             return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
-        held = self._state_of(self._identity, {"revision", "layout"}, wait_s)
-        return FetchTarget(identity=held.identity, layout=self._ask_layout(held, wait_s), device=device)
+        state = self._state_of(self._identity, {"revision", "layout"}, wait_s)
+        return FetchTarget(identity=state.identity, layout=self._ask_layout(state, wait_s), device=device)
 
     def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
+        """Return the tensors of the fallback, or those of them that the target has."""
         table, rows = session.table(), None
         if is_given:
             taken, filled = match_targets(table, tensors, None, True)
@@ -163,21 +167,24 @@ class Discovery:
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         at = np.fromiter(map(row_of.__getitem__, layout.table.names), np.int64, len(layout.table))
         leaves = leaves_of(manifest, at)
-        revision, asked = revision_of(manifest), self._identity.revision
+        revision, requested = revision_of(manifest), self._identity.revision
         if leaves is not None:
-            if asked.startswith("w1-"):
-                if not revision.startswith(asked):
-                    raise IntegrityError(f"storage has revision {revision}, not {asked}", uri=session.weights.uri)
-                asked = ""
-            if len(layout.table) < len(manifest.tensors):  # tied targets: this process holds a subset of the tensors
+            if requested.startswith("w1-"):
+                if not revision.startswith(requested):
+                    raise IntegrityError(f"storage has revision {revision}, not {requested}", uri=session.weights.uri)
+                # A prefix, perhaps: members compare whole revisions.
+                requested = ""
+            # Tied targets: this process has a subset of the tensors, whose root is another one.
+            if len(layout.table) < len(manifest.tensors):
                 revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
-        elif asked.startswith("w1-") and self._have_read(layout, revision, asked):
-            asked = ""
+        # Without a manifest the files' root is not known before all of them are read, unless members have read them.
+        elif requested.startswith("w1-") and self._have_read(layout, revision, requested):
+            requested = ""
         flat = None
         if rows is not None:
             _, flat = layout_of_tensors(rows)
         return FetchTarget(
-            identity=msgspec.structs.replace(self._identity, revision=asked or revision, layout=layout.digest),
+            identity=msgspec.structs.replace(self._identity, revision=requested or revision, layout=layout.digest),
             layout=layout,
             rows=flat,
             device=session.options.device,
@@ -187,69 +194,75 @@ class Discovery:
 
     def _state_of(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """Return the state of a member whose identity equals ours, except for open fields; wait for a first holder."""
-        asked = {name for name in open_fields if not getattr(identity, name)}
+        unknown = {name for name in open_fields if not getattr(identity, name)}
         return _patiently(
-            lambda left_s: self._state_now(identity, asked, f" after {wait_s} s", within_s=left_s),
+            lambda left_s: self._state_now(identity, unknown, f" after {wait_s} s", within_s=left_s),
             wait_s,
             NotFound,
             HubUnavailable,
         )
 
     def _state_now(
-        self, identity: Identity, asked: set[str], since: str = "", *, within_s: float | None = None
+        self, identity: Identity, unknown: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
-        """Return the holder with the most chunks now. Raises NotFound without one; `since` completes its message."""
+        """Return the state of the holder with the most chunks now; fields in `unknown` may differ.
+
+        Raises NotFound if there is none; `since` completes its message.
+        """
         best: HoldingState | None = None
         others: dict[str, str] = {}
         for member in self._member.hub.status(identity.model, within_s=within_s).members:
-            for held in member.holdings:
+            for state in member.holdings:
                 if member.member == self._member.id:
                     continue
-                differ = {k: v for k, v in identity.differences(held.identity).items() if k not in asked}
+                differ = {k: v for k, v in identity.differences(state.identity).items() if k not in unknown}
                 if "revision" in differ:
-                    differ["revision"] = identity.revision, held.revision or held.identity.revision
-                    if identity.revision.startswith(("w1-", "h1-")) and held.is_of(identity.revision):
+                    # A member that read files without a manifest has their `w1-` root only at its end, beside the
+                    # `h1-` revision of its identity.
+                    differ["revision"] = identity.revision, state.revision or state.identity.revision
+                    if identity.revision.startswith(("w1-", "h1-")) and state.is_of(identity.revision):
                         del differ["revision"]
                 if differ:
                     words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
                     others[member.member[:8]] = ", ".join(words)
-                elif best is None or _num_have(held) > _num_have(best):
-                    best = held
+                elif best is None or _num_have(state) > _num_have(best):
+                    best = state
         if best is not None:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
         message = f"no member holds {identity.model!r} with this identity{since}{seen}"
         raise NotFound(message, hint="run `penstock why`, or give fallback= to read storage")
 
-    def _have_read(self, layout: WeightLayout, revision: str, asked: str) -> bool:
+    def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
         """Return True if members read the same files, which have no manifest, and got the requested revision."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         # Without a holder, or without the hub, the files are read and compared like any others.
         with contextlib.suppress(SourceError, HubUnavailable):
-            return self._state_now(same, set()).is_of(asked)
+            return self._state_now(same, set()).is_of(requested)
         return False
 
-    def _ask_layout(self, held: HoldingState, wait_s: float) -> WeightLayout:
+    def _ask_layout(self, state: HoldingState, wait_s: float) -> WeightLayout:
         """Return the layout of a key from a member that holds it; wait for a member that has a free reader's place."""
         return _patiently(
-            lambda left_s: self._ask_layout_now(held, left_s), wait_s, SourceError, PeerLost, HubUnavailable
+            lambda left_s: self._ask_layout_now(state, left_s), wait_s, SourceError, PeerLost, HubUnavailable
         )
 
-    def _ask_layout_now(self, held: HoldingState, within_s: float) -> WeightLayout:
-        asked = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
-        reply = self._member.find_holders(asked, within_s=within_s)
+    def _ask_layout_now(self, state: HoldingState, within_s: float) -> WeightLayout:
+        """Return the layout from the first upstream that answers; raise the last one's error if none does."""
+        empty = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
+        reply = self._member.find_holders(empty, within_s=within_s)
         last: PenstockError = NotFound(
-            f"no member holds {held.identity.model!r} any more", hint="fetch again, or give fallback= to read storage"
+            f"no member holds {state.identity.model!r} any more", hint="fetch again, or give fallback= to read storage"
         )
         for upstream in reply.upstreams:
             try:
-                with self._member.peer(
-                    upstream, held.key, stall_s=self._settings.stall_s / 4
-                ) as peer:  # a quarter of the stall: a slow member must not use up the time, others know the layout
+                # A quarter of the stall: a slow member must not use up the time, since others know the layout too.
+                with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
                     layout = from_message(peer.table())
-                    if layout.digest != held.identity.layout:
-                        message = f"the member's tensor table has layout {layout.digest}, not {held.identity.layout}"
+                    # The table comes from a peer, the layout's digest from the hub: a peer may lie about its table.
+                    if layout.digest != state.identity.layout:
+                        message = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(message, uri=f"penstock:{upstream.member}")
                     return layout
             except PenstockError as error:
@@ -269,5 +282,5 @@ def _patiently(ask: Callable[[float], T], wait_s: float, *passing: type[Penstock
         time.sleep(ASK_S)
 
 
-def _num_have(held: HoldingState) -> int:
-    return sum(stop - start for start, stop in held.have)
+def _num_have(state: HoldingState) -> int:
+    return sum(stop - start for start, stop in state.have)

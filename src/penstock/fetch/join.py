@@ -45,7 +45,9 @@ class Fleet:
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
-        self.identity, self.member, self._settings = identity, member, settings
+        self.identity = identity
+        self.member = member
+        self._settings = settings
         self._max_readers = max_readers
         self._left = threading.Event()
 
@@ -91,8 +93,9 @@ class Fleet:
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
-            weights, made = target_weights.allocate(target, self._max_readers, is_over.is_set)
+            weights, new_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
+            # Shown before the first chunk is here: other members read each chunk as soon as it is verified.
             self.member.show(weights)
             storage = (
                 StorageReader(target_weights.session, target_weights.layout, weights.rows)
@@ -104,12 +107,13 @@ class Fleet:
             with showing_progress(
                 progress, self.identity.model, lambda: (int(chunks.nbytes[weights.have].sum()), weights.layout.nbytes)
             ):
-                provenance = self._fill(weights, storage, phases, record, is_new=made is not None)
+                provenance = self._fill(weights, storage, phases, record, is_new=new_tensors is not None)
             weights.set_state("whole")
             self.member.beat_now()
-            if made is not None:
+            # Only now: an empty target gets all tensors or none.
+            if new_tensors is not None:
                 assert isinstance(target, MutableMapping)
-                target.update(made)
+                target.update(new_tensors)
             if trace is not None:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
@@ -139,7 +143,8 @@ class Fleet:
             phases.enter("commit")
             if weights.damage is not None:
                 raise weights.damage
-            if not weights.has_manifest:  # with a manifest every chunk was compared with it already
+            # With a manifest every chunk was compared with it already.
+            if not weights.has_manifest:
                 weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()

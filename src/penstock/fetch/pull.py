@@ -61,14 +61,16 @@ def pull(
     """
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s, progress=progress)
+    # Checked before anything is fetched, and again when the directory is renamed to this name.
     target = Path(to).absolute()
     with typed(target):
         require_free(target)
+    # Beside the target, on the same file system, so that one rename publishes it.
     files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
     try:
         report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
         begun = time.perf_counter()
-        files.publish(target, next(one for one in fleet.member.weights if one.key == report.key))
+        files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key))
     finally:
         files.close()
     phases = {**report.phases, "write": time.perf_counter() - begun}
@@ -97,7 +99,8 @@ class _Files(PlacedTarget):
     def publish(self, target: Path, weights: LocalWeights) -> None:
         """Publish the files at `target`, with index and manifest."""
         assert self._output is not None
-        # Names, shapes and offsets are read back from the files that were written; the digests are those of the fetch.
+        # Names, shapes and offsets are read back from the files; the digests are those of the fetch, which has verified
+        # the same pages.
         with open_weights(
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
@@ -122,6 +125,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
         file_index[row] = len(bodies) - 1
         bodies[-1] += length
     filled = [0] * len(bodies)
+    # Widest first: each tensor then starts at a multiple of its elements' size, as readers that map the file need.
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]
@@ -129,6 +133,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
 
 
 def _mapped(path: Path) -> torch.Tensor:
+    """Return a file's bytes as a tensor over a shared mapping."""
     with typed(path), open(path, "r+b") as file:
         return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 

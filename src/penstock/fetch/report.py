@@ -1,12 +1,9 @@
 """The report of a fetch: bytes by source with the reasons, seconds by phase, and the digests compared with.
 
-In: the filled weights and their provenance. Out: a frozen value, and a summary of a few lines.
-Not here: progress while it runs (`penstock status`).
+In: verified bytes with their source, and faults; then the filled weights. Out: a frozen value, and a summary in words.
+Not here: the fetch (`run`), progress while it runs (`penstock status`).
 
-Provenance of one fetch: bytes by path, the reason for each path, and the sources that failed.
-
-In: verified bytes with their source, and faults. Out: shares and reasons in words.
-Not here: the fetch (`run`), its final report (`report`).
+`Provenance` collects while the fetch runs; `FetchReport` is what the user gets of it.
 """
 
 from __future__ import annotations
@@ -47,12 +44,13 @@ class Provenance:
         self.faults.append(f"hub: {hub_says}; storage is read without a claim")
         self.why_storage = f"read without a claim, the hub: {hub_says}"
 
-    def stall_error(self, kind: type[SourceError], what: str, asked: str) -> SourceError:
+    def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress; its message names the sources that were tried."""
-        full = [f"{member[:8]}: {said}" for member, said in self.full.items()]
+        full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
+        # The last ones: a fetch of hours may have met dozens of faults.
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
         hint = "run `penstock why` to see what each holder lacks, or give fallback= to read storage"
-        return kind(f"{what}: {tried}; {asked}", hint=hint)
+        return kind(f"{what}: {tried}; {hub_says}", hint=hint)
 
     def shares(self) -> str:
         """Return the paths with their shares: `75% shm <- MEMBER, 25% storage URI`."""
@@ -68,7 +66,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport(Summarised):
-    """Outcome of one fetch."""
+    """The outcome of a fetch."""
 
     model: str
     key: str
@@ -100,7 +98,7 @@ class FetchReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Decimal GB per second of wall time."""
+        """Return decimal GB per second of wall time."""
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def summary(self) -> str:
@@ -146,7 +144,8 @@ def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]
     """Return whether every byte was compared with a digest, and whose digests these were."""
     if weights.has_manifest:
         return True, "the manifest's digests"
-    if weights.identity.revision.startswith("w1-"):  # all digests were held to their root: see `check_revision`
+    # All digests together had to give this root: see `check_revision`.
+    if weights.identity.revision.startswith("w1-"):
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
     hashed = sum(nbytes for path, nbytes in provenance.nbytes_by_path.items() if path.startswith("storage "))

@@ -22,7 +22,7 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Chunks passed on together, at least; 64 MiB: members read the first chunks of a claim while the rest is read."""
+"""Least number of chunks passed on together, 64 MiB: members read the first of a claim while the rest is read."""
 HAND_ON_S = 1.0
 """Chunks that waited this long are passed on even if fewer than `AT_ONCE` are ready, so slow storage shows progress."""
 GATHER_S = 0.025
@@ -43,20 +43,24 @@ class StorageReader:
     """
 
     def __init__(self, session: Session, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
-        self._session, self._layout, self._rows = session, layout, rows
+        self._session = session
+        self._layout = layout
+        self._rows = rows
         self.uri = session.weights.uri
         self.nbytes = 0
         self._moved_bytes = 0
         self._runs: list[LoadRun] = []
-        self._lock, self._is_warm = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_warm = False
         self._error: PenstockError | None = None
 
     @property
     def received_bytes(self) -> int:
-        """A progress counter: it grows with every byte received from storage, but is not the sum of the bytes."""
-        given = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
+        """Return a progress counter: it grows with every byte received, but is not the sum of the bytes."""
+        # Sources that count report bytes before a read is complete; the runs report complete reads, some twice.
+        counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
-            return given + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
+            return counted + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
 
     def read(self, chunks: I64) -> Iterator[I64]:
         """Read these chunks into their rows; yield chunks as soon as their bytes are complete.
@@ -65,7 +69,8 @@ class StorageReader:
         """
         pieces, owner = self._layout.chunks.pieces_apart(chunks)
         table, count = self._layout.table, len(pieces.row)
-        asked = TensorTable(
+        # To the loader each piece is a tensor of bytes with a number for a name.
+        wanted = TensorTable(
             names=tuple(map(str, range(count))),
             dtypes=(DType.U8,) * count,
             shapes=tuple((nbytes,) for nbytes in pieces.nbytes.tolist()),
@@ -73,23 +78,24 @@ class StorageReader:
             offset=table.offset[pieces.row] + pieces.start,
             nbytes=pieces.nbytes,
         )
-        order = np.lexsort((asked.offset, asked.file_index))
-        asked = asked.take(order.tolist())
+        # In the order of the files, for reads that follow each other.
+        order = np.lexsort((wanted.offset, wanted.file_index))
+        wanted = wanted.take(order.tolist())
         columns = (pieces.row[order].tolist(), pieces.start[order].tolist(), pieces.nbytes[order].tolist())
         flat = [self._rows[row][start : start + nbytes] for row, start, nbytes in zip(*columns, strict=True)]
         left = np.bincount(owner, minlength=len(chunks))
         ready: list[int] = []
-        handed, run = time.monotonic(), self._begin(asked, flat)
+        passed_on, run = time.monotonic(), self._begin(wanted, flat)
         try:
             for slab in run.slabs():
                 of = int(owner[order[slab]])
                 left[of] -= 1
                 if left[of] == 0:
                     ready.append(of)
-                waited_s = time.monotonic() - handed
+                waited_s = time.monotonic() - passed_on
                 if ready and waited_s > (GATHER_S if len(ready) >= AT_ONCE else HAND_ON_S):
                     yield chunks[ready]
-                    ready, handed = [], time.monotonic()
+                    ready, passed_on = [], time.monotonic()
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
@@ -104,14 +110,15 @@ class StorageReader:
                 self._moved_bytes += run.ticket.moved_bytes
             run.close()
 
-    def _begin(self, asked: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
+    def _begin(self, wanted: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
         """Start a run of the loader that reads these rows into these tensors."""
         session = self._session
         with self._lock:
+            # Once, at the first claim: most fetches read nothing from storage, and need no staging buffers.
             if not self._is_warm:
                 self._is_warm = True
                 session.intake.warm(self.uri)
-            plan = session.make_plan(asked, [None] * len(flat), pack=False, exact=True)
+            plan = session.make_plan(wanted, [None] * len(flat), pack=False, exact=True)
             run = session.begin(plan, place_on(session.options.device, plan.slab_nbytes.tolist(), flat))
             self._runs.append(run)
             return run

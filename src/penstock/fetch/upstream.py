@@ -1,7 +1,10 @@
-"""One upstream of a fetch: a thread keeps its lease, map and log; the chunks that can be read from it now.
+"""An upstream of a fetch: its lease, map and log, followed by a thread, and the chunks that can be read from it now.
 
 In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
 Not here: the choice of chunks to read from it (`run`).
+
+The thread writes `has` and `leaves`, then wakes the fetch, whose threads read them and note finished reads. Values that
+both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ Read = tuple[Transport, Handle, Descriptor, Segments]
 
 
 class UpstreamReader:
-    """The state of one upstream, kept up to date by a thread that follows its log.
+    """The state of an upstream, kept up to date by a thread that follows its log.
 
     Attributes:
         rank: its position in the hub's order; 0 is the parent.
@@ -92,8 +95,13 @@ class UpstreamReader:
         same_host: bool,
         min_bytes_per_s: float = 0.0,
     ) -> None:
-        self.peer, self.rank, self.upstream = peer, rank, peer.upstream
-        self._weights, self._links, self._same_host, self._ticket = weights, links, same_host, ticket
+        self.peer = peer
+        self.rank = rank
+        self.upstream = peer.upstream
+        self._weights = weights
+        self._links = links
+        self._same_host = same_host
+        self._ticket = ticket
         count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
         self.leaves: U64 = np.zeros(len(weights.layout.chunks.leaf_row), np.uint64)
@@ -104,11 +112,15 @@ class UpstreamReader:
         self.is_too_slow = False
         self.path = self._why_no_nearer = ""
         self.why: dict[str, str] = {}
-        self._cap, self._min_bytes_per_s = 0, min_bytes_per_s
-        self._read_s, self._read_until = 0.0, 0.0
+        self._cap = 0
+        self._min_bytes_per_s = min_bytes_per_s
+        self._read_s = 0.0
+        self._read_until = 0.0
         self._alive_at = self._probed_at = time.monotonic()
-        self._recent_pace, self._silence = _Pace(self._alive_at), Silence()
-        self._closing, self._news_wanted = threading.Event(), threading.Event()
+        self._recent_pace = _Pace(self._alive_at)
+        self._silence = Silence()
+        self._closing = threading.Event()
+        self._news_wanted = threading.Event()
         self._generation = -1
         self._suspect_chunk: int | None = None
         self.proof: Proof | None = None
@@ -120,17 +132,17 @@ class UpstreamReader:
 
     @property
     def fault(self) -> str:
-        """Reason why the upstream is no longer used; empty: it is used."""
+        """Return the reason why the upstream is no longer used; empty: it is used."""
         return self.error.message if self.error is not None else ""
 
     @property
     def holds_back(self) -> bool:
-        """True if later upstreams should not be read for chunks that this one has or will have."""
+        """Return whether later upstreams should not be read for chunks that this one has or will have."""
         return self.error is None and time.monotonic() - self._alive_at < PATIENCE_S
 
     @property
     def pace(self) -> float:
-        """Bytes per second while it is read; 0: not known yet."""
+        """Return bytes per second while it is read; 0: not known yet."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
         return min(read, self._cap) if self._cap else read
 
@@ -177,11 +189,13 @@ class UpstreamReader:
         self._alive_at = now = time.monotonic()
         self.moved_bytes += nbytes
         self._recent_pace.add(now, nbytes)
+        # Reads overlap: time that an earlier one has counted is not counted again.
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
         if self._read_s > JUDGED_AFTER_S:
             self._check_floor(self.moved_bytes / self._read_s, "gives")
         if seconds < STEP_S:
+            # Faster growth only after a read that was about as large as allowed: a small one says little of the rate.
             is_full = 2 * nbytes >= self.step_chunks * self._weights.layout.chunks.chunk_bytes
             more = 8 if is_full and seconds < STEP_S / 8 else 2
             self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
@@ -190,23 +204,20 @@ class UpstreamReader:
         if self._cap:
             most = int(self._cap * CAPPED_STEP_S / self._weights.layout.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
+            # The holder relies on its readers to keep to the cap: reads are one-sided, so it cannot slow them down.
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
-        """Return True if the reads under way received less than `LEAST_BYTES` within `stall_s`.
-
-        All reads of this upstream count together, because they may share a connection.
-        """
+        """Return True if the reads under way received less than `LEAST_BYTES` within `stall_s`."""
+        # All reads of this upstream together, because they may share a connection.
         if not is_read:
             self._silence.begin()
             return False
         return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
     def _check_floor(self, bytes_per_s: float, how: str) -> None:
-        """Stop using the upstream if it is slower than the caller's minimum.
-
-        That applies to the only holder, too: the fetch then reads storage, or fails.
-        """
+        """Stop using the upstream if it is slower than the caller's minimum."""
+        # The only holder is no exception: the fetch then reads storage, or fails.
         floor = self._min_bytes_per_s
         if bytes_per_s < floor:
             self.is_too_slow = True
@@ -221,19 +232,15 @@ class UpstreamReader:
             self._check_floor(max_bytes_per_s, "gives at most")
 
     def note_wrong_chunk(self, chunk: int) -> None:
-        """Remember a wrong chunk. When this reader ends, the holder digests it again.
-
-        The hub does not trust one reader's word about another member's bytes. The holder stops serving damaged weights
-        itself, and that protects the other readers.
-        """
+        """Remember a wrong chunk. When this reader ends, the holder digests it again."""
+        # The hub does not trust one reader's word about another member's bytes. The holder stops serving damaged
+        # weights itself, and that protects the other readers.
         self._suspect_chunk = chunk
 
     def fail(self, error: PenstockError) -> None:
-        """Stop using the upstream; keep the first error, without its traceback.
-
-        The traceback's frames refer to this object, and this to the destination memory: one dead upstream would keep
-        all weights of a finished fetch alive until Python's cyclic collector runs.
-        """
+        """Stop using the upstream; keep the first error, without its traceback."""
+        # The traceback's frames refer to this object, and this to the destination memory: one dead upstream would keep
+        # all weights of a finished fetch alive until Python's cyclic collector runs.
         if self.error is None:
             self.error = without_frames(error)
         self._closing.set()
@@ -244,10 +251,13 @@ class UpstreamReader:
         """Stop following the log; the thread releases the lease. Waits for the thread `END_S` at most."""
         self._closing.set()
         self._news_wanted.set()
+        # A log request may be waiting at the peer for news.
         self.peer.interrupt()
         self.thread.join(timeout=END_S)
 
     def _follow(self) -> None:
+        """Get a lease, connect, and follow the log: the body of the thread."""
+        # Most fetches never need a later upstream.
         if self.rank:
             self._wait_for_news()
         if self._closing.is_set():
@@ -266,38 +276,42 @@ class UpstreamReader:
                         with contextlib.suppress(PenstockError):
                             peer.recheck(self._suspect_chunk)
         except PenstockError as error:
+            # An error while it is closed is the interrupted request.
             if not self._closing.is_set():
                 self.fail(error)
 
-    def _connect(self, found: HoldingMap) -> None:
+    def _connect(self, peer_map: HoldingMap) -> None:
         """Check the peer's map against our layout, and choose a transport for each pair of regions.
 
         Raises:
             PlanError: the peer's chunks differ, or no transport reaches it. FormatError: the map does not fit.
         """
         chunks, ours = self._weights.layout.chunks, self._weights.place
-        same = (found.leaf_bytes, found.chunk_bytes, found.num_chunks)
-        if same != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
+        theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
+        if theirs_are != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
             expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
-            message = f"(leaf_bytes, chunk_bytes, num_chunks) are {same} at the peer and {expected} here"
+            message = f"(leaf_bytes, chunk_bytes, num_chunks) are {theirs_are} at the peer and {expected} here"
             raise PlanError(message, hint="members must run releases with the same chunk size")
-        room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in found.regions]
-        self._row_region, self._row_offset = region, _ = locate_rows(self._weights.layout, found, room)
-        held = ours.row_region >= 0
-        for theirs, mine in sorted(set(zip(region[held].tolist(), ours.row_region[held].tolist(), strict=True))):
+        room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
+        self._row_region, self._row_offset = region, _ = locate_rows(self._weights.layout, peer_map, room)
+        has_bytes = ours.row_region >= 0
+        pairs = set(zip(region[has_bytes].tolist(), ours.row_region[has_bytes].tolist(), strict=True))
+        for theirs, mine in sorted(pairs):
             handles = self._weights.handles(mine)
             transport, descriptor, why = self._links.choose(
-                handles, found.regions[theirs], same_host=self._same_host, same_process=False
+                handles, peer_map.regions[theirs], same_host=self._same_host, same_process=False
             )
+            # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
                 self.step_chunks = self.step_chunks if self._cap else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
-        self._generation = found.generation
+        self._generation = peer_map.generation
 
     def _read_log(self, peer: PeerClient) -> None:
+        """Follow the log until this reader is closed."""
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
@@ -310,19 +324,22 @@ class UpstreamReader:
             if reply.state == "whole" or len(chunks):
                 self._alive_at = time.monotonic()
             if reply.state != "filling" and reply.serial == serial:
-                self._closing.wait(NEWS_S)  # nothing more will come; only the lease is renewed
+                # Nothing more will come; only the lease is renewed.
+                self._closing.wait(NEWS_S)
             elif len(chunks):
                 self._closing.wait(GATHER_S)
                 self._wait_for_news()
             serial = reply.serial
 
     def _add_news(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
+        """Check and record chunks that the peer has verified, with their digests."""
         layout, table = self._weights.layout, self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
         at = table.leaves_of(chunks)
         if len(leaves) != len(at):
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
+        # Before a byte is read: digests that contradict the manifest prove a damaged or lying member.
         clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
             self.proof = make_proof(reply, layout.table, table, self._weights.leaves)
@@ -333,6 +350,7 @@ class UpstreamReader:
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
+        # In this order: another thread reads the digests of chunks that it sees in `has`.
         self.leaves[at] = leaves
         self.has[chunks] = True
         self._ticket.wake()
@@ -342,17 +360,25 @@ class _Pace:
     """A moving average of bytes per second of wall time, over the last one to two `PROBE_S`."""
 
     def __init__(self, now: float) -> None:
-        self._since, self._nbytes, self._before = now, 0, 0.0
+        self._since = now
+        self._nbytes = 0
+        self._before = 0.0
 
     def add(self, now: float, nbytes: int) -> None:
+        """Add bytes that arrived now."""
         self._turn(now)
         self._nbytes += nbytes
 
     def value(self, now: float) -> float:
+        """Return the average now."""
         self._turn(now)
         return max(self._before, self._nbytes / max(now - self._since, PROBE_S / 2))
 
     def _turn(self, now: float) -> None:
-        passed_s = now - self._since  # computed once: another thread may change `_since` between check and use
+        """Begin a new interval if the present one is over."""
+        # Computed once: another thread may change `_since` between check and use.
+        passed_s = now - self._since
         if passed_s >= PROBE_S:
-            self._before, self._since, self._nbytes = self._nbytes / passed_s, now, 0
+            self._before = self._nbytes / passed_s
+            self._since = now
+            self._nbytes = 0

@@ -17,7 +17,7 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.types import I64, U64
 
 MAX_CHUNKS = 128
-"""Chunks digested at once: 2 GiB, a millisecond of a device, 0.2 s of a processor."""
+"""Most chunks digested at once: 2 GiB, a millisecond of a device, 0.2 s of a processor core."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -51,17 +51,20 @@ def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple
     """
     table = weights.layout.chunks
     chunks = np.concatenate([entry.chunks for entry in batch])
-    digests, at, found = weights.digest(chunks), 0, []
+    # One call for the batch: on a device each call is a kernel launch and a wait.
+    digests, at, compared = weights.digest(chunks), 0, []
     for entry in batch:
         stop = at + int((table.first_leaf[entry.chunks + 1] - table.first_leaf[entry.chunks]).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
+        # Chunks of storage are compared with the manifest; without one the first digests are those of this read.
         if wanted is None and weights.has_manifest:
             wanted = weights.leaves[table.leaves_of(entry.chunks)]
         wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
         if wanted is None:
             weights.record_digests(entry.chunks, mine, "storage, as it was read here")
-        found.append((entry, mine, wrong))
-    good = [(entry.chunks, mine) for entry, mine, wrong in found if not len(wrong)]
+        compared.append((entry, mine, wrong))
+    # An entry with a wrong chunk is dropped whole: its source is not trusted any more.
+    good = [(entry.chunks, mine) for entry, mine, wrong in compared if not len(wrong)]
     if good:
         weights.mark_verified(*(np.concatenate(column) for column in zip(*good, strict=True)))
-    return [(entry, wrong) for entry, _, wrong in found]
+    return [(entry, wrong) for entry, _, wrong in compared]
