@@ -6,7 +6,6 @@ Not here: links between GPUs and hosts, which a cluster's description says (`pla
 
 from __future__ import annotations
 
-import http.client
 import http.server
 import platform
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 
 from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.http.control import ControlConnection, over_tcp
 from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB, MIB
@@ -174,17 +174,9 @@ def _posting() -> tuple[float, float, float]:
 
 def _answer() -> float:
     """Return the seconds of a small request over a connection that is open already."""
-    with _answering() as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
-
-        def ask() -> None:
-            connection.request("POST", "/", body=b"x" * 512)
-            connection.getresponse().read()
-
-        try:
-            return _best_s(ask, repeat=50)
-        finally:
-            connection.close()
+    # The client that members use for their requests to the hub and to each other.
+    with _answering() as port, ControlConnection(over_tcp("127.0.0.1", port), "127.0.0.1") as connection:
+        return _best_s(lambda: connection.request("POST", "/", b"x" * 512, timeout_s=10.0), repeat=50)
 
 
 class _Echo(http.server.BaseHTTPRequestHandler):

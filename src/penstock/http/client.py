@@ -1,291 +1,218 @@
-"""HTTP/1.1 GET over kept-alive connections, the body received straight into the caller's memory.
+"""The client's end of an HTTP/1.1 connection: a request, and its reply received straight into the caller's memory.
 
-In: a URL and headers. Out: a `Reply`: status, headers and `readinto`. Replies are parsed by the standard library;
-only the socket reads are ours, so that a head has a deadline and a body needs few system calls.
-Not here: retries, ranges, conditions and redirects (`storage.http`).
+In: a connected socket, requests. Out: a `Reply` for each: status, headers, and the body by `readinto` or `read`.
+Not here: pools and who uses them (`pool` for objects, `control` for hubs and members, `transport.http_reader` for the
+memory of peers), retries, ranges and redirects (`range_request`).
 
-    Pool --get--> Connection --request--> Reply --readinto--> the caller's memory
+    ClientConnection --request--> Reply --readinto--> the caller's memory
+                                        --read------> bytes
+
+A body with a Content-Length goes from the kernel into the caller's view, without a copy; what came with the head is the
+exception, 8 KiB at most. Chunked bodies, which object stores behind proxies send, pass the parser and are copied once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import io
 import socket
 import ssl
-import struct
-import threading
 import time
-import weakref
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from collections.abc import Iterable
 
-from penstock.errors import ConfigError
-from penstock.lifecycle import let_go_in_children
+from penstock.http.connection import HttpConnection
+from penstock.http.head import MalformedMessage, MessageParser, ResponseHead, request_head
+from penstock.net.timed import MessageDeadline
 
-_WHOLE_BYTES = 64 << 10
-"""From this many bytes on the kernel is asked to fill the buffer before it returns (MSG_WAITALL).
-
-Reason: fewer turns of the interpreter a chunk. Source: benchmarks/results/cpu2_202611/objects.md (0.23 -> 0.17 s of CPU
-for 512 MiB at the same speed).
-"""
-
-_IDLE_CONNECTIONS = 64
-"""Connections kept for reuse at most, per pool. Reason: more than any load reads with at once."""
-
-_IDLE_S = 15.0
-"""Seconds after which an idle connection is not trusted any more. Reason: common servers drop one after 5 to 75 s."""
-
-_TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
-"""Characters of a URL's path and query sent as they are; others are percent-encoded. Source: RFC 3986, 3.3."""
+_PIECE_BYTES = 64 << 10
+"""Received at once of a body without a length. Reason: what was received is lost if the next part of it fails."""
+_MAX_OVERHEAD_BYTES = 64 << 10
+"""Bytes between two bytes of a chunked body: chunk heads with extensions, and fields after the last chunk. Reason:
+nothing else bounds them."""
 
 
 class Reply:
-    """A response. `readinto` until it returns 0, or drop it; then return the connection to the pool."""
+    """An answer. Call `readinto` until it returns 0, or `read` once.
 
-    def __init__(self, response: http.client.HTTPResponse, wire: _Wire, reader: io.BufferedReader[_Wire]) -> None:
-        self._response = response
-        self._wire = wire
-        self._reader = reader
-        self.status = response.status
-        self.headers = response.headers
-        self.length: int | None = None if response.chunked else response.length
-        """Bytes of body still to come; None where only the end of the stream tells."""
-
-    def readinto(self, view: memoryview) -> int:
-        """Receive some bytes into `view`; how many, 0 at the end of the body or of the connection.
-
-        Raises:
-            TimeoutError, OSError, http.client.HTTPException: as the socket and the parser raise them.
-        """
-        if self.length is None:  # in pieces, so that little is lost when one fails
-            return self._response.readinto(view[:_WHOLE_BYTES])
-        want = min(self.length, view.nbytes)
-        if not want:
-            return 0
-        self._wire.fill = want >= _WHOLE_BYTES
-        got = self._reader.readinto1(view[:want])
-        self.length -= got
-        return got
-
-    @property
-    def reusable(self) -> bool:
-        """The whole answer was read and the server keeps the connection."""
-        done = self._response.isclosed() if self.length is None else self.length == 0
-        return done and not self._response.will_close
-
-
-class _Wire(io.RawIOBase):
-    """The socket as a raw stream, for one reply; closing it does not close the socket."""
-
-    def __init__(self, sock: socket.socket, *, tls: bool, head_s: float) -> None:
-        self._sock = sock
-        self._tls = tls
-        self._head_deadline_s: float | None = time.monotonic() + head_s
-        self.fill = False
-
-    def readable(self) -> bool:
-        return True
-
-    def makefile(self, mode: str) -> io.BufferedReader[_Wire]:
-        """Return the file object that `HTTPResponse` reads from."""
-        self.reader = io.BufferedReader(self)
-        return self.reader
-
-    def head_done(self) -> None:
-        self._head_deadline_s = None
-
-    def readinto(self, buffer: Any) -> int:
-        if self._head_deadline_s is not None and time.monotonic() > self._head_deadline_s:
-            raise TimeoutError("the server did not finish the response headers in time")
-        flags = socket.MSG_WAITALL if self.fill and not self._tls else 0
-        try:
-            return self._sock.recv_into(buffer, 0, flags)
-        except BlockingIOError as error:  # SO_RCVTIMEO ran out
-            raise TimeoutError("timed out") from error
-
-
-class Connection:
-    """A connection to one origin; one request at a time."""
-
-    def __init__(self, sock: socket.socket, *, tls: bool, silence_s: float, absolute: bool) -> None:
-        self.sock = sock
-        self._tls = tls
-        self._silence_s = silence_s
-        self._absolute = absolute
-        self.idle_since_s = 0.0
-        self.used = False
-
-    def request(self, url: SplitResult, headers: Mapping[str, str]) -> Reply:
-        """Send a GET and read the answer's head. Raises what sockets and the parser raise."""
-        target = quote(url.path or "/", safe=_TARGET_SAFE)
-        if url.query:
-            target += "?" + quote(url.query, safe=_TARGET_SAFE)
-        if self._absolute:
-            target = f"http://{_authority(url)}{target}"
-        lines = [f"GET {target} HTTP/1.1", f"Host: {_authority(url)}", "Accept-Encoding: identity", "Accept: */*"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        if any("\r" in line or "\n" in line for line in lines):
-            raise ConfigError("a line break in a request header")
-        try:
-            head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-        except UnicodeEncodeError as error:
-            raise ConfigError("a request header that is not Latin-1") from error
-        self.sock.sendall(head)
-        wire = _Wire(self.sock, tls=self._tls, head_s=self._silence_s)
-        response = http.client.HTTPResponse(wire, method="GET")  # type: ignore[arg-type]
-        response.begin()
-        wire.head_done()
-        self.used = True
-        return Reply(response, wire, wire.reader)
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self.sock.close()
-
-
-class Pool:
-    """Kept-alive connections to any number of origins. Thread-safe; a forked child starts with none.
-
-    Args:
-        ca_file: PEM bundle trusted besides the system's roots.
-        silence_s: seconds a connect, a head or a read may be silent.
+    Attributes:
+        status: 200 to 999; interim answers were skipped.
+        headers: names in lower case, values of a repeated field joined by commas.
+        length: bytes of the body still to come; None where only the end of the body tells.
     """
 
-    def __init__(self, *, ca_file: Path | None, silence_s: float) -> None:
-        self._ca_file = ca_file
-        self._silence_s = silence_s
-        self._tls: ssl.SSLContext | None = None
-        self._idle: dict[tuple[str, str], list[Connection]] = {}
-        self._lock = threading.Lock()
-        self._holders = 0
-        _pools.add(self)
+    def __init__(
+        self,
+        wire: HttpConnection,
+        head: ResponseHead,
+        parser: MessageParser,
+        *,
+        has_body: bool,
+        deadline: MessageDeadline,
+        pace_s: float,
+    ) -> None:
+        self.status = head.status
+        self.headers = head.headers
+        self.length = head.content_length if has_body else 0
+        self._wire = wire
+        self._is_kept = head.keeps_alive
+        # Only a chunked body needs the parser further.
+        self._parser = parser if has_body and head.is_chunked else None
+        self._deadline = deadline
+        self._pace_s = pace_s
+        self._rest = memoryview(b"")
 
-    def get(self, url: SplitResult, *, fresh: bool = False) -> Connection:
-        """An idle connection to `url`'s origin, or a new one. `fresh` never reuses. Raises OSError or ConfigError."""
-        dropped = []
-        with self._lock:
-            idle = self._idle.get((url.scheme, url.netloc), [])
-            now_s = time.monotonic()
-            reusable = None
-            while idle and reusable is None:
-                candidate = idle.pop()
-                if fresh or now_s - candidate.idle_since_s > _IDLE_S:
-                    dropped.append(candidate)
-                else:
-                    reusable = candidate
-        for connection in dropped:
-            connection.close()
-        return reusable or self._connect(url)
+    def readinto(self, view: memoryview) -> int:
+        """Receive some bytes of the body into `view`; return their number, 0 at the end of body or connection.
 
-    def put(self, url: SplitResult, connection: Connection, reply: Reply | None) -> None:
-        """Give a connection back after `reply`; it is closed unless it can be used again."""
-        if reply is not None and reply.reusable:
-            connection.idle_since_s = time.monotonic()
-            with self._lock:
-                idle = self._idle.setdefault((url.scheme, url.netloc), [])
-                if self._holders and len(idle) < _IDLE_CONNECTIONS:
-                    idle.append(connection)
-                    return
-        connection.close()
+        Raises:
+            TimeoutError: no byte came within the connection's pace. MalformedMessage: a chunk is malformed.
+            OSError: the connection failed.
+        """
+        if self.length is None:
+            piece = self._rest or self._piece(MessageDeadline(self._pace_s))
+            count = min(len(piece), view.nbytes)
+            view[:count] = piece[:count]
+            self._rest = piece[count:]
+            return count
+        wanted = min(self.length, view.nbytes)
+        if not wanted:
+            return 0
+        self._wire.set_pace(self._pace_s)
+        count = self._wire.receive_into([view[:wanted]])
+        self.length -= count
+        return count
 
-    def hold(self) -> None:
-        """Count one more user. The last `drop` closes the idle connections."""
-        with self._lock:
-            self._holders += 1
+    def read(self, limit: int) -> bytes:
+        """Return the whole body, received within the deadline of the request, which its bytes extend.
 
-    def drop(self) -> None:
-        """Count one user fewer."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-        self.clear()
+        Raises:
+            MalformedMessage: it is longer than `limit` bytes, or the connection ended before its end.
+            TimeoutError, OSError: as `readinto`.
+        """
+        pieces: list[memoryview | bytes] = []
+        total = 0 if self.length is None else self.length
+        if total <= limit and self.length is not None:
+            self.length = 0
+            try:
+                return self._wire.receive_body(total, self._deadline.left_s())
+            except ConnectionAbortedError as error:
+                raise MalformedMessage("the connection ended in the middle of an answer") from error
+        while total <= limit:
+            piece = self._piece(self._deadline)
+            if not piece:
+                if self._parser is not None and not self._parser.is_done:
+                    raise MalformedMessage("the connection ended in the middle of an answer")
+                return b"".join(pieces)
+            pieces.append(piece)
+            total += len(piece)
+        raise MalformedMessage(f"an answer of more than {limit} bytes")
 
-    def clear(self) -> None:
-        """Close every idle connection."""
-        with self._lock:
-            idle = [connection for group in self._idle.values() for connection in group]
-            self._idle.clear()
-        for connection in idle:
-            connection.close()
+    def _piece(self, deadline: MessageDeadline) -> memoryview:
+        """Return some bytes of a body without a length, received within the deadline; none at its end."""
+        num_overhead = 0
+        while self._parser is None or not self._parser.is_done:
+            self._wire.set_pace(deadline.left_s())
+            received = self._wire.receive_some(_PIECE_BYTES)
+            deadline.add_bytes(len(received))
+            if self._parser is None or not received:
+                return memoryview(received)
+            carried = b"".join(self._parser.feed_body(received))
+            if carried:
+                return memoryview(carried)
+            num_overhead += len(received)
+            if num_overhead > _MAX_OVERHEAD_BYTES:
+                raise MalformedMessage(f"more than {_MAX_OVERHEAD_BYTES} bytes between two chunks of a body")
+        return memoryview(b"")
 
-    def after_fork(self) -> None:
-        """In a forked child: the parent's connections are the parent's. Closing our copies does not end them."""
-        self._lock = threading.Lock()
-        with contextlib.suppress(OSError):
-            self.clear()
-
-    def _context(self) -> ssl.SSLContext:
-        with self._lock:
-            if self._tls is None:
-                self._tls = ssl.create_default_context()
-                if self._ca_file is not None:
-                    try:
-                        self._tls.load_verify_locations(self._ca_file)
-                    except OSError as error:
-                        raise ConfigError(f"ca_file {self._ca_file} does not load: {error}") from error
-            return self._tls
-
-    def _connect(self, url: SplitResult) -> Connection:
-        if url.hostname is None:
-            raise ConfigError("a URL without a host")
-        tls = url.scheme == "https"
-        port = url.port or (443 if tls else 80)
-        proxy = _proxy(url)
-        where = (proxy.hostname or "", proxy.port or 80) if proxy else (url.hostname, port)
-        try:
-            sock = socket.create_connection(where, timeout=self._silence_s)
-        except UnicodeError as error:
-            raise ConfigError("the URL's host name is not valid") from error
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls:
-                if proxy:
-                    _tunnel(sock, f"{url.hostname}:{port}", head_s=self._silence_s)
-                sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
-            else:  # a blocking socket with kernel timeouts, for MSG_WAITALL
-                limit = struct.pack("ll", int(self._silence_s), int(self._silence_s % 1 * 1e6))
-                sock.settimeout(None)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        except BaseException:
-            sock.close()
-            raise
-        return Connection(sock, tls=tls, silence_s=self._silence_s, absolute=proxy is not None and not tls)
+    @property
+    def is_reusable(self) -> bool:
+        """True if the whole answer was read, nothing came after it, and the server keeps the connection."""
+        if self._parser is None:
+            is_read = self.length == 0
+        else:
+            is_read = self._parser.is_done and not self._parser.has_more and not self._rest
+        return is_read and self._is_kept and not self._wire.has_ahead
 
 
-def _authority(url: SplitResult) -> str:
-    """Host and port, without user information."""
-    return url.netloc.rpartition("@")[2]
+class ClientConnection:
+    """A connection to one server; one request at a time, and the next one after the whole reply was read.
+
+    Args:
+        sock: connected; owned by the connection from here on.
+        pace_s: seconds that `Reply.readinto` waits for a byte.
+
+    Attributes:
+        wire: the connection, for bodies in a framing of their own.
+        pace_s: the argument.
+    """
+
+    def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
+        self.wire = HttpConnection(sock, pace_s=pace_s)
+        self.pace_s = pace_s
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        fields: Iterable[tuple[str, str]],
+        body: bytes | None = None,
+        *,
+        wait_s: float,
+    ) -> Reply:
+        """Send a request and receive the head of its answer.
+
+        Args:
+            target: path and query, percent-encoded; for a proxy, the whole URL.
+            fields: header fields in order, `Host` among them; the length of the body is added.
+            body: None: the request has none.
+            wait_s: for sending and the head together, and one second more for each `MIN_BYTES_PER_S` of the body.
+
+        Raises:
+            ConfigError: a field or the target has a line break.
+            ConnectionResetError: the server closed the connection without an answer.
+            MalformedMessage: what came is no answer.
+            TimeoutError: the deadline passed. OSError: the connection failed.
+        """
+        if body is not None:
+            fields = [*fields, ("Content-Length", str(len(body)))]
+        message = request_head(method, target, fields)
+        deadline = MessageDeadline(wait_s)
+        if body:
+            message += body
+            deadline.add_bytes(len(body))
+        self.wire.set_pace(deadline.left_s())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # A server without room for another connection answers before it reads the request, and closes. Its answer
+            # is still in the socket's buffer; if there is none, receiving fails in the same way.
+            self.wire.send_all(message)
+        head, parser = self.wire.receive_response(deadline.left_s())
+        is_tunnel = method == "CONNECT" and head.status < 300
+        has_body = method != "HEAD" and head.status not in {204, 304} and not is_tunnel
+        return Reply(self.wire, head, parser, has_body=has_body, deadline=deadline, pace_s=self.pace_s)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent; not while another thread uses the connection (`wire.cut` is for that)."""
+        self.wire.close()
 
 
-def _proxy(url: SplitResult) -> SplitResult | None:
-    """The proxy the environment names for `url` (`http_proxy`, `https_proxy`, `no_proxy`), if any."""
-    from urllib.request import getproxies, proxy_bypass
+def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None = None) -> socket.socket:
+    """Connect by TCP, and by TLS over it, within `timeout_s`.
 
-    named = getproxies().get(url.scheme)
-    if not named or proxy_bypass(url.hostname or ""):
-        return None
-    return urlsplit(named if "://" in named else f"http://{named}")
+    Args:
+        trust: how the server's certificate is checked, and what it is shown; None: no TLS.
 
-
-def _tunnel(sock: socket.socket, authority: str, *, head_s: float) -> None:
-    """Ask a proxy for a tunnel. OSError when it refuses."""
-    sock.sendall(f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n".encode("ascii"))
-    response = http.client.HTTPResponse(_Wire(sock, tls=True, head_s=head_s), method="CONNECT")  # type: ignore[arg-type]
-    response.begin()
-    if response.status != 200:
-        raise OSError(f"the proxy refused a tunnel: {response.status}")
-
-
-_pools: weakref.WeakSet[Pool] = let_go_in_children(lambda pool: pool.after_fork())
-_shared: weakref.WeakValueDictionary[tuple[Path | None, float], Pool] = weakref.WeakValueDictionary()
-
-
-def shared_pool(*, ca_file: Path | None, silence_s: float) -> Pool:
-    """The process's pool for these options, so that the shards of one checkpoint share their connections."""
-    return _shared.setdefault((ca_file, silence_s), Pool(ca_file=ca_file, silence_s=silence_s))
+    Raises:
+        OSError: there is no connection to be had; `host` is not valid; ssl.SSLError, which is an OSError, for TLS.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of a host") from error
+    if trust is None:
+        return sock
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        return trust.wrap_socket(sock, server_hostname=host)
+    except BaseException:
+        sock.close()
+        raise

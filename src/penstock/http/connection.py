@@ -12,7 +12,9 @@ The **seal** is sent after the last byte only if the generation still holds then
 
 from __future__ import annotations
 
+import contextlib
 import re
+import select
 import socket
 import ssl
 import struct
@@ -26,6 +28,7 @@ import numpy as np
 from penstock.errors import FormatError
 from penstock.http import head as heads
 from penstock.http.head import MalformedMessage, MessageParser, RequestHead, ResponseHead
+from penstock.net.admission import MIN_BYTES_PER_S
 from penstock.net.timed import MessageDeadline
 from penstock.types import I64, MIB
 
@@ -155,7 +158,7 @@ class HttpConnection:
             parser = MessageParser(is_request=False, max_bytes=max_bytes)
             if not self._receive_head(parser, max(0.0, deadline - time.monotonic()), None):
                 if parser.has_begun:
-                    raise MalformedMessage("the connection ended in the middle of a message head")
+                    raise ConnectionAbortedError("the connection ended in the middle of a message head")
                 raise ConnectionResetError("the other end closed the connection without an answer")
             response = parser.response()
             if response.status >= 200:
@@ -206,63 +209,32 @@ class HttpConnection:
             deadline.add_bytes(len(piece))
         return b"".join(pieces)
 
-    def head(self, wait_s: float, begun: bytes = b"", *, first_s: float | None = None) -> tuple[bytes, bytes]:
-        """Receive the head of a message: it, and what came behind it. `(b"", b"")` if the other end is done.
-
-        Args:
-            wait_s: for all of it, from its first byte on.
-            begun: what came already.
-            first_s: for the first byte; None: `wait_s`.
-
-        Raises:
-            FormatError: it is too long.
-            TimeoutError, OSError: as the class says.
-        """
-        received, deadline = begun, time.monotonic() + (wait_s if first_s is None or begun else first_s)
-        while (end := received.find(b"\r\n\r\n")) < 0:
-            if len(received) > MAX_HEAD_BYTES:
-                raise FormatError("a head without an end")
-            # One deadline for the whole head: a peer that sends a byte now and then must not hold the thread.
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the peer did not finish the message head in time")
-            self.set_pace(max(left, 0.001))
-            had, got = bool(received), self._receive(4096)
-            if not got:
-                return b"", b""
-            if not had and first_s is not None:
-                deadline = time.monotonic() + wait_s
-            received += got
-        return received[:end], received[end + 4 :]
-
-    def body(self, nbytes: int, begun: bytes, wait_s: float) -> bytes:
-        """Receive a small body whole, within `wait_s`."""
-        received, deadline = begun, time.monotonic() + wait_s
-        while len(received) < nbytes:
-            self.set_pace(max(deadline - time.monotonic(), 0.001))
-            got = self._receive(nbytes - len(received))
-            if not got or time.monotonic() > deadline:
-                raise TimeoutError("the peer did not finish the message body in time")
-            received += got
-        return received
-
-    def fill(self, view: memoryview, begun: bytes = b"") -> bytes:
-        """Receive until the view is full; what is left of `begun`, which came already. OSError if it ends before."""
-        at = min(len(begun), len(view))
-        view[:at] = begun[:at]
+    def fill(self, view: memoryview) -> None:
+        """Receive until the view is full. OSError if the connection ends before."""
+        at = 0
         while at < len(view):
-            got = self.receive_into([view[at:]])
-            if not got:
+            count = self.receive_into([view[at:]])
+            if not count:
                 raise ConnectionAbortedError("the connection ended")
-            at += got
-        return begun[len(view) :]
+            at += count
 
     def send_all(self, data: bytes) -> None:
-        """Send a short message."""
-        try:
+        """Send a whole message, within the pace and one second more for each `MIN_BYTES_PER_S` of it."""
+        if self._is_tls:
             self._sock.sendall(data)
-        except BlockingIOError as error:  # SO_SNDTIMEO ran out
-            raise TimeoutError("nothing could be sent") from error
+            return
+        view, deadline = memoryview(data), None
+        while True:
+            # Without waiting in `send`: on a Unix socket the kernel's timeout begins anew for every few KiB that the
+            # other end takes, so a slow reader would hold the thread. Most messages go in the first call.
+            with contextlib.suppress(BlockingIOError):
+                view = view[self._sock.send(view, socket.MSG_DONTWAIT) :]
+            if not view:
+                return
+            deadline = deadline or MessageDeadline(self._pace_s + len(view) / MIN_BYTES_PER_S)
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            poll.poll(1000 * deadline.left_s())
 
     def send(self, views: Sequence[memoryview]) -> int:
         """Send from the front of these views, without a copy of ours; how many bytes went."""
@@ -288,6 +260,30 @@ class HttpConnection:
             return self._sock.recvmsg_into(views[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
         except BlockingIOError as error:  # SO_RCVTIMEO ran out
             raise TimeoutError("nothing came") from error
+
+    def receive_some(self, nbytes: int) -> bytes:
+        """Receive at most `nbytes` bytes, as soon as there are some; none at the end of the connection."""
+        if self._ahead:
+            received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+            return received
+        return self._receive(nbytes)
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if bytes were received that no call has returned yet."""
+        return bool(self._ahead)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the connection is open and nothing has come that was not received, as between two messages."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not self._ahead and not poll.poll(0)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if `close` was called, perhaps by another thread."""
+        return self._sock.fileno() < 0
 
     def _receive(self, nbytes: int) -> bytes:
         try:
@@ -332,18 +328,6 @@ def advance(views: list[memoryview], nbytes: int) -> None:
         views[0] = views[0][nbytes:]
 
 
-def fields(head: bytes) -> tuple[str, dict[str, str]]:
-    """First line and header fields (names in lower case) of a head. FormatError if it is none."""
-    lines = head.decode("latin-1").split("\r\n")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip() or name.lower() in headers:
-            raise FormatError("a malformed or repeated header field")
-        headers[name.lower()] = value.strip()
-    return lines[0], headers
-
-
 def chunk_head(nbytes: int) -> bytes:
     """Return the head of a chunk; a line's end follows the chunk. Of 0 bytes: the last one."""
     return b"%08x\r\n" % nbytes
@@ -354,11 +338,3 @@ def chunk_bytes(head: memoryview, limit: int) -> int:
     if not _CHUNK_HEAD.fullmatch(head) or int(bytes(head[:8]), 16) > limit:
         raise FormatError("a malformed or too long chunk")
     return int(bytes(head[:8]), 16)
-
-
-def content_length(found: dict[str, str]) -> int:
-    """The body's bytes. FormatError if the header is missing or not a number."""
-    text = found.get("content-length", "")
-    if "transfer-encoding" in found or not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise FormatError("no Content-Length")
-    return int(text)

@@ -44,7 +44,7 @@ class Head:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the sender keeps the connection open after this message."""
+        """True if the sender keeps the connection open after this message."""
         options = self.headers.get("connection", "").lower()
         return "close" not in options if self.version == "1.1" else "keep-alive" in options
 
@@ -112,12 +112,13 @@ class MessageParser:
         self._events = _Events()
         self._parser = (httptools.HttpRequestParser if is_request else httptools.HttpResponseParser)(self._events)
         self._max_bytes = max_bytes
-        self._head = b""
+        self._received = b""
+        self._num_fed = 0
 
     @property
     def has_begun(self) -> bool:
-        """Whether a byte of the message was fed."""
-        return bool(self._head)
+        """True if a byte of the message was fed."""
+        return bool(self._received)
 
     def feed_head(self, data: bytes) -> bytes | None:
         """Take the next bytes; return those behind the head once it is complete, and None before.
@@ -125,16 +126,16 @@ class MessageParser:
         Raises:
             MalformedMessage: it cannot become a valid head.
         """
-        begun = len(self._head)
-        received = self._head + data
-        end = received.find(b"\r\n\r\n", max(0, begun - 3))
-        stop = len(received) if end < 0 else end + 4
-        # Fed at once, so that what is no HTTP is refused at its first line; but only up to the empty line, since the
-        # caller has memory for the bytes of the body.
-        self._feed(received[begun:stop])
-        if stop > self._max_bytes:
+        received = self._received + data
+        end = received.find(b"\r\n\r\n", max(0, len(self._received) - 3))
+        # Whole lines are fed as they come, so that what is no HTTP is refused at its first line; but nothing behind the
+        # empty line, since the caller has memory for the bytes of the body.
+        stop = received.rfind(b"\n") + 1 if end < 0 else end + 4
+        if (len(received) if end < 0 else stop) > self._max_bytes:
             raise MalformedMessage(f"a message head of more than {self._max_bytes} bytes")
-        self._head = received[:stop]
+        self._feed(received[self._num_fed : stop])
+        self._num_fed = stop
+        self._received = received if end < 0 else received[:stop]
         if self._events.is_in_body != (end >= 0):
             raise MalformedMessage("a message head that does not end with an empty line")
         return None if end < 0 else received[stop:]
@@ -147,12 +148,12 @@ class MessageParser:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last chunk was fed."""
+        """True if the last chunk was fed."""
         return self._events.is_done
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes of another message were fed after this one."""
+        """True if bytes of another message were fed after this one."""
         return self._events.has_more
 
     def _feed(self, data: bytes) -> None:
@@ -194,11 +195,11 @@ class MessageParser:
 
     def _common(self) -> tuple[str, dict[str, str], int | None, bool]:
         """Return version, headers, length of the body, and whether it is chunked."""
-        num_lines = self._head.count(b"\r\n")
+        num_lines = self._received.count(b"\r\n")
         # A lone CR or LF, and a line that continues the one before, end lines for some parsers and not for others.
-        if self._head.count(b"\n") != num_lines or self._head.count(b"\r") != num_lines:
+        if self._received.count(b"\n") != num_lines or self._received.count(b"\r") != num_lines:
             raise MalformedMessage("a message head with a line that does not end in CR LF")
-        if b"\r\n " in self._head or b"\r\n\t" in self._head:
+        if b"\r\n " in self._received or b"\r\n\t" in self._received:
             raise MalformedMessage("a message head with a folded line")
         version = self._parser.get_http_version()
         if version not in {"1.0", "1.1"}:

@@ -14,16 +14,13 @@ Not here: what counts as a failure (`storage.http`, `storage.objects`).
 from __future__ import annotations
 
 import contextlib
-import http.client
 import random
 import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from email.message import Message
 from email.utils import parsedate_to_datetime
-from http.client import BadStatusLine
 from types import TracebackType
 from typing import Protocol, TypedDict
 from urllib.parse import SplitResult
@@ -39,7 +36,8 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
-from penstock.http.client import Pool
+from penstock.http.head import MalformedMessage
+from penstock.http.pool import Pool
 
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
@@ -192,9 +190,9 @@ class Validators:
         """The ETag, or else the date; "" where the server gave neither."""
         return self.etag or self.last_modified
 
-    def differs(self, headers: Message) -> str | None:
+    def differs(self, headers: Mapping[str, str]) -> str | None:
         """Return how an answer's headers show another object; None when they do not."""
-        etag, modified = headers.get("ETag", ""), headers.get("Last-Modified", "")
+        etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
             return None if same else f"its ETag was {self.etag} and is {etag}"
@@ -272,7 +270,7 @@ class Exchange:
         for _ in range(_MAX_REDIRECTS + 1):
             self._url = self._address.url()
             self._send()
-            location = self.reply.headers.get("Location") if self.reply.status in _REDIRECTS else None
+            location = self.reply.headers.get("location") if self.reply.status in _REDIRECTS else None
             if location is None:
                 if self.reply.status >= 300:
                     self._read_code()
@@ -293,17 +291,16 @@ class Exchange:
         for fresh in (False, True):
             with _failing(self._uri):
                 self._connection = self._pool.get(self._url, fresh=fresh)
-            reused = self._connection.used
+            was_used = self._connection.was_used
             try:
                 with _failing(self._uri):
-                    self.reply = self._connection.request(self._url, headers)
+                    self.reply = self._connection.get(self._url, headers)
                 return
             except BaseException as error:
                 self._connection.close()
-                stale = (
-                    reused and isinstance(error, Failed) and isinstance(error.cause, (ConnectionError, BadStatusLine))
-                )
-                if not stale or fresh:
+                # A server may close a kept connection at any moment: that says nothing of the object.
+                is_stale = isinstance(error, Failed) and isinstance(error.cause, ConnectionError | MalformedMessage)
+                if fresh or not was_used or not is_stale:
                     raise
 
     def _read_code(self) -> None:
@@ -324,9 +321,9 @@ class Exchange:
         status, headers, (start, stop) = self.reply.status, self.reply.headers, self._range
         if status not in {200, 206}:
             raise self._error()
-        if headers.get("Content-Encoding", "identity").lower() != "identity":
+        if headers.get("content-encoding", "identity").lower() != "identity":
             raise FormatError(
-                f"it is stored or sent with Content-Encoding {headers['Content-Encoding'][:40]!r}",
+                f"it is stored or sent with Content-Encoding {headers['content-encoding'][:40]!r}",
                 uri=self._uri,
                 hint="store it as it is: weights are read in ranges",
             )
@@ -354,14 +351,14 @@ class Exchange:
         """Return the object's validators and size from the first answer; raises as `check`."""
         headers = self.reply.headers
         nbytes: int | None
-        if self.reply.status == 416 and headers.get("Content-Range", "").replace(" ", "") == "bytes*/0":
+        if self.reply.status == 416 and headers.get("content-range", "").replace(" ", "") == "bytes*/0":
             nbytes = 0
         else:
             self.check()
             nbytes = self._content_range()[2] if self.reply.status == 206 else self.reply.length
         if nbytes is None:
             raise self._protocol("the server does not send the size")
-        return Validators(etag=headers.get("ETag", ""), last_modified=headers.get("Last-Modified", ""), nbytes=nbytes)
+        return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
 
     def readinto(self, view: memoryview) -> int:
         """Some bytes of the body into `view`, at least one. Failed when there are none."""
@@ -372,7 +369,7 @@ class Exchange:
         return got
 
     def _content_range(self) -> tuple[int, int, int | None]:
-        text = self.reply.headers.get("Content-Range", "")
+        text = self.reply.headers.get("content-range", "")
         match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
         if not match:
             raise self._protocol(f"the answer's Content-Range is {text[:80]!r}")
@@ -390,7 +387,7 @@ class Exchange:
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
         where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
-            return Failed(what, wait_s=_seconds_of(self.reply.headers.get("Retry-After", "")))
+            return Failed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
             return PermissionDenied(what, **where, hint="check the credentials and what they may read")
         if status in {404, 410}:
@@ -398,7 +395,7 @@ class Exchange:
         if status == 412:
             return self._changed("the object is not the one first seen (HTTP 412)")
         if status == 416:
-            total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("Content-Range", ""))
+            total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("content-range", ""))
             if self._seen and total and int(total[1]) != self._seen.nbytes:
                 return self._changed(f"it had {self._seen.nbytes} bytes and has {total[1]}")
             return SourceTruncated(what, **where)
@@ -427,6 +424,8 @@ def _failing(uri: str) -> Iterator[None]:
     """Map what sockets, TLS and the HTTP parser raise."""
     try:
         yield
+    except MalformedMessage as error:  # a FormatError of one answer, not of the object: the next one may be right
+        raise Failed(error.message[:200], cause=error) from error
     except PenstockError:  # mapped already; NotFound and PermissionDenied are OSErrors too
         raise
     except ssl.SSLCertVerificationError as error:
@@ -437,5 +436,5 @@ def _failing(uri: str) -> Iterator[None]:
         ) from error
     except (TimeoutError, BlockingIOError) as error:
         raise Failed("timed out", silent=True, cause=error) from error
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         raise Failed(f"{type(error).__name__}: {error}"[:200], cause=error) from error

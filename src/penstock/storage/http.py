@@ -1,8 +1,7 @@
 """Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
 
 In: an `Address` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
-Not here: one request and its checks (`http.range_request`), connections (`http.client`), pauses (`http.retry`),
-signing (`objects`).
+Not here: one request and its checks (`http.range_request`), connections (`http.pool`), signing (`objects`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
-from penstock.http.client import Pool, shared_pool
+from penstock.http.pool import Pool, shared_pool
 from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
 from penstock.storage.source import Source, read_whole, span
 

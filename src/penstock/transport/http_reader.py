@@ -12,7 +12,6 @@ a fence (410) and a dead peer (refused) from a connection that merely ended.
 from __future__ import annotations
 
 import collections
-import contextlib
 import socket
 import ssl
 import threading
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
+from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, Choice, Planes, block_bytes
 from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
 from penstock.http.connection import (
@@ -36,10 +36,9 @@ from penstock.http.connection import (
     ReadRequest,
     advance,
     chunk_bytes,
-    content_length,
-    fields,
     front,
 )
+from penstock.http.head import MalformedMessage
 from penstock.net.unix_sockets import connect_unix
 from penstock.segments import Segments, gathered
 from penstock.types import MIB
@@ -70,18 +69,12 @@ class Address:
     is_tls: bool = False
 
     def connect(self, trust: ssl.SSLContext | None) -> socket.socket:
-        """A connection. OSError if there is none to be had."""
+        """Return a connected socket. OSError if there is none to be had."""
         if self.path:
             return connect_unix(self.path, CONNECT_S)
-        sock = socket.create_connection((self.host, self.port), timeout=CONNECT_S)
-        if not self.is_tls:
-            return sock
-        try:
-            context = trust or ssl.create_default_context()
-            return context.wrap_socket(sock, server_hostname=self.host)
-        except BaseException:
-            sock.close()
-            raise
+        return connect_tcp(
+            self.host, self.port, CONNECT_S, (trust or ssl.create_default_context()) if self.is_tls else None
+        )
 
 
 class Part:
@@ -217,7 +210,7 @@ class Peer:
         self._changed, self._is_open = threading.Condition(), True
         self._num_idle = self._num_threads = 0
         host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
-        self.fixed = f"Host: {host}\r\n"
+        self.host_field = ("Host", host)
 
     def post(self, parts: list[Part]) -> None:
         """Have these carried."""
@@ -266,26 +259,28 @@ class _Carrier:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._wire: HttpConnection | None = None
+        self._connection: ClientConnection | None = None
         self._planes = Planes()
         self._coded = memoryview(b"")
 
     def close(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def carry(self, part: Part) -> None:
         """Bring a part, over as many connections as it takes. Errors go to its read."""
         fruitless, read = 0, part.read
         while read.error is None:
-            before, is_fresh, why = read.moved_bytes, self._wire is None, "the connection ended"
+            before, is_fresh, why = read.moved_bytes, self._connection is None, "the connection ended"
             try:
-                if self._exchange(self._wire or self._connect(read.uri), part):
+                if self._exchange(self._connection or self._connect(read.uri), part):
                     if part.views:
                         continue
                     read.finished_part()
                     return
+            except MalformedMessage as error:
+                read.fail(FormatError(error.message, uri=read.uri))
             except PenstockError as error:
                 read.fail(error)
             except _Full:
@@ -298,71 +293,61 @@ class _Carrier:
             if fruitless >= MAX_FRUITLESS:
                 read.fail(PeerLost(f"{fruitless} connections in a row ended without a byte: {why}", uri=read.uri))
 
-    def _connect(self, uri: str) -> HttpConnection:
+    def _connect(self, uri: str) -> ClientConnection:
         try:
-            self._wire = HttpConnection(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
+            self._connection = ClientConnection(self._peer.address.connect(self._peer.trust), pace_s=SILENCE_S)
         except ssl.SSLError as error:
             raise PermissionDenied(f"cannot set up TLS with the peer: {error}", uri=uri) from error
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host's name that cannot be one
+        except OSError as error:
             raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
-        return self._wire
+        return self._connection
 
-    def _exchange(self, wire: HttpConnection, part: Part) -> bool:
+    def _exchange(self, connection: ClientConnection, part: Part) -> bool:
         """Send one request for the part or its beginning, and receive; False if the connection ended before."""
         read, choice = part.read, self._peer.choice
-        runs = part.front(REQUEST_BYTES if choice.is_open else None)
-        src, length = (np.array(column, "<i8").tobytes() for column in runs)
-        body = msgspec.msgpack.encode(msgspec.structs.replace(read.request, src=src, length=length))
-        if not read.begin(wire):
+        src, length = part.front(REQUEST_BYTES if choice.is_open else None)
+        nbytes = sum(length)
+        request = msgspec.structs.replace(
+            read.request, src=np.array(src, "<i8").tobytes(), length=np.array(length, "<i8").tobytes()
+        )
+        if not read.begin(connection.wire):
             return False
         is_coded = choice.begin()
-        fixed = self._peer.fixed + (f"Accept-Encoding: {CODING}\r\n" if is_coded else "")
-        head = f"POST /v1/regions/{read.generation} HTTP/1.1\r\n{fixed}Content-Length: {len(body)}\r\n\r\n"
+        fields = [self._peer.host_field, *([("Accept-Encoding", CODING)] if is_coded else [])]
         try:
-            wire.set_pace(SILENCE_S)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                # A full server answers before it is asked, and closes; its answer says so.
-                wire.send_all(head.encode("latin-1") + body)
-            reply, behind = wire.head(SILENCE_S)
-            if not reply:
-                return False
-            line, headers = fields(reply)
-            status = line.split(" ")[1:2]
-            if status == ["503"]:
+            reply = connection.request(
+                "POST", f"/v1/regions/{read.generation}", fields, msgspec.msgpack.encode(request), wait_s=SILENCE_S
+            )
+            if reply.status == 503:
                 threading.Event().wait(FULL_S)
                 raise _Full
-            if status != ["200"]:
-                raise _refusal(status, read)
-            if is_coded and headers.get("content-encoding") == CODING:
-                return self._receive_coded(wire, part, sum(runs[1]), behind)
+            if reply.status != 200:
+                raise _refusal(reply.status, read)
+            if is_coded and reply.headers.get("content-encoding") == CODING:
+                return self._receive_coded(connection.wire, part, nbytes)
             if is_coded:
                 choice.declined()
-            if content_length(headers) != sum(runs[1]) + TRAILER.size:
+            if reply.length != nbytes + TRAILER.size:
                 raise FormatError("the peer answered with a different length than was requested", uri=read.uri)
-            return self._receive(wire, part, sum(runs[1]), behind)
+            return self._receive(connection.wire, part, nbytes)
         finally:
             choice.end(is_coded)
-            read.end(wire)
+            read.end(connection.wire)
 
-    def _receive(self, wire: HttpConnection, part: Part, left: int, behind: bytes) -> bool:
-        """The runs' bytes, then the seal; `behind` came with the head. False if the connection ended before."""
+    def _receive(self, wire: HttpConnection, part: Part, left: int) -> bool:
+        """Receive the bytes of the runs, then the trailer. False if the connection ended before."""
         peer, read, trailer = self._peer, part.read, b""
         wire.set_pace(SILENCE_S)
         while left and read.error is None:
             views = front(part.views, min(left, TIMED_PIECE_BYTES if peer.choice.is_open else PIECE_BYTES))
-            if behind:
-                got = min(len(behind), len(views[0]))
-                views[0][:got] = behind[:got]
-                behind = behind[got:]
-            else:
-                got = wire.receive_into(views)
+            got = wire.receive_into(views)
             if not got:
                 return False
             left -= got
             self._landed(part, got, got, is_coded=False)
             peer.choice.sample(views[0][:got], self._planes)
         if read.error is None:
-            trailer = wire.body(TRAILER.size, behind, SILENCE_S)
+            trailer = wire.receive_body(TRAILER.size, SILENCE_S)
             peer.progress_at = time.monotonic()
         # The server writes the trailer only if the generation still held after the last byte: without it the bytes may
         # be of two generations.
@@ -375,14 +360,14 @@ class _Carrier:
             self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD))
         return self._coded
 
-    def _receive_coded(self, wire: HttpConnection, part: Part, left: int, behind: bytes) -> bool:
+    def _receive_coded(self, wire: HttpConnection, part: Part, left: int) -> bool:
         """The same in frames, a chunk each; a chunk is received with the head of the next. FormatError."""
         read, buffer = part.read, self._buffer
         wire.set_pace(SILENCE_S)
-        behind = wire.fill(buffer[:CHUNK_HEAD], behind)
+        wire.fill(buffer[:CHUNK_HEAD])
         nbytes = chunk_bytes(buffer[:CHUNK_HEAD], MAX_FRAME_BYTES)
         while left and read.error is None:
-            behind = wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD], behind)
+            wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD])
             got = block_bytes(buffer[:nbytes])
             if got > left:
                 raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
@@ -394,7 +379,7 @@ class _Carrier:
             return False
         if nbytes != TRAILER.size:
             raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
-        wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD + 2], behind)
+        wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD + 2])
         self._peer.progress_at = time.monotonic()
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
@@ -420,7 +405,7 @@ def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Plan
         at += len(view)
 
 
-def _refusal(status: list[str], read: Read) -> PenstockError:
-    if status == ["410"]:
+def _refusal(status: int, read: Read) -> PenstockError:
+    if status == 410:
         return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
-    return FormatError(f"the peer refused a read: {' '.join(status)}", uri=read.uri)
+    return FormatError(f"the peer refused a read: {status}", uri=read.uri)

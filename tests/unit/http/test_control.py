@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from penstock.http.connection import HttpConnection
 from penstock.http.control import (
     MAX_IDLE,
     ControlConnection,
@@ -179,16 +180,20 @@ def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
 
 def test_a_request_goes_nowhere_else_when_another_thread_closes_the_connection(start, monkeypatch) -> None:
     server = start(answer_all)
-    with ControlConnection(over_tcp("127.0.0.1", server.port), "127.0.0.1") as connection:
-        connected: list[object] = []
-        monkeypatch.setattr(connection._http, "_create_connection", lambda address, *_: connected.append(address))
-        putrequest = connection._http.putrequest
+    connected: list[object] = []
 
-        def close_and_put(*arguments: object, **options: object) -> None:
+    def connect(timeout_s: float) -> socket.socket:
+        connected.append(timeout_s)
+        return over_tcp("127.0.0.1", server.port)(timeout_s)
+
+    with ControlConnection(connect, "127.0.0.1") as connection:
+        send_all = HttpConnection.send_all
+
+        def close_and_send(*arguments: object) -> None:
             connection.close()
-            putrequest(*arguments, **options)
+            send_all(*arguments)
 
-        monkeypatch.setattr(connection._http, "putrequest", close_and_put)
+        monkeypatch.setattr(HttpConnection, "send_all", close_and_send)
         with pytest.raises(ConnectionAbortedError, match="another thread"):
             connection.request("GET", "/", timeout_s=5)
-        assert connected == []
+        assert len(connected) == 1

@@ -1,0 +1,204 @@
+"""Kept-alive connections for the reads of objects: any number of origins, proxies, and a bundle of certificates.
+
+In: a URL. Out: a connection to its origin, idle or new, and a `Reply` for each GET over it.
+Not here: the connection and the reply (`client`), conditions, redirects and retries (`range_request`, `storage.http`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import SplitResult, quote, urlsplit
+
+from penstock.errors import ConfigError
+from penstock.http.client import ClientConnection, Reply
+from penstock.lifecycle import let_go_in_children
+
+_IDLE_CONNECTIONS = 64
+"""Connections kept for reuse at most, per origin. Reason: more than any load reads with at once."""
+
+_IDLE_S = 15.0
+"""Seconds after which an idle connection is not trusted any more. Reason: common servers drop one after 5 to 75 s."""
+
+_TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
+"""Characters of a URL's path and query sent as they are; others are percent-encoded. Source: RFC 3986, 3.3."""
+
+
+class PooledConnection(ClientConnection):
+    """A connection to one origin, or to the proxy that forwards to it.
+
+    Args:
+        sock: connected.
+        silence_s: seconds that a head, and each read of the body, may be silent.
+        is_forwarded: a proxy reads the requests, so they name the whole URL.
+
+    Attributes:
+        was_used: an answer came over it before, so the server may have closed it since.
+        idle_since_s: when the pool got it back.
+    """
+
+    def __init__(self, sock: socket.socket, *, silence_s: float, is_forwarded: bool) -> None:
+        super().__init__(sock, pace_s=silence_s)
+        self._is_forwarded = is_forwarded
+        self.was_used = False
+        self.idle_since_s = 0.0
+
+    def get(self, url: SplitResult, headers: Mapping[str, str]) -> Reply:
+        """Send a GET and receive the head of its answer; see `ClientConnection.request`."""
+        target = quote(url.path or "/", safe=_TARGET_SAFE)
+        if url.query:
+            target += "?" + quote(url.query, safe=_TARGET_SAFE)
+        if self._is_forwarded:
+            target = f"http://{_authority(url)}{target}"
+        # Ranges of a compressed answer are ranges of other bytes than those of the object.
+        fields = [("Host", _authority(url)), ("Accept-Encoding", "identity"), ("Accept", "*/*"), *headers.items()]
+        reply = self.request("GET", target, fields, wait_s=self.pace_s)
+        self.was_used = True
+        return reply
+
+
+class Pool:
+    """Kept-alive connections to any number of origins. Thread-safe; a forked child starts with none.
+
+    Args:
+        ca_file: PEM bundle trusted besides the system's roots.
+        silence_s: seconds a connect, a head or a read may be silent.
+    """
+
+    def __init__(self, *, ca_file: Path | None, silence_s: float) -> None:
+        self._ca_file = ca_file
+        self._silence_s = silence_s
+        self._tls: ssl.SSLContext | None = None
+        self._idle: dict[tuple[str, str], list[PooledConnection]] = {}
+        self._lock = threading.Lock()
+        self._holders = 0
+        _pools.add(self)
+
+    def get(self, url: SplitResult, *, fresh: bool = False) -> PooledConnection:
+        """Return an idle connection to `url`'s origin, or a new one. `fresh` never reuses. OSError or ConfigError."""
+        dropped = []
+        with self._lock:
+            idle = self._idle.get((url.scheme, url.netloc), [])
+            now_s = time.monotonic()
+            reusable = None
+            while idle and reusable is None:
+                candidate = idle.pop()
+                if fresh or now_s - candidate.idle_since_s > _IDLE_S:
+                    dropped.append(candidate)
+                else:
+                    reusable = candidate
+        for connection in dropped:
+            connection.close()
+        return reusable or self._connect(url)
+
+    def put(self, url: SplitResult, connection: PooledConnection, reply: Reply | None) -> None:
+        """Take a connection back after `reply`; it is closed unless it can be used again."""
+        if reply is not None and reply.is_reusable:
+            connection.idle_since_s = time.monotonic()
+            with self._lock:
+                idle = self._idle.setdefault((url.scheme, url.netloc), [])
+                if self._holders and len(idle) < _IDLE_CONNECTIONS:
+                    idle.append(connection)
+                    return
+        connection.close()
+
+    def hold(self) -> None:
+        """Count one more user. The last `drop` closes the idle connections."""
+        with self._lock:
+            self._holders += 1
+
+    def drop(self) -> None:
+        """Count one user fewer."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        self.clear()
+
+    def clear(self) -> None:
+        """Close every idle connection."""
+        with self._lock:
+            idle = [connection for group in self._idle.values() for connection in group]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    def after_fork(self) -> None:
+        """Close, in a forked child, its copies of the parent's connections, which stay open in the parent."""
+        # Another thread of the parent may have held the lock at the fork; it does not exist here to release it.
+        self._lock = threading.Lock()
+        with contextlib.suppress(OSError):
+            self.clear()
+
+    def _connect(self, url: SplitResult) -> PooledConnection:
+        if url.hostname is None:
+            raise ConfigError("a URL without a host")
+        is_tls = url.scheme == "https"
+        port = url.port or (443 if is_tls else 80)
+        proxy = _proxy(url)
+        where = (proxy.hostname or "", proxy.port or 80) if proxy else (url.hostname, port)
+        try:
+            sock = socket.create_connection(where, timeout=self._silence_s)
+        except UnicodeError as error:
+            raise ConfigError("the URL's host name is not valid") from error
+        try:
+            if is_tls:
+                if proxy:
+                    _open_tunnel(sock, f"{url.hostname}:{port}", wait_s=self._silence_s)
+                    sock.settimeout(self._silence_s)
+                sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
+            is_forwarded = proxy is not None and not is_tls
+            return PooledConnection(sock, silence_s=self._silence_s, is_forwarded=is_forwarded)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _context(self) -> ssl.SSLContext:
+        with self._lock:
+            if self._tls is None:
+                self._tls = ssl.create_default_context()
+                if self._ca_file is not None:
+                    try:
+                        self._tls.load_verify_locations(self._ca_file)
+                    except OSError as error:
+                        raise ConfigError(f"ca_file {self._ca_file} does not load: {error}") from error
+            return self._tls
+
+
+def _authority(url: SplitResult) -> str:
+    """Return host and port, without user information."""
+    return url.netloc.rpartition("@")[2]
+
+
+def _proxy(url: SplitResult) -> SplitResult | None:
+    """Return the proxy that the environment names for `url` (`http_proxy`, `https_proxy`, `no_proxy`), if any."""
+    # Imported here: it brings the standard library's own client, which processes that read no URL need not wait for.
+    from urllib.request import getproxies, proxy_bypass
+
+    named = getproxies().get(url.scheme)
+    if not named or proxy_bypass(url.hostname or ""):
+        return None
+    return urlsplit(named if "://" in named else f"http://{named}")
+
+
+def _open_tunnel(sock: socket.socket, authority: str, *, wait_s: float) -> None:
+    """Ask a proxy for a tunnel. OSError when it refuses."""
+    # The connection object is dropped, not closed: TLS goes on over the same socket.
+    reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, [("Host", authority)], wait_s=wait_s)
+    if reply.status != 200:
+        raise OSError(f"the proxy refused a tunnel: {reply.status}")
+
+
+_pools: weakref.WeakSet[Pool] = let_go_in_children(lambda pool: pool.after_fork())
+_shared: weakref.WeakValueDictionary[tuple[Path | None, float], Pool] = weakref.WeakValueDictionary()
+
+
+def shared_pool(*, ca_file: Path | None, silence_s: float) -> Pool:
+    """Return the process's pool for these options, so that the shards of one checkpoint share their connections."""
+    return _shared.setdefault((ca_file, silence_s), Pool(ca_file=ca_file, silence_s=silence_s))
