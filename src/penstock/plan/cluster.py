@@ -1,7 +1,7 @@
 """Description of a cluster and the measured rates of a machine's stages: the hardware model of a simulation.
 
 In: numbers, or the JSON of one. Out: frozen `Cluster` and `Rates`; the links between two of its GPUs.
-Not here: what moves (`sync`, `relay`), how flows share links (`flow`), measuring (`penstock doctor --calibrate`).
+Not here: what moves (`sync`, `relay`), how flows share links (`simulate`), measuring (`penstock doctor --calibrate`).
 
     node: gpu 0 --nvlink--> gpu 1     gpu 0 --nic--> fabric --nic--> gpu of another node
           storage (all) --> storage of the node --> pcie of the gpu
@@ -26,27 +26,27 @@ WIDTH = 3
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nodes that are alike. Rates are decimal GB/s one way, each direction by itself; 0: not there."""
+    """A cluster of equal nodes. Rates are decimal GB/s one way, each direction by itself; 0: not there."""
 
     name: str
     num_nodes: int = 1
     gpus_per_node: int = 8
     nvlink_gb_per_s: float
-    """Out of a GPU to others of its node, and into it."""
+    """From a GPU to others of its node, and the same into it."""
     nics_per_node: int = 8
     """GPUs of a node share them evenly, neighbours the same one."""
     nic_gb_per_s: float
     pcie_gb_per_s: float
     storage_gb_per_s: float = 0.0
-    """Of all nodes together; 0: no bound of its own."""
+    """Rate of storage to all nodes together; 0: no bound of its own."""
     node_storage_gb_per_s: float = 0.0
-    """What one node reads from storage."""
+    """Rate at which one node reads from storage; 0: no bound of its own."""
     straggler_share: float = 0.0
-    """Of the GPUs; their links are slower by `straggler_slowdown`."""
+    """Share of the GPUs whose links are slower, by `straggler_slowdown`."""
     straggler_slowdown: float = 2.0
     failures_per_gpu_hour: float = 0.0
     source: str = ""
-    """Where the numbers are from."""
+    """Origin of the numbers."""
 
     def check(self) -> None:
         """Raise PlanError unless it describes something."""
@@ -61,7 +61,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Return the number of GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
     def with_gpus(self, num_gpus: int) -> Cluster:
@@ -79,33 +79,33 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device_copy_gb_per_s: float
     """Bytes copied within one device: the flip of a staged update."""
     step_s: float
-    """One batch of a device's work, from the call on: a digest, a transform, a copy of many."""
+    """Time of one batch of a device's work, from the call on: a digest, a transform, a copy of many runs."""
     slab_s: float = 0.0
-    """The same of each further `SLAB_BYTES` of a digest."""
+    """Time of each further `SLAB_BYTES` of a digest."""
     post_s: float
-    """One read posted, of one run."""
+    """Time to post one read of one run."""
     run_s: float
-    """Beyond the node, each run of a read from `SHORT_RUN_BYTES` on."""
+    """Beyond the node: time of each run of a read from `SHORT_RUN_BYTES` on."""
     short_run_s: float
-    """The same of shorter ones."""
+    """Beyond the node: time of each shorter run."""
     near_post_s: float = 0.0
-    """Within the node, one read of a sync posted, of one run; 0: as `post_s`."""
+    """Within the node: time to post one read of a sync, of one run; 0: as `post_s`."""
     copy_s: float = 0.0
-    """Within the node, each such run: what posting it takes the reader's host."""
+    """Within the node: time that posting a long run takes the reader's host."""
     gap_s: float = 0.0
-    """Within the node, each such run: what the link is idle after it."""
+    """Within the node: time that the link is idle after a long run."""
     gather_s: float = 0.0
-    """Within the node: a kernel that copies shorter ones, started."""
+    """Within the node: time to start a kernel that copies short runs."""
     gather_gb_per_s: float = 0.0
-    """What it moves; 0: as much as the link."""
+    """Rate of that kernel; 0: as much as the link."""
     worker_gb_per_s: float = 0.0
-    """What a worker of a conversion reads of files in the host's memory, beside its other stages; 0: no bound."""
+    """Rate at which a worker of a conversion reads files in the host's memory beside its other stages; 0: no bound."""
     answer_s: float
-    """A request to another member's server, answered."""
+    """Time of a request to another member's server and its answer."""
     hop_s: float
-    """A chunk that a relay has to the same chunk asked for by the next: verified, told, posted."""
+    """Time from a chunk's arrival at a relay to the next member's read of it: verified, announced, posted."""
     source: tuple[tuple[str, str], ...] = ()
-    """Per figure its source; `assumed: ...` where there is no measurement."""
+    """Source of each figure; `assumed: ...` where there is no measurement."""
 
     def check(self) -> None:
         """Raise PlanError unless every rate and cost can be one."""
@@ -120,7 +120,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 SHORT_RUN_BYTES = 256 << 10
 """From here on a run is a copy of its own. Source: `transport.cuda_ipc.SHORT_BYTES`."""
 SLAB_BYTES = 256 << 20
-"""What kernels digest at once. Source: `digest.cuda.Tuning`."""
+"""Bytes that kernels digest at once. Source: `digest.cuda.Tuning`."""
 
 H200_RATES = Rates(
     name="h200",
@@ -211,7 +211,7 @@ CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
         CPU_RATES,
     ),
 }
-"""What `--cluster` knows by name; any other is a file of JSON."""
+"""Clusters that `--cluster` knows by name, with the rates of their machines; any other is a file of JSON."""
 
 
 def to_json(value: Cluster | Rates) -> bytes:
@@ -262,24 +262,26 @@ class Links:
         self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
 
     def _nic(self, gpu: I64) -> I64:
+        """Return the NIC of each GPU: neighbours share one where a node has fewer NICs than GPUs."""
         cluster = self._cluster
         local = gpu % cluster.gpus_per_node * cluster.nics_per_node // cluster.gpus_per_node
         nic: I64 = gpu // cluster.gpus_per_node * cluster.nics_per_node + local
         return nic
 
     def _at(self, name: str, number: I64) -> I64:
+        """Return the numbers of links of one class."""
         link: I64 = self.classes[name][0] + number
         return link
 
     def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
-        """Return whether GPUs are of one node."""
+        """Return whether each pair of GPUs is of one node."""
         is_near: npt.NDArray[np.bool_] = (
             source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
         )
         return is_near
 
     def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
-        """Return how much longer a read takes NVLink than its bytes, for what is between copies and for short runs."""
+        """Return by which factor reads take NVLink longer than their bytes do: gaps between copies, and short runs."""
         link = self._cluster.nvlink_gb_per_s
         slower = max(link / rates.gather_gb_per_s - 1, 0.0) if rates.gather_gb_per_s else 0.0
         factor: npt.NDArray[np.float64] = 1.0 + (
@@ -292,6 +294,7 @@ class Links:
         near = self.near(source, receiver)
         # No third link: the padding one bounds nothing.
         nowhere = np.full(len(source), len(self.capacity) - 1)
+        # Switches and the fabric are taken to carry what all of their links bring: only the ends bound a flow.
         out = np.where(near, self._at("nvlink out", source), self._at("nic out", self._nic(source)))
         into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self._nic(receiver)))
         return np.stack((out, into, nowhere), axis=1)
@@ -304,7 +307,7 @@ class Links:
 
 
 def slowdowns(cluster: Cluster, seed: int) -> np.ndarray:
-    """Return per GPU 1, or the straggler's factor for those that the seed makes one."""
+    """Return the slowdown of each GPU: 1, or the straggler's factor for those that the seed chooses."""
     chance = np.random.default_rng(seed)
     slow = chance.permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
     return np.where(slow, cluster.straggler_slowdown, 1.0)

@@ -1,20 +1,16 @@
-"""Held boxes x wanted boxes of the same tensors -> pieces, each wanted element in exactly one; and pieces as bytes.
+"""Both sides of a sync joined by tensor, and each wanted box cut to pieces of held ones, as boxes and then as bytes.
 
-In: forms, and per kind of tensor those it is held in and those it is wanted in. Out: `Pieces`, proven; `Strips`.
-Not here: which tensors are of a kind (`match`), which of several holders gives a piece (`balance`).
+In: holdings and wants, as `Layout`s. Out: a `Match`, or PlanError listing what the sides do not agree on; `Pieces`,
+each wanted element in exactly one of them; `Strips`.
+Not here: which of several ranks that hold the same gives a piece (`sync`).
+
+A kind is the tensors that are held in the same forms by the same teams and wanted in the same forms: 70,000 tensors are
+a few hundred kinds, each planned once. A team is the ranks that hold the same box of the same tensor.
 
     held      wanted     pieces    The proof: each box puts signs on its corners, (-1)^(dims at their stop). Where the
     +--+--+   +-----+   +--+--+    signs of the pieces sum to the wanted box's own at every point and nowhere else,
     |a |b |   |     |   |a |b |    each of its elements is in one piece and no other is in any: a function is known by
     +--+--+   +-----+   +--+--+    its mixed differences.
-
-Rows of all layouts joined by tensor, and tensors gathered into kinds that are planned once.
-
-In: holdings and wants, as `Layout`s. Out: a `Match`, or PlanError listing what the two sides do not agree on.
-Not here: what boxes have in common (`intersect`).
-
-A kind is the tensors that are held in the same forms by the same teams and wanted in the same forms: 70,000 tensors are
-a few hundred kinds. A team is the ranks that hold the same box of the same tensor: any of them may give it.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ class Groups:
 
     @property
     def counts(self) -> I64:
-        """Values of each group."""
+        """Return the number of values of each group."""
         return np.diff(self.first)
 
 
@@ -118,6 +114,7 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Piec
     counts = held.counts[kind]
     parts: list[Pieces] = []
     holes: dict[int, Box] = {}
+    # In blocks: all pairs of a trillion parameters at once would be gigabytes of boxes.
     for first, stop in _blocks(counts):
         num = counts[first:stop]
         want = np.repeat(np.arange(first, stop), num)
@@ -165,6 +162,7 @@ def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
     bad = uncovered(wanted, of, pieces)
     if not len(bad):
         return
+    # The proof only tells which box is wrong; what is wrong with it is found box by box, for the message.
     want = wanted.box(int(bad[0]))
     mine = [pieces.box(int(i)) for i in np.flatnonzero(of == bad[0])]
     what, where = _fault(want, mine)
@@ -274,6 +272,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
 
 
 def _common(a: Box, b: Box) -> Box | None:
+    """Return the box that two boxes have in common; None: nothing."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
     return Box(start=start, stop=stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
@@ -285,6 +284,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
     if common is None:
         yield a
         return
+    # Dim by dim: what lies before and after the common part is cut off, and the rest shrinks to it.
     start, stop = list(a.start), list(a.stop)
     for d in range(len(start)):
         if start[d] < common.start[d]:
@@ -310,6 +310,7 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
 
 
 def _joined(parts: Sequence[Pieces], num_dims: int) -> Pieces:
+    """Return the pieces of all blocks; also of none, with the right number of dims."""
     none = np.zeros((0, num_dims), np.int64)
     return Pieces(
         want=np.concatenate([none[:, 0], *(part.want for part in parts)]),
@@ -327,7 +328,7 @@ def show(box: Box) -> str:
 
 
 MAX_LISTED = 20
-"""Faults a PlanError lists; the rest are counted."""
+"""Faults that a PlanError lists; the rest are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -364,6 +365,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Rows:
+    """All rows of the layouts of one side, with names and forms as numbers."""
+
     rank: I64
     name: I64
     form: I64
@@ -428,10 +431,12 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
 
 
 def _spec(form: Form) -> tuple[object, ...]:
+    """Return what both sides must agree on."""
     return str(form.dtype), form.shape, form.tag
 
 
 def _order(form: Form) -> tuple[object, ...]:
+    """Return the sort key of a form: by spec, then by place in the tensor."""
     return *_spec(form), form.box.start, form.box.stop, form.strides
 
 
@@ -485,6 +490,7 @@ def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
 
 
 def _groups(column: I64, first: I64, stop: I64) -> Groups:
+    """Return these ranges of a column as groups."""
     counts = stop - first
     return Groups(first=np.append(0, np.cumsum(counts)), values=column[spread(first, counts)])
 

@@ -1,16 +1,14 @@
-"""Position of a box's bytes in a row-major tensor, and layout of many tensors' boxes in one rank's memory.
+"""Places of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of many boxes on one rank.
 
-In: a shape, a `Box`, an element width. Out: `Runs`, the byte runs of the box in the order of its own row-major bytes.
-In: a rank's declarations. Out: a `Layout` of what it holds or wants, as columns over the few `Form`s its rows share.
+In: a shape, a `Box`, an element width; a rank's declarations. Out: `Runs`, the byte runs of the box in the order of its
+own row-major bytes; a `Layout` of what the rank holds or wants, as columns over the few `Form`s that its rows share.
 Not here: files and chunks (`schedule`), what two layouts have in common (`intersect`).
 
     shape (4, 6), box rows 1..3, columns 2..5 of 2-byte elements:
     runs of 6 bytes, 2 rows, pitch 12, from offset 16
 
-Values of columns as bytes: msgpack, each int64 column as its little-endian bytes.
-
-In: a frozen dataclass of plain values and `I64` columns, or bytes that claim to be one. Out: the other.
-Not here: what the numbers must satisfy (each value's own `check`).
+Layouts and plans travel between processes as msgpack, each int64 column as its little-endian bytes (`encode`,
+`decode`). Decoding does not check what the numbers must satisfy: each value has a `check` of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from penstock.types import I64, Box, DType
 
 T = TypeVar("T")
 
+# One decoder for each class, made when it is registered: see `decodable`.
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
@@ -85,7 +84,7 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """Return the number of bytes of the box."""
         return len(self.offsets) * self.num_rows * self.run_bytes
 
 
@@ -97,8 +96,10 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
     """
     if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
         raise PlanError(f"box [{box.start}, {box.stop}) lies outside shape {shape}")
+    # An empty box has no first byte to count from.
     if box.num_elements == 0:
         return Runs(offsets=np.zeros(0, np.int64), num_rows=0, run_bytes=0, pitch_bytes=0)
+    # After the merge, the last dim is one run, the one before it its rows; those before give more rectangles.
     dims = _merge(shape, box)
     inner_start, inner_extent, _ = dims[-1]
     strides = [bits] * len(dims)
@@ -155,6 +156,7 @@ class Form:
     """What was done to the values (`fp8-block128`); only equal tags are exchanged."""
 
     def __post_init__(self) -> None:
+        # Normalised, so that equal memory is an equal form: forms are compared and hashed, tensor by tensor.
         extents = self.box.shape
         strides = self.strides
         if strides is None:
@@ -166,12 +168,12 @@ class Form:
 
     @property
     def spec(self) -> str:
-        """Return what both sides must agree on, as text for people."""
+        """Return dtype, shape and tag, on which both sides must agree, as text for people."""
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property
     def span_bytes(self) -> int:
-        """Return the bytes from the first of the box in memory to past the last."""
+        """Return the number of bytes from the first one of the box in memory to past the last."""
         assert self.strides is not None
         if not self.box.num_elements:
             return 0
@@ -180,6 +182,7 @@ class Form:
 
     def fault(self) -> str | None:
         """Return why it is not the form of a box in memory; None where it is."""
+        # No exception in `__post_init__`: a decoded form is part of a layout, whose `check` names the rank.
         assert self.strides is not None
         box, shape = self.box, self.shape
         if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):
@@ -231,6 +234,7 @@ class Layout:
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")
+        # A rank may hold nothing of a model, and has no forms then either.
         if not len(self.names):
             return
         outside = (self.form < 0) | (self.form >= len(self.forms)) | (self.offset < 0)

@@ -40,12 +40,12 @@ def depth_of(devices: Iterable[str]) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """A tier that workers share, as those of one host its cache: tasks whose bytes are in it."""
+    """A cache that workers share, as those of one host do, and the tasks whose input is in it."""
 
     tasks: dict[int, None] = field(default_factory=dict)
     """Reserved for this place, in order, and in no worker's queue yet; others may steal them."""
     cost: int = 0
-    """Of all these."""
+    """Bytes of all these tasks."""
     workers: list[_Worker] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class _Worker:
     """Tasks it was given and has not ended, in order."""
     place: _Place
     last: float
-    """When it last ended a task, or had none."""
+    """Time at which it last ended a task, or got its first one after it had none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,10 @@ class Done:
 
 
 class Placement:
-    """The state of one job.
+    """The scheduler of one job: which worker has which task, and how fast each is.
+
+    A task is free (any worker may begin it), kept (reserved for the workers of a place), given (to one or two workers)
+    or done. A worker's pace is measured from the ends of its tasks, and every decision compares expected ends.
 
     Args:
         cost: of each task, bytes; tasks are begun in this order.
@@ -101,17 +104,27 @@ class Placement:
         self._workers: dict[str, _Worker] = {}
         self._places: dict[str, _Place] = {}
         self._keepers: dict[int, list[_Place]] = {}
+        """By task that is kept: the places that it is reserved for."""
+        # By `_Worker.index`, of lost workers too: `_steal` compares all workers at once, in numpy.
         self._names: list[str] = []
         self._load: list[int] = []
+        """Bytes of the tasks that it was given and has not ended."""
         self._pace: list[float] = []
+        """Bytes per second, measured or guessed."""
         self._spare: list[int] = []
+        """Tasks that may be stolen from it: all but the one it is running."""
         self._known: list[bool] = []
+        """True once its pace was measured."""
         self._is_any_known = False
         self._running: dict[int, list[str]] = {}
+        """By task that is given: the workers that have it."""
         self._next = 0
+        """Tasks below this number are not free, unless they are in `_back`."""
         self._back: list[int] = []
+        """Heap of tasks that became free again."""
         self.num_left = len(self._cost)
-        self.num_stolen = self.num_twice = 0
+        self.num_stolen = 0
+        self.num_twice = 0
         for task in set(done):
             self._state[task] = _DONE
             self.num_left -= 1
@@ -143,6 +156,7 @@ class Placement:
         self._known.append(False)
         # The median and not the mean: one worker that hangs must not make a new one look slow.
         self._pace.append(median(present) if present else GUESS_BYTES_PER_S)
+        # Several hosts may hold one task: it is reserved for all of them, and goes to the first that has room.
         for task in holds:
             if self._state[task] in {_FREE, _KEPT} and task not in place.tasks:
                 self._state[task] = _KEPT
@@ -165,6 +179,7 @@ class Placement:
                 self._running.pop(task, None)
                 self._free(task)
         gone.place.workers.remove(gone)
+        # The last of its host: nobody is near those bytes any more.
         if not gone.place.workers:
             for task in list(gone.place.tasks):
                 self._keepers[task].remove(gone.place)
@@ -186,6 +201,7 @@ class Placement:
                 task = self._take_common()
             if task is None:
                 task = self._steal(me, revoked)
+            # Only for a worker that has nothing else to do: a second run costs bytes and time that others may need.
             if task is None and not me.tasks:
                 task = self._twice(worker, me, now)
             if task is None:
@@ -209,6 +225,7 @@ class Placement:
             self._measured(me, self._cost[task] / max(now - me.last, 1e-9))
             me.last = now
             self._drop(me, task)
+        # The other one of two runs was first, or a worker that was taken for dead was not.
         if self._state[task] == _DONE:
             return Done(first=False)
         self._keep_no_more(task)
@@ -226,6 +243,8 @@ class Placement:
     # -- where a task comes from
 
     def _take_common(self) -> int | None:
+        """Return the next free task in the order of the job; None: none is free."""
+        # Tasks that became free again first: they come earlier in the job's order, in which the longest are first.
         while self._back:
             task = heapq.heappop(self._back)
             if self._state[task] == _FREE:
@@ -239,6 +258,7 @@ class Placement:
     def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
         """Return the last task of the worker or the place that would end last, if it ends sooner here."""
         # In numpy: with 1,000 workers this runs for every task that is asked for at the end of a job.
+        # -1 for workers without a task to spare, and for this one: it ends before everybody.
         ends = np.where(np.array(self._spare) > 0, np.array(self._load) / self._pace, -1.0)
         ends[me.index] = -1.0
         worst = int(ends.argmax())
@@ -288,6 +308,7 @@ class Placement:
 
     def _measured(self, worker: _Worker, pace: float) -> None:
         """Take over a worker's newest pace; the first of all is also the guess for workers without one."""
+        # The first pace of all replaces the guess for everybody: the guess may be wrong by orders of magnitude.
         if not self._is_any_known:
             self._pace = [pace] * len(self._pace)
             self._is_any_known = True
@@ -296,6 +317,7 @@ class Placement:
         self._known[worker.index] = True
 
     def _drop(self, worker: _Worker, task: int) -> None:
+        """Take a task from a worker, if it has it."""
         if task in worker.tasks:
             del worker.tasks[task]
             self._load[worker.index] -= self._cost[task]

@@ -1,7 +1,7 @@
 """Choice of upstreams: receivers in chains below the whole holders, or in a ring while no member is whole.
 
 In: what members say of one key. Out: the upstreams of each receiver, parent first, then substitutes.
-Not here: which members are alive and complained of (`hub.directory`), which chunk comes from which (`fetch.run`).
+Not here: which members are alive and complained of (`hub.directory`), which chunk is read from which (`fetch.run`).
 
     whole -> a -> b -> c      one child per link: a copy leaves each member once on its host, and once beyond it while
                -> d (far)     its host has links for that, so a fleet fills in about the time of one copy
@@ -26,6 +26,7 @@ DEFAULT_CHILDREN = 8
 DISTRUST = 2
 """Callers that must complain before a member is demoted for everyone."""
 _SCANNED = 64
+"""Candidates looked at for one receiver. A bound, since a key may have thousands of members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class Relay:
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
+        # Sorted, so that hubs that see the same members in another order give the same upstreams.
         self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
         self._number = {member: i for i, member in enumerate(self._nodes)}
         self._ring = not any(node.whole for node in self._nodes.values())
@@ -119,6 +121,7 @@ class Relay:
         member = receiver.member
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
+        # Those of last resort are kept apart, and only fill what the others leave of the limit.
         for name in self._candidates(receiver):
             node = self._nodes[name]
             if name == member or name in good or self._below(name, member):
@@ -126,12 +129,14 @@ class Relay:
             (bad if node.last_resort or member in node.complainers else good)[name] = None
             if len(good) == limit:
                 break
+        # A poor parent still comes first where there is nothing better: its chunks are the ones that this one lacks.
         parent = self.parents.get(member)
         if parent in bad and not good:
             good[parent] = bad.pop(parent)
         return tuple([*good, *(name for name in bad if name not in good)][:limit])
 
     def _candidates(self, receiver: Node) -> Iterator[str]:
+        """Yield members in the order in which a receiver should try them; some more than once."""
         parent = self.parents.get(receiver.member)
         if parent is not None:
             yield parent
@@ -147,6 +152,7 @@ class Relay:
             yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
 
     def _below(self, member: str, above: str) -> bool:
+        """Return whether a member hangs below another: reading from it would close a circle."""
         first, last = self._span.get(above, (0, -1))
         return first < self._span.get(member, (-1, -1))[0] <= last
 
@@ -228,6 +234,7 @@ class _Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
+        """Link members to the parents that they had, where those still serve; open the cycles that this may close."""
         # Those furthest ahead choose first: they lose most if their parent takes others before them.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
@@ -237,6 +244,7 @@ class _Chains:
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
                 self._link(child, parent)
+        # The parents that members report are of different moments, so they may form a cycle.
         checked: set[str] = set()
         for start in self._nodes:
             trail: dict[str, None] = {}
@@ -259,6 +267,7 @@ class _Chains:
         self._far[parent.host] = self._far.get(parent.host, 0) - (not near)
 
     def _link(self, child: Node, parent: Node) -> None:
+        """Make one member the child of another, and count the link: near ones by member, far ones by host too."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
@@ -292,6 +301,7 @@ class _Chains:
         return 1 if self._depth[node.member] < self._max_depth else 2 * DEFAULT_CHILDREN
 
     def _offer(self, node: Node) -> None:
+        """Put a member among those that take children, at every place where it does."""
         if node.last_resort:
             return
         for place in _places(node):
@@ -301,6 +311,7 @@ class _Chains:
                 heapq.heappush(self._open.setdefault(place, []), offer)
 
     def _choose(self, child: Node) -> Node:
+        """Return the best open parent: one that is ahead, as near as possible; else any; else one of last resort."""
         for must_be_ahead in (True, False):
             for place in _places(child):
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
@@ -309,6 +320,7 @@ class _Chains:
         usable = self._reserve or [node for node in self._nodes.values() if node.member in self._depth]
 
         def cost(node: Node) -> tuple[object, ...]:
+            """Return what speaks against a node as a parent, the gravest first."""
             mine = _places(child)
             distance = next(i for i, place in enumerate(mine) if place in _places(node))
             return child.member in node.complainers, node.demoted, node.draining, distance, -node.num_have, node.order
@@ -316,6 +328,7 @@ class _Chains:
         return min(usable, key=cost)
 
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
+        """Return the most willing member of a place that this child may read from; None: there is none."""
         heap = self._open.get(place, [])
         near = place[0] in {"kind", "host"}
         skipped: list[_Offer] = []
@@ -336,6 +349,7 @@ class _Chains:
                 skipped.append(heapq.heappop(heap))
                 continue
             chosen = node
+        # They are no parents of this child, but they may be of the next one.
         for item in skipped:
             heapq.heappush(heap, item)
         return chosen

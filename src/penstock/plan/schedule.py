@@ -1,14 +1,10 @@
-"""Plan of a load: the ranges that are read, their order, and the place of each of their bytes.
+"""Plan of a load (the ranges that are read, their order, and the place of each of their bytes); chunks of a fetch.
 
-In: the rows wanted of a `TensorTable`, boxes, chunk and gap bounds. Out: a frozen `LoadPlan`.
-Not here: the reading (`engine`), what a box is in bytes (`layout`).
+In: the rows wanted of a `TensorTable`, boxes, chunk and gap bounds. Out: a frozen `LoadPlan`; a `ChunkTable`.
+Not here: the reading (`engine`), what a box is in bytes (`layout`), where a member's bytes lie (`peer.local_weights`).
 
-    rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
-
-The line: tensors sorted by name, cut into leaves, leaves gathered into chunks.
-
-In: the tensors' sizes. Out: which rows' bytes a chunk is.
-Not here: where the bytes lie (`peer.local_weights`), their digests (`digest`).
+    load:   rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
+    fetch:  rows, sorted by name, are one line --cut--> leaves (at most `leaf_bytes` of a row) --gathered--> chunks
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ class LoadPlan:
     row_offset: I64
     """Where the row starts in its slab."""
     row_nbytes: I64
-    """Bytes at the destination (of the box, where there is one)."""
+    """Bytes of the row at the destination: those of its box, where there is one."""
     slab_nbytes: I64
     read_file: I64
     read_offset: I64
@@ -68,17 +64,17 @@ class LoadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that end at the destination."""
+        """Return the number of bytes that end at the destination."""
         return int(self.slab_nbytes.sum())
 
     @property
     def num_reads(self) -> int:
-        """Number of file ranges read."""
+        """Return the number of file ranges that are read."""
         return len(self.read_file)
 
     @property
     def max_read_nbytes(self) -> int:
-        """Largest read: the least a staging buffer must hold."""
+        """Return the largest read: the least that a staging buffer must hold."""
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
@@ -119,6 +115,7 @@ class _Pieces:
 
     @property
     def span(self) -> I64:
+        """Return the bytes from each one's first to past its last, gaps between rows included."""
         return (self.rows - 1) * self.pitch + self.run
 
 
@@ -148,8 +145,9 @@ def plan_load(
     """
     if chunk_bytes < 1 or align_bytes < 1 or chunk_bytes % align_bytes:
         raise PlanError(f"chunk_bytes {chunk_bytes} must be a positive multiple of align_bytes {align_bytes}")
+    # File order, so that a file is read from its beginning to its end, and neighbours can share a read.
     order = np.lexsort((table.offset, table.file_index))
-    # Safetensors rows usually are: then the table is not copied.
+    # The rows of a safetensors file usually are in order: then the table is not copied.
     in_order = bool((order == np.arange(len(order))).all())
     rows = table if in_order else table.take(order.tolist())
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
@@ -163,9 +161,11 @@ def plan_load(
         try:
             runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
         except PlanError as error:
+            # `box_runs` knows shapes only; a user needs the name.
             error.tensor = rows.names[i]
             raise
         row_nbytes[i] = runs[i].nbytes
+    # Places first, then reads: memory is allocated by slab before the first read begins.
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.
     room_bytes = chunk_bytes - 2 * (align_bytes - 1)
@@ -192,6 +192,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         return slab, at, np.zeros(0, np.int64)
     file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
     small = (size < SMALL_BYTES) & ~boxed[full] & pack
+    # Rows share a slab only where their bytes touch in the file: a gap would be read for nothing.
     joins = np.zeros(len(full), bool)
     joins[1:] = (
         small[1:]
@@ -251,6 +252,7 @@ def _box_pieces(
 ) -> tuple[I64, ...]:
     """Return rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
+    # A rectangle is read with its gaps: fewer reads, as long as the gaps are worth reading and a row fits.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
@@ -377,7 +379,7 @@ class ChunkTable:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the line; 0 for a line of no bytes."""
+        """Return the number of chunks of the line; 0 for a line of no bytes."""
         return len(self.nbytes)
 
     def leaves(self, start: int, stop: int) -> slice:
@@ -399,6 +401,7 @@ class ChunkTable:
         counts = self.first_leaf[chunks + 1] - self.first_leaf[chunks]
         starts = np.cumsum(counts) - counts
         pieces = self._joined(self.leaves_of(chunks), starts)
+        # Both running sums end at the same bytes, so the end of a piece tells the chunk that it lies in.
         owner = np.searchsorted(np.cumsum(self.nbytes[chunks]), np.cumsum(pieces.nbytes))
         return pieces, owner
 
@@ -461,6 +464,7 @@ def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
     """Return sorted chunk numbers as `[start, stop)` ranges."""
     if not len(chunks):
         return ()
+    # A range ends wherever the next number is not the next chunk.
     cuts = np.flatnonzero(np.diff(chunks) != 1) + 1
     starts = chunks[np.concatenate(([0], cuts))].tolist()
     stops = chunks[np.concatenate((cuts - 1, [len(chunks) - 1]))].tolist()

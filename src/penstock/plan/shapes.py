@@ -22,7 +22,7 @@ from penstock.plan.layout import Form, Layout
 from penstock.types import Box, DType
 
 FP8 = "fp8-block128"
-"""The tag of weights quantised in blocks of 128 x 128, scales beside them."""
+"""The tag of weights quantised in blocks of 128 x 128, with scales of their own."""
 _BLOCK = 128
 _ALIGN_BYTES = 256
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -43,15 +43,16 @@ class Shape(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dim: int | None
-    """What tensor parallelism splits."""
+    """The dim that tensor parallelism splits; None: every rank has all of it."""
     expert: int
-    """-1: of no expert."""
+    """Number of the expert that it is of; -1: of none."""
 
 
 def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
     """Return a tensor's shape by the names that transformers uses; a tensor of another name is whole on each rank."""
     expert = _EXPERT.search(name)
     dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
+    # A tensor of one dim cannot be split along the second.
     return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(expert[1]) if expert else -1)
 
 
@@ -63,6 +64,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     hidden, heads, q_rank, kv_rank, rope, nope, expert, dense, vocab = 7168, 64, 1536, 512, 64, 128, 2048, 18432, 163840
 
     def layer_of(p: str, rows: int, mlp: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names and shapes of what every layer has, with a dense or shared feed-forward part of `rows` rows."""
         yield p + "input_layernorm.weight", (hidden,)
         yield p + "post_attention_layernorm.weight", (hidden,)
         yield p + "self_attn.q_a_proj.weight", (q_rank, hidden)
@@ -80,6 +82,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
         p = f"model.layers.{layer}."
         rows, mlp = (expert, p + "mlp.shared_experts.") if layer else (dense, p + "mlp.")
         yield from (shape_of(name, shape) for name, shape in layer_of(p, rows, mlp))
+        # The first layer is dense.
         if not layer:
             continue
         yield shape_of(p + "mlp.gate.weight", (num_experts, hidden))
@@ -110,6 +113,7 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
     """Yield what a rank has of a tensor: its part, or the part quantised with its scales."""
+    # As quantisers do: projections alone; embeddings, norms, routers and the head stay as they are.
     tagged = fp8 and _PROJECTION.search(tensor.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
     if form is None:
@@ -148,6 +152,16 @@ def _side(
     cut_of: Callable[[int, Shape], Cut],
     has: Callable[[int, int, int], bool],
 ) -> list[Layout]:
+    """Return the layout of each rank of one side.
+
+    Args:
+        word: first part of the members' names.
+        model: its tensors.
+        num_ranks: of this side.
+        fp8: projections are quantised.
+        cut_of: how a rank's part is cut of a tensor.
+        has: whether a rank has an expert, by `(rank, expert, num_experts)`.
+    """
     experts: dict[int, list[Shape]] = defaultdict(list)
     for tensor in model:
         experts[tensor.expert].append(tensor)
@@ -178,10 +192,12 @@ def trainer_layouts(
     per_group = num_ranks // groups
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
+        """Return rows of an expert over its group, and rows of other tensors over the shards."""
         of = min(shards, num_ranks) if tensor.expert < 0 else per_group
         return 0, rank % of, of
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
+        """Return whether the rank's group has the expert."""
         # Multiplied before divided: experts that do not divide by the groups are spread as evenly as they can be.
         return expert * groups // num_experts == rank // per_group
 
@@ -197,9 +213,11 @@ def receiver_layouts(
         raise PlanError(f"{num_ranks} ranks are not groups of {tp}")
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
+        """Return the tensor parallel part; an expert that is held whole is not cut."""
         return (0, 0, 1) if tensor.expert >= 0 and whole_experts else (tensor.dim, rank % tp, tp)
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
+        """Return whether the rank, or its group, has the expert."""
         if whole_experts:
             return expert * num_ranks // num_experts == rank
         return expert * (num_ranks // tp) // num_experts == rank // tp

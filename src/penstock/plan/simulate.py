@@ -1,16 +1,9 @@
-"""Result of a simulation, as a value, and the meter by which every simulation records its links.
+"""Common parts of the simulations: fair sharing of links, the meter that records them, the result, and its picture.
 
-In: rates of flows over intervals. Out: a frozen `Prediction`: seconds, the limit, the bottleneck, loads, a timeline.
-Not here: the simulations (`simulate_sync`, `simulate_fetch`), how flows share links (`flow`), the picture (`picture`).
-
-Sharing of links by flows: max-min fair rates, with a bound on each flow of its own.
-
-In: which links each flow crosses, capacities, bounds. Out: rates; bytes a link carried, as they add up.
-Not here: which flows there are and when (`simulate`), which links a cluster has (`cluster`).
-
-Drawing of a prediction: when each stage was at work, and how full the links were.
-
-In: a `Prediction`. Out: the text of an SVG that stands alone. Not here: the numbers (`simulate`).
+In: which links flows cross, and what they move over which intervals. Out: rates; a frozen `Prediction`: seconds, the
+limit, the bottleneck, loads, a timeline; the text of an SVG that stands alone.
+Not here: which flows there are and when (`simulate_sync`, `simulate_fetch`, `simulate_convert`), the links of a cluster
+(`cluster`).
 """
 
 from __future__ import annotations
@@ -29,17 +22,17 @@ F64 = npt.NDArray[np.float64]
 
 
 def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
-    """Return bytes per second of each flow.
+    """Return the bytes per second of each flow where links are shared max-min fairly.
 
     Args:
         links: [num_flows, width] the links it crosses, a link at most once; a link of infinite capacity bounds nothing.
         capacity: of each link.
-        bound: of each flow; None: none has one.
+        bound: largest rate of each flow; None: no flow has one.
 
-    A flow's share is the least of what its links have left for each of theirs. A link that gives all of its flows
-    their least is full at those rates, whatever the others do; all such links are settled at once.
     Cost: linear in flows for each round; rounds are the levels of rates there are.
     """
+    # A flow's share is the least of what its links have left for each of their flows. A link that gives all of its
+    # flows their least is full at those rates, whatever the others do; all such links are settled at once.
     num_flows, num_links = len(links), len(capacity)
     rates = np.zeros(num_flows)
     open_flows = np.arange(num_flows)
@@ -137,7 +130,7 @@ class Prediction:
 
     @property
     def of_limit(self) -> float:
-        """Fraction of the limit reached."""
+        """Return the fraction of the limit that is reached."""
         return self.limit_s / self.predicted_s if self.predicted_s else 1.0
 
     def off_by(self, measured_s: float) -> float:
@@ -151,7 +144,7 @@ def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
 
 
 class Meter:
-    """Bytes over each link, and per kind of link its load over time."""
+    """A record of the bytes over each link, and of the load of each kind of link over time."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -173,11 +166,13 @@ class Meter:
         self._carried.append(np.add.reduceat(carried[:-1], self._starts))
 
     def limit_s(self, nominal: F64) -> float:
-        """Return the least the busiest link takes at nominal capacities."""
+        """Return the least time that the busiest link takes at nominal capacities."""
         return float((self.nbytes / nominal).max(initial=0.0))
 
     def loads(self, total_s: float) -> tuple[LinkLoad, ...]:
         """Return the load of each kind of link that carried something."""
+        # Only the links that carried something count as capacity: a ring over two nodes must not look idle beside a
+        # thousand others.
         edges = np.linspace(0.0, total_s, NUM_BINS + 1)
         steps = np.array(self._steps).reshape(-1, 2)
         carried = np.array(self._carried).reshape(-1, len(self._starts))
@@ -238,7 +233,7 @@ _COLOURS = {
 
 
 def svg(prediction: Prediction) -> str:
-    """Return the picture."""
+    """Return the picture of a prediction: its timeline, and below it the load of each kind of link."""
     lanes = list(dict.fromkeys(span.lane for span in prediction.timeline))
     top = 74
     loads = top + len(lanes) * _LANE + 24
@@ -265,6 +260,7 @@ def svg(prediction: Prediction) -> str:
 
 
 def _x(at_s: float, total_s: float) -> float:
+    """Return the place of a moment on the axis of time."""
     return _LEFT + (_WIDTH - _LEFT - 16) * (at_s / total_s if total_s else 0.0)
 
 
@@ -275,6 +271,7 @@ def _text(x: float, y: float, what: str, size: int = 12, *, bold: bool = False, 
 
 
 def _timeline(prediction: Prediction, lanes: list[str], top: int) -> Iterator[str]:
+    """Yield the spans, a row for each lane."""
     for i, lane in enumerate(lanes):
         yield _text(_LEFT - 8, top + i * _LANE + 13, lane, 11, end=True)
     for span in prediction.timeline:
@@ -308,6 +305,7 @@ def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
 
 
 def _axis(total_s: float, top: float, bottom: float) -> Iterator[str]:
+    """Yield four equal parts of the time as lines, with their seconds."""
     for part in range(5):
         at_s = total_s * part / 4
         x = _x(at_s, total_s)

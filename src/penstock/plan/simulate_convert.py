@@ -75,11 +75,16 @@ class _Run:
     """The events of one conversion."""
 
     def __init__(self, in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, seed: int, depth: int) -> None:
-        self.cluster, self.rates, self.seed = cluster, rates, seed
-        self.in_bytes, self.out_bytes = in_bytes.tolist(), out_bytes.tolist()
+        self.cluster = cluster
+        self.rates = rates
+        self.seed = seed
+        # As lists: they are read one number at a time, which costs several times as much in numpy.
+        self.in_bytes = in_bytes.tolist()
+        self.out_bytes = out_bytes.tolist()
         self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
         self.placement = Placement((in_bytes + out_bytes).tolist(), depth=depth)
         self.events: list[tuple[float, int, str, int]] = []
+        """Heap of the time, a number (-1: the worker dies), the worker, and the task that it ends."""
         self.num_begun = 0
         self.now = 0.0
         self.which: list[int] = []
@@ -93,6 +98,7 @@ class _Run:
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
         """Return the seconds that each stage takes for a byte, per worker."""
         cluster = self.cluster
+        # What a worker gets of storage: of its node's link, and of storage itself; the slower one counts.
         shares = [cluster.node_storage_gb_per_s / cluster.gpus_per_node, cluster.storage_gb_per_s / cluster.num_gpus]
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
         if self.rates.worker_gb_per_s:
@@ -112,6 +118,7 @@ class _Run:
                 raise PlanError("every worker died before the end")
             self.now, kind, name, task = heapq.heappop(self.events)
             worker = self.workers.get(name)
+            # An event of a worker that died before it.
             if worker is None:
                 continue
             if kind < 0:
@@ -133,9 +140,11 @@ class _Run:
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 
     def _lost(self, name: str) -> None:
+        """Remove a worker whose silence was noticed."""
         self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s; its tasks are run elsewhere")
         self.placement.lost(name)
         del self.workers[name]
+        # Its tasks are free again: workers that had found nothing to do can take them.
         for other, worker in list(self.workers.items()):
             if not worker.queue:
                 self._feed(other)
@@ -143,6 +152,7 @@ class _Run:
     def _feed(self, name: str) -> None:
         """Give a worker what the placement gives it."""
         worker = self.workers[name]
+        # Dead, but its silence was not noticed yet: the placement still counts on it.
         if self.now > worker.dies:
             return
         assignment = self.placement.next(name, self.now)
@@ -158,6 +168,7 @@ class _Run:
             worker = self.workers[name]
             is_first = bool(worker.queue) and worker.queue[0][0] == task
             worker.queue = deque(entry for entry in worker.queue if entry[0] != task)
+            # It was at work on that one: the next begins at once, and the event of the first one's end counts no more.
             if is_first and worker.queue:
                 self._begin(name, worker)
 
@@ -169,6 +180,7 @@ class _Run:
             if stage == _LAST:
                 nbytes = self.out_bytes[task]
             took = pace * nbytes
+            # A stage begins once it is free and the stage before it has ended.
             start = free[stage] if free[stage] > at else at
             at = free[stage] = start + took
             busy[stage] += took
@@ -179,6 +191,7 @@ class _Run:
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
 
     def _ended(self, name: str, worker: _Worker, task: int) -> None:
+        """Record the end of the first task of a worker's queue."""
         worker.queue.popleft()
         worker.ended = self.now
         done = self.placement.done(name, task, self.now)
@@ -191,7 +204,7 @@ class _Run:
         self._feed(name)
 
     def prediction(self) -> Prediction:
-        """Return what came of it."""
+        """Return the result of the run. Order: after `go`."""
         cluster, count, total_s = self.cluster, len(self.workers), self.now
         names = list(self.workers)
         busy = np.array([each.busy for each in self.workers.values()])
@@ -206,6 +219,7 @@ class _Run:
             for i, stage in enumerate(STAGES)
         )
         ended = np.array([each.ended for each in self.workers.values()])
+        # The limit is that of the described cluster, without its stragglers.
         nominal = self._paces(np.ones(cluster.num_gpus))[0]
         in_bytes, out_bytes = self.ends[1].sum(), self.ends[2].sum()
         sums = (in_bytes * nominal[0], in_bytes * nominal[1], out_bytes * nominal[3])

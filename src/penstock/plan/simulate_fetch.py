@@ -1,7 +1,7 @@
 """Simulation of a fetch: the project's relay over a described cluster, as streams that follow each other.
 
-In: a weight set's bytes, who is whole, a cluster, rates. Out: a `Prediction`.
-Not here: the choice of upstreams (`relay`), the sharing of links (`flow`).
+In: a weight set's bytes, the members that hold all of it, a cluster, rates. Out: a `Prediction`.
+Not here: the choice of upstreams (`relay`), the sharing of links (`simulate`).
 
 A member is a stream from its parent. It begins a hop after its parent did, is never nearer than a hop behind it, and
 catches up when its links let it: chunks are small beside a line, so the line flows like water.
@@ -73,7 +73,9 @@ class _Run:
     """The events of one fetch."""
 
     def __init__(self, fleet: Fleet, cluster: Cluster, rates: Rates, seed: int) -> None:
-        self.fleet, self.cluster, self.rates = fleet, cluster, rates
+        self.fleet = fleet
+        self.cluster = cluster
+        self.rates = rates
         self._links = Links(cluster, slowdowns(cluster, seed))
         self.nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
         self.meter = Meter(self._links)
@@ -85,8 +87,11 @@ class _Run:
         self.have[: fleet.holders * fleet.parts] = self.line
         self.is_holder = self.have >= self.line
         self.dead = np.zeros(count, bool)
-        self.start, self.done = np.full(count, np.inf), np.full(count, np.inf)
-        self.start[self.is_holder] = self.done[self.is_holder] = 0.0
+        # Infinite until it happens.
+        self.start = np.full(count, np.inf)
+        self.done = np.full(count, np.inf)
+        self.start[self.is_holder] = 0.0
+        self.done[self.is_holder] = 0.0
         self.rate_of = np.zeros(count)
         self.joined = np.random.default_rng((seed, 2)).permutation(count)
         self.parent = np.full(count, -1)
@@ -102,6 +107,7 @@ class _Run:
         self.from_storage = np.zeros(count)
 
     def _deaths(self, copy_s: float, seed: int) -> list[tuple[float, int]]:
+        """Return the members that die within the time of one copy, and when, in order."""
         chance = np.random.default_rng((seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * self.cluster.num_gpus * copy_s / 3600)
         who = chance.permutation(np.flatnonzero(~self.is_holder))[:count]
@@ -155,12 +161,14 @@ class _Run:
 
     def go(self) -> None:
         """Run until every member that is alive has everything."""
+        # Without a holder every member reads a part of storage, and all of them end together: there are no events.
         if self.fleet.holders:
             self._flow()
         else:
             self._ring()
 
     def _flow(self) -> None:
+        """Move from event to event: a stream begins, ends, or catches up; a member dies; its readers find others."""
         now, deaths = 0.0, list(self.deaths)
         relink_s = np.inf
         while True:
@@ -264,6 +272,7 @@ class _Run:
         self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} members that read it read others")
         self.dead[who] = True
         self.rate_of[who] = 0.0
+        # Without an upstream until `PATIENCE_S` has passed, when the relay is asked again.
         self.parent[self.parent == who] = -1
         self._measure()
 
@@ -278,10 +287,13 @@ class _Run:
         self.storage_s = float((self.from_storage / read).max())
         self.meter.add(0.0, self.storage_s, self._links.from_storage(self.gpu), self.from_storage)
         if not len(self.streams):
-            self.done[:] = self.start[:] = self.storage_s
+            # One member for each part: what it has read of storage is all of it.
+            self.start[:] = self.storage_s
+            self.done[:] = self.storage_s
             return
         rate = fair_rates(self.links[self.streams], self._links.capacity)
         part = self.streams % self.fleet.parts
+        # Everything passes every link of its ring once, so the slowest one sets the pace of all.
         slowest = np.full(self.fleet.parts, np.inf)
         np.minimum.at(slowest, part, rate)
         wanted = self.line - self.from_storage[self.streams]
@@ -294,7 +306,7 @@ class _Run:
         self.have[:] = self.line
 
     def prediction(self) -> Prediction:
-        """Return what came of it."""
+        """Return the result of the run. Order: after `go`."""
         fleet, cluster = self.fleet, self.cluster
         alive = ~self.dead & ~self.is_holder
         done = self.done[alive]
@@ -303,6 +315,7 @@ class _Run:
         limit_s = self.meter.limit_s(self.nominal)
         one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
         last = int(np.where(alive, self.done, -1.0).argmax())
+        # A stream starts a hop after its upstream's, so the last one's start is the sum of the hops above it.
         hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
         stages = [Stage(name="hops", member=f"GPU {last}", busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
         if self.storage_s:

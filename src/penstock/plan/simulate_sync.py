@@ -42,21 +42,23 @@ _STEPS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The reads of a sync, as columns, by receiver, then by window; within a window the sources take turns."""
+    """The reads of a sync as its receivers make them, in columns: by receiver, then by window; within a window the
+    sources take turns.
+    """
 
     receiver: I64
     window: I64
-    """Buckets joined, counted over all receivers."""
+    """Number of the joined buckets that it belongs to, counted over all receivers."""
     source: I64
     bucket: I64
-    """The last it has something of."""
+    """The last bucket that it has bytes of: it can begin when the source has made that one."""
     nbytes: I64
     far_s: F64
-    """The cost of its runs, other than posting it, where each is requested by itself: beyond the node."""
+    """Seconds that its runs cost beyond the node, where each is requested by itself; posting it is not included."""
     num_copies: I64
-    """Within the node: copies of their own, which long runs are."""
+    """Within the node: long runs, each of which is a copy of its own."""
     short_bytes: I64
-    """Within the node: the bytes that a kernel of the reader copies."""
+    """Within the node: bytes of short runs, which a kernel of the reader copies."""
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
@@ -65,6 +67,7 @@ class Work:
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         collected["far_s"] = [np.zeros(0)]
         num_windows = 0
+        # One part after the other: all parts of a trillion parameters at once would need gigabytes.
         for r in range(len(plan.receivers)):
             part = plan.part(r)
             if not len(part.source):
@@ -165,6 +168,7 @@ def simulate_sync(
         seed: chooses the slow members and those that fail.
     """
     rates.check()
+    # Receivers begin on a node of their own, unless `one_node`: then on the GPU after the last source's.
     per_node = 1 if one_node else cluster.gpus_per_node
     first = -(-len(plan.sources) // per_node) * per_node
     cluster = cluster.with_gpus(first + len(plan.receivers))
@@ -172,6 +176,7 @@ def simulate_sync(
     work = Work.of(plan, rates, watermark_bytes=watermark_bytes)
     ready, source_s = _ready(work, plan, rates, transformed)
     run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
+    # Nothing is transformed: all digests are there from the start, and are requested ahead of the reads.
     if transformed is None or not transformed.any():
         run.answered = _answered(work, rates)
     run.go()
@@ -226,6 +231,7 @@ def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) ->
     took = nbytes / rates.digest_gb_per_s / GB + num_reads * rates.step_s
     if transformed is not None:
         took += transformed / rates.quantise_gb_per_s / GB + (transformed > 0) * rates.step_s
+    # One bucket after the other, in the order in which receivers read them.
     ready = ANSWERS_BEFORE * rates.answer_s + np.cumsum(took, axis=1)
     return ready, took.sum(axis=1)
 
@@ -242,6 +248,7 @@ def _answered(work: Work, rates: Rates) -> F64:
     which = which.reshape(-1)
     took = np.bincount(which, weights=work.nbytes) / rates.digest_gb_per_s / GB + rates.step_s
     done = np.cumsum(took)
+    # The running sum is over all sources: what the sources before one took is subtracted.
     done -= (done - took)[np.searchsorted(questions[0], questions[0])]
     answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
     return answered_s
@@ -261,20 +268,30 @@ class _Run:
         watermark: int,
         reads_of_one: int,
     ) -> None:
-        self.work, self.rates, self.num = work, rates, num_receivers
-        self._links, self._watermark, self._reads_of_one = links, watermark, reads_of_one
+        self.work = work
+        self.rates = rates
+        self.num = num_receivers
+        self._links = links
+        self._watermark = watermark
+        self._reads_of_one = reads_of_one
         self.meter = Meter(links)
         self._flow_links = links.between(work.source, first + work.receiver)
         self.first = np.searchsorted(work.receiver, np.arange(num_receivers + 1))
         count = len(work.receiver)
-        self.asked, self.posted, self.begun, self.landed, self.verified = (np.zeros(count) for _ in range(5))
+        # When each read went through its stages, for the timeline.
+        self.asked = np.zeros(count)
+        self.posted = np.zeros(count)
+        self.begun = np.zeros(count)
+        self.landed = np.zeros(count)
+        self.verified = np.zeros(count)
         self.done = np.zeros(num_receivers)
         self.nbytes_of = np.bincount(work.receiver, weights=work.nbytes, minlength=num_receivers)
         self.moved = 0.0
-        # (Indexing a numpy array by one number costs several times the list's.)
-        # Plain lists: they are read one number at a time.
-        self._receiver, self._source = work.receiver.tolist(), work.source.tolist()
-        self._nbytes, self._window = work.nbytes.tolist(), work.window.tolist()
+        # Plain lists: they are read one number at a time, which costs several times as much of a numpy array.
+        self._receiver = work.receiver.tolist()
+        self._source = work.source.tolist()
+        self._nbytes = work.nbytes.tolist()
+        self._window = work.window.tolist()
         near = links.near(work.source, first + work.receiver)
         # Over NVLink short runs cost nothing each: a kernel copies those of a group.
         gathers = -(-work.short_bytes // GROUP_BYTES)
@@ -285,6 +302,7 @@ class _Run:
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
         self.answered: F64 | None = None
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
+        # Reads that are not verified yet, by window; a receiver's windows are whole up to `_whole`.
         windows = int(work.window[-1]) + 1 if count else 0
         self._left = np.bincount(work.window, minlength=windows).tolist()
         self._window_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
@@ -292,12 +310,17 @@ class _Run:
         self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._next = self.first[:-1].tolist()
         self._stop = self.first[1:].tolist()
+        # Reads and bytes under way, which the limits of a receiver are held to.
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._unverified = [0] * num_receivers
-        self._host_free, self._device_free = [0.0] * num_receivers, [0.0] * num_receivers
+        # When the receiver's Python thread and its device have done what was given to them so far.
+        self._host_free = [0.0] * num_receivers
+        self._device_free = [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
+        """Heap of the time, the read, and its next stage: see `_happen`."""
         self._new: list[int] = []
+        """Reads that were posted since the last step, and now take part in the sharing of links."""
 
     def go(self) -> None:
         """Run until every read is verified."""
@@ -307,6 +330,7 @@ class _Run:
             for column in self._flow_links.T
         )
         quantum = busiest / _STEPS
+        # Reads on the wire, and the bytes that each has left.
         active: I64 = np.zeros(0, np.int64)
         left = np.zeros(0)
         for r in range(self.num):
@@ -322,6 +346,7 @@ class _Run:
             over = ends <= until
             # Exactly, and not by the product of rate and time, which leaves a rounding error under way.
             moved[over] = left[over]
+            # A stretched read holds its link for longer than its bytes need: only its bytes are counted as moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())
@@ -400,7 +425,7 @@ class _Run:
 
 
 def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
-    """Return what the busiest member of each stage spent on it."""
+    """Return the time that the busiest member of each stage spent on it."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
@@ -458,6 +483,7 @@ def _failures(run: _Run, plan: SyncPlan, cluster: Cluster, total_s: float, seed:
     texts = []
     for member in chance.choice(sides, min(count, sides), replace=False).tolist():
         at = float(chance.uniform(0.0, total_s))
+        # A receiver that dies takes nothing from the others; a source leaves those short that were not done with it.
         if member >= len(plan.sources):
             texts.append(f"{plan.receivers[member - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
             continue

@@ -72,14 +72,14 @@ class Part:
     """
 
     key: str
-    """The plan's."""
+    """Key of the plan that it is part of."""
     receiver: str
     sources: tuple[str, ...]
     """Members of the plan's holdings; `source` counts in it."""
     bucket_first: I64
     """[num_buckets + 1]: bucket b is segments `bucket_first[b]:bucket_first[b + 1]`."""
     row: I64
-    """The row of the receiver's layout it fills."""
+    """The row of the receiver's layout that it fills."""
     source: I64
     src: I64
     dst: I64
@@ -112,17 +112,17 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes it takes."""
+        """Return the number of bytes that it reads."""
         return int((self.run_bytes * self.num_rows).sum())
 
     def link_bytes(self) -> I64:
-        """Return bytes from each source."""
+        """Return the bytes that it reads from each source."""
         out = np.zeros(len(self.sources), np.int64)
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
 
     def windows(self, window_bytes: int) -> list[int]:
-        """Join neighbouring buckets to windows of at most `window_bytes`: where each begins, and the last ends."""
+        """Join neighbouring buckets to windows of at most `window_bytes`; return their first buckets, and the end."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
@@ -160,18 +160,18 @@ class SyncPlan:
     unwanted: tuple[str, ...]
     """Tensors that are held and wanted by no receiver."""
     want_first: I64
-    """Per receiver its first wanted row; rows are in bucket order."""
+    """Number of the first wanted row of each receiver; rows are in bucket order."""
     want_row: I64
-    """Of the receiver's layout."""
+    """Row of the receiver's layout."""
     want_pattern: I64
     want_offset: I64
     want_pair: I64
     """The first pair of the row's tensor."""
     want_bucket: I64
     strip_first: I64
-    """Per pattern its first strip."""
+    """Number of the first strip of each pattern."""
     strip_pair: I64
-    """Counted from `want_pair`."""
+    """Pair of each strip, counted from `want_pair`."""
     strip_team: I64
     strip_src: I64
     strip_dst: I64
@@ -180,28 +180,30 @@ class SyncPlan:
     strip_src_pitch: I64
     strip_dst_pitch: I64
     pair_row: I64
-    """Per pair its first held row; one row a rank of the team."""
+    """First held row of each pair; it has one row for each rank of its team."""
     row_offset: I64
     team_first: I64
     team_source: I64
     share_first: I64
-    """Per receiver its first share; see `Lines`."""
+    """Number of the first share of each receiver; see `Lines`."""
     share_team: I64
     share_start: I64
     share_bytes: I64
     line_stop: I64
 
     def __eq__(self, other: object) -> bool:
+        """Return whether both are the same plan, column by column: columns have no truth value of their own."""
         if not isinstance(other, SyncPlan):
             return NotImplemented
         return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     def __hash__(self) -> int:
+        """Return the hash of the key, which stands for all the plan was made of."""
         return hash(self.key)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all receivers take."""
+        """Return the number of bytes that all receivers take."""
         return int(self.share_bytes.sum())
 
     def part(self, receiver: int) -> Part:
@@ -209,6 +211,7 @@ class SyncPlan:
 
         Cost: linear in them; about 0.3 us each.
         """
+        # Expanded only here, for one receiver: all segments of all receivers at once would be gigabytes.
         rows = slice(int(self.want_first[receiver]), int(self.want_first[receiver + 1]))
         pattern = self.want_pattern[rows]
         counts = np.diff(self.strip_first)[pattern]
@@ -317,6 +320,7 @@ def _assembled(
     matched: Match, pieces: Pieces, laid: Strips, holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int
 ) -> SyncPlan:
     """Return the plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
+    # A pattern is a wanted form of a kind; a receiver's rows of one pattern share its strips.
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
     team = matched.held_team[pieces.held[laid.piece]]
@@ -393,6 +397,7 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
         form = matched.forms[int(matched.wanted.values[want])]
         where = f"nobody holds {show(holes[want])}, wanted in {show(form.box)}"
         lines.append(f"{matched.names[int(alike[0])]}{more}: of {form.spec} {where}")
+    # A layout that is wrong in one place is usually wrong in thousands: the first ones show how.
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     return PlanError("elements are wanted that nobody holds:\n  " + "\n  ".join(listed))
 
@@ -402,7 +407,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Lines:
-    """The bytes that each receiver takes of each team, as stretches of one line on which teams lie end to end.
+    """The shares of all receivers, as stretches of one line on which the bytes taken of each team lie end to end.
 
     Receiver r's shares are `first[r]:first[r + 1]`, by team; its share of a team begins at `start`. A rank of a team
     gives what lies before its `stop` and not before the one's before it.
@@ -413,7 +418,7 @@ class Lines:
     start: I64
     nbytes: I64
     stop: I64
-    """Per rank of each team, in their order."""
+    """End of the stretch of each rank of each team, in their order."""
 
 
 def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> Lines:
@@ -430,6 +435,7 @@ def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams:
     along = np.lexsort((receiver, team))
     start = np.zeros(len(code), np.int64)
     start[along] = np.cumsum(total[along]) - total[along]
+    # What each team gives in all, to be divided among its ranks.
     whole = np.zeros(num_teams, np.int64)
     np.add.at(whole, team, total)
     return Lines(
@@ -445,6 +451,7 @@ def _quotas(whole: I64, teams: Groups) -> I64:
     """Return the bytes that each rank of each team gives, dealt to the ranks that have least so far."""
     quota = np.repeat(whole, teams.counts)
     load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
+    # Teams of one rank have no choice: their load is there before the others are divided.
     alone = np.repeat(teams.counts == 1, teams.counts)
     np.add.at(load, teams.values[alone], quota[alone])
     # Teams of few ranks first: they have the least choice, and larger teams can then fill what they left uneven.
@@ -486,6 +493,7 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1
     takers = [(p, np.cumsum(n)) for p, n in zip(np.split(place, edges), np.split(nbytes, edges), strict=True)]
+    # Where a layer begins, and the end, so that the search below always finds one.
     layer_starts = np.append(np.flatnonzero(np.diff(layer, prepend=layer[:1] - 1)), num_tensors)
     starts, at = [], 0
     while at < num_tensors:

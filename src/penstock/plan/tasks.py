@@ -33,7 +33,7 @@ class Spec:
     dtype: DType
     shape: tuple[int, ...]
     group: str = ""
-    """Of an output: which of several weight sets it is in, where an operation gives several. See `OutputFiles`."""
+    """Of an output: the weight set that it is in, where an operation gives several; see `OutputFiles`."""
 
     @property
     def path(self) -> str:
@@ -47,6 +47,7 @@ class Spec:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
+    """Return the bytes of a packed tensor. PlanError where elements do not fill whole bytes."""
     try:
         return bits_to_bytes(math.prod(shape), dtype)
     except ValueError as error:
@@ -75,12 +76,14 @@ class Input:
     def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
         """Return `byte_range` out to the ends of the tensor's leaves, where there are any: `leaf_bytes` above 0."""
         first, last = self.byte_range(start, stop)
+        # An empty range stays empty: rounding it out would read a leaf of which nothing is needed.
         if not leaf_bytes or first == last:
             return first, last
         return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
         """Return the box that these rows of the recipe need; None: nothing of it."""
+        # A scalar and a tensor of no rows are given whole too: an operation needs to see their dtype and device.
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -109,7 +112,7 @@ class Output:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row of the tensor. PlanError where elements do not fill whole bytes."""
+        """Return the bytes of a row of the tensor. PlanError where elements do not fill whole bytes."""
         shape = self.spec.shape or (1,)
         return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
 
@@ -148,7 +151,10 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
-    """Tasks as columns: task t is entries `first[t]:first[t + 1]`, rows `[start, stop)` of a recipe each."""
+    """Tasks as columns: task t is entries `first[t]:first[t + 1]`, rows `[start, stop)` of a recipe each.
+
+    A job may have a million of them, and each of its processes plans them all: too many to make as objects.
+    """
 
     first: I64
     recipe: I64
@@ -159,6 +165,7 @@ class Tasks:
     out_bytes: I64
 
     def __len__(self) -> int:
+        """Return the number of tasks."""
         return len(self.in_bytes)
 
     @property
@@ -168,6 +175,7 @@ class Tasks:
 
     def in_order(self, order: I64) -> Tasks:
         """Return the same tasks under other numbers: the first is what `order[0]` was."""
+        # The entries move along with their tasks: `at` is where each of them was before.
         counts = np.diff(self.first)[order]
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         at = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
@@ -221,6 +229,7 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
     files: list[list[int]] = []
     groups: list[str] = []
     for group, members in of_group.items():
+        # Above the limit, so that the first tensor of a group opens a file: no file has tensors of two groups.
         filled = shard_bytes + 1
         for i in members:
             if filled + sizes[i] > shard_bytes:
@@ -229,6 +238,7 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
                 filled = 0
             files[-1].append(i)
             filled += sizes[i]
+    # A weight set without tensors is still a file, with a header alone.
     if not files:
         files, groups = [[]], [""]
     file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
@@ -264,6 +274,7 @@ class _Extents:
 
     def __init__(self, counts: Sequence[int], columns: Sequence[tuple[int, ...]]) -> None:
         self._begins = np.cumsum([0, *counts])
+        # One row each of: first, number of rows, at, per, bits of a row, is always all, source, bytes of the tensor.
         self._columns = np.array(columns, np.int64).reshape(-1, 8).T
 
     @classmethod
@@ -309,6 +320,7 @@ class _Extents:
 
 
 def _of_input(part: Input) -> tuple[int, ...]:
+    """Return the columns of an input: see `_Extents`, then its source and all bytes of its tensor."""
     box, shape, bits = part.box, part.spec.shape, part.spec.dtype.bits
     row_bits = math.prod(shape[1:]) * bits
     first, num_rows = (box.start[0], box.stop[0] - box.start[0]) if box.start else (0, 1)
@@ -358,6 +370,7 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     """
     if task_bytes < 1:
         raise ConfigError(f"task_bytes={task_bytes}: a task has some", hint="64M is the default")
+    # In columns and not recipe by recipe: 70,000 recipes are some hundred thousand tasks, planned by every worker.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)
     total = inputs.nbytes(every, 0 * every, num_rows) + outputs.nbytes(every, 0 * every, num_rows)
@@ -378,6 +391,7 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     tasks = Tasks(first=first, recipe=recipe, start=start, stop=stop, in_bytes=in_bytes, out_bytes=out_bytes)
     # What could not be cut runs longest, so it goes first: begun last, it would be all that the others wait for.
     is_rest = (tasks.cost <= 2 * task_bytes) | (np.arange(len(counts)) >= len(row_bounds[0]))
+    # Otherwise in the order of the recipes, which is that of storage; a batch goes before the recipe that follows it.
     place = np.concatenate([row_bounds[0], after])
     return tasks.in_order(np.lexsort((np.arange(len(counts)), np.where(is_rest, place, -tasks.cost), is_rest)))
 
@@ -432,9 +446,12 @@ def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
     if not len(tasks):
         return tasks
     file, count = file_of[tasks.recipe[tasks.first[:-1]]], len(tasks)
+    # Tasks above that are the ones that could not be cut: `cut` has put them first, and they stay there.
     is_rest = tasks.cost <= 2 * task_bytes
     by_file = np.lexsort((np.arange(count), file, is_rest))
     begins = np.flatnonzero(np.diff(file[by_file] * 2 + is_rest[by_file], prepend=-1))
     turn = np.empty(count, np.int64)
+    # The turn of a task: its number among those of its file. Sorted by it, every file has its first task before any has
+    # its second.
     turn[by_file] = np.arange(count) - np.repeat(begins, np.diff(begins, append=count))
     return tasks.in_order(np.lexsort((file, np.where(is_rest, turn, np.arange(count)), is_rest)))
