@@ -1,1 +1,1 @@
-"""Everything that touches the CUDA driver: calls, streams, compiled kernels, gathers of short copies."""
+"""The CUDA driver: its calls, streams, compiled kernels, and kernels for many short copies."""

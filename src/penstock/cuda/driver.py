@@ -1,19 +1,11 @@
-"""The CUDA driver calls of a load's moving thread, and of device memory between processes: by ctypes, without torch.
+"""The CUDA driver by ctypes, without torch: its calls and their errors, and streams and events that are used again.
 
-In: addresses, handles, streams and events as numbers. Out: the same; what the driver refuses is a typed error.
-Not here: what they take and say (`driver_types`), what they are for (`transport.cuda_ipc`, `engine.place_cuda`),
-allocation (`memory.arena`, torch).
+In: addresses, handles, streams and events as numbers. Out: the same; a refusal of the driver is a typed error.
+Not here: the use of the calls (`transport.cuda_ipc`, `transport.into_device`, `engine.place_cuda`), allocation
+(`memory.arena`, torch), kernels for short copies (`gather`, `pack`).
 
-Every call but the first acts in the calling thread's current context: `with driver.entered(device)`.
-
-Structures and signatures of the CUDA driver's calls, and the errors that its codes stand for.
-
-In / Out: nothing. Not here: calling (`driver`).
-
-Streams and events of our devices, made once and used again.
-
-In: the driver. Out: the next stream's turn, a spare event.
-Not here: what is queued on them (`transport.cuda_ipc`, `transport.into_device`).
+Every call but the first acts in the calling thread's current context: `with driver.entered(device)`. Not by torch: it
+lets go of the interpreter's lock in each copy, and has no call for another process's memory behind a file descriptor.
 """
 
 from __future__ import annotations
@@ -51,7 +43,7 @@ ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
     803: _NO_SUPPORT,
     804: _NO_SUPPORT,
 }
-"""What a CUresult is to a caller; any other is a DestinationError: it is our device that failed."""
+"""The error and hint of each CUresult; any other code is a DestinationError, since our own device failed."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -154,9 +146,8 @@ QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
     | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2"}
 )
-"""Calls of a microsecond or two. They keep the interpreter's lock: to let go of it is to wait 5 ms for it where
-another thread has Python to run."""
-
+"""Calls of a microsecond or two. They keep the interpreter's lock: after letting go of it a thread waits 5 ms for it
+where another thread has Python to run."""
 
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
@@ -170,34 +161,36 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
 
 PITCHED_BYTES = 4 << 10
+"""Bytes of a run from which on a rectangle may go by the copy engines."""
+
 PITCHED_LEAST_BYTES = 1 << 20
-"""A rectangle of so many bytes, in runs so long, is one copy of the copy engines: no faster than a kernel
-(benchmarks/results/h200x4_202611/sync.md), but no processor of the device takes part. Of smaller ones there are too
-many for a call each."""
+"""Bytes of a rectangle from which on it is one copy of the copy engines, if its runs are `PITCHED_BYTES` long: no
+faster than a kernel (benchmarks/results/h200x4_202611/sync.md), but no processor of the device takes part. Of smaller
+rectangles there are too many for a call each."""
 
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
 
 _FEW = 8
-"""So many copies are queued one by one; more are a batch, which lets go of the interpreter's lock."""
+"""Copies up to which they are queued one by one; more are a batch, whose call lets go of the interpreter's lock."""
 
 
 @functools.cache
 def load_driver() -> CudaDriver:
-    """The driver of this process, initialised. ConfigError where there is none, or no device."""
+    """Return the driver of this process, initialised. ConfigError where there is none, or no device."""
     return CudaDriver()
 
 
 def ordinal(device: str) -> int:
-    """The number of a CUDA device. ConfigError for another one."""
+    """Return the number of a CUDA device. ConfigError for a device of another kind, or without a number."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
-        raise ConfigError(f"CUDA memory is required, not {device}", hint="say which: cuda:0")
+        raise ConfigError(f"CUDA memory is required, not {device}", hint="name a device with its number, as cuda:0")
     return int(index)
 
 
 class CudaDriver:
-    """See the module; one for the process, made by `load_driver`."""
+    """The driver's calls; one object for the process, made by `load_driver`."""
 
     def __init__(self) -> None:
         try:
@@ -209,26 +202,30 @@ class CudaDriver:
             call = getattr(quick if name in QUICK else waiting, name)
             call.argtypes = signature
             self._calls[name] = call
-        self._batch, self._batch_tells = getattr(waiting, "cuMemcpyBatchAsync_v2", None), False
-        if self._batch is None:  # the driver of CUDA 12.8 and 12.9: one argument more, the copy that failed
-            self._batch, self._batch_tells = getattr(waiting, "cuMemcpyBatchAsync", None), True
+        self._batch = getattr(waiting, "cuMemcpyBatchAsync_v2", None)
+        self._batch_names_failed = False
+        if self._batch is None:
+            # The driver of CUDA 12.8 and 12.9 has one argument more, for the number of the copy that failed.
+            self._batch = getattr(waiting, "cuMemcpyBatchAsync", None)
+            self._batch_names_failed = True
         self._contexts: dict[int, int] = {}
         self._do("cuInit", 0)
 
     def _do(self, name: str, *arguments: Any) -> None:
+        """Make a call; raise the error of its code."""
         code = self._calls[name](*arguments)
         if code:
             self.fail(name, code)
 
     def fail(self, name: str, code: int) -> None:
-        """Raise what this code is to a caller; see `ERRORS`."""
+        """Raise the error that this code stands for; see `ERRORS`."""
         text = ctypes.c_char_p()
         self._calls["cuGetErrorName"](code, ctypes.byref(text))
         kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
         raise kind(f"{name} failed: {(text.value or b'an unknown error').decode()} ({code})", hint=hint)
 
     def _get(self, name: str, *arguments: Any) -> int:
-        """The number that a call writes to its first argument."""
+        """Make a call, and return the number that it writes to its first argument."""
         value = ctypes.c_uint64()
         self._do(name, ctypes.byref(value), *arguments)
         return value.value
@@ -239,7 +236,7 @@ class CudaDriver:
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
-        """The device's primary context, which torch uses too, as that of this thread."""
+        """Make the device's primary context, which torch uses too, that of this thread, for a `with` block."""
         self._do("cuCtxPushCurrent_v2", self._context(device))
         try:
             yield
@@ -256,12 +253,13 @@ class CudaDriver:
 
     def enable_peer(self, device: int) -> None:
         """Let the current context reach memory of another device of this process, if it can."""
+        # Codes of `ERRORS`, as that these devices cannot reach each other, are left to the copies that need it.
         code = self._calls["cuCtxEnablePeerAccess"](self._context(device), 0)
         if code not in (0, _PEER_ACCESS_ALREADY_ENABLED) and code not in ERRORS:
             self.fail("cuCtxEnablePeerAccess", code)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Start and length of the allocation (of virtual memory: of the piece of physical memory) behind an address."""
+        """Return start and length of the allocation behind an address; of virtual memory, of the piece behind it."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
@@ -281,7 +279,7 @@ class CudaDriver:
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
-        """A file descriptor for the piece of physical memory behind an address; None: it was not made to be shared."""
+        """Return a file descriptor of the physical memory behind an address; None: it was not made to be shared."""
         value = ctypes.c_uint64()
         if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(value), address):
             return None
@@ -301,11 +299,12 @@ class CudaDriver:
         return self._get("cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def map_fd(self, address: int, nbytes: int, fd: int) -> None:
-        """Put a piece of another process's memory behind reserved addresses. The descriptor stays the caller's."""
+        """Map a piece of another process's memory at reserved addresses. The descriptor stays the caller's."""
         handle = self._get("cuMemImportFromShareableHandle", fd, _POSIX_FD)
         try:
             self._do("cuMemMap", address, nbytes, 0, handle, 0)
         finally:
+            # The mapping keeps the memory: without the handle it is freed by `unmap` alone.
             self._do("cuMemRelease", handle)
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
@@ -338,11 +337,11 @@ class CudaDriver:
         self._calls["cuMemHostUnregister"](address)
 
     def make_stream(self) -> int:
-        """A stream that waits for no other."""
+        """Return a new stream, which does not wait for the default stream."""
         return self._get("cuStreamCreate", _STREAM_NON_BLOCKING)
 
     def make_event(self) -> int:
-        """An event that tells no time."""
+        """Return a new event without a time stamp, which is cheaper to record."""
         return self._get("cuEventCreate", _EVENT_DISABLE_TIMING)
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
@@ -365,7 +364,7 @@ class CudaDriver:
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies, by a kernel of the reader's device where Triton is installed. Says so if not."""
+        """Queue many short copies by a kernel of the reader's device; without Triton one by one, with a warning."""
         try:
             from penstock.cuda.gather import gather
         except ModuleNotFoundError as error:
@@ -376,9 +375,9 @@ class CudaDriver:
             gather(dst, src, nbytes, device, stream)
 
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Lay out copies whose `src` and `dst` are addresses; each call of what is returned queues them.
+        """Lay out copies whose `src` and `dst` are addresses; return a function that queues them, any number of times.
 
-        Runs of `PITCHED_BYTES` go by copy engines, a call for each rectangle; shorter ones as `gather`.
+        Large rectangles of runs of `PITCHED_BYTES` go by copy engines, a call for each; the others by a kernel.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
         pitched &= np.maximum(rows.src_pitch, rows.dst_pitch) < PITCH_LIMIT
@@ -395,6 +394,7 @@ class CudaDriver:
         return queue
 
     def _pitched(self, rows: Rectangles, stream: int) -> Callable[[], None]:
+        """Lay out rectangles as pitched copies."""
         columns = (rows.src, rows.dst, rows.run_bytes, rows.num_rows, rows.src_pitch, rows.dst_pitch)
         copies = [
             PitchedCopy(
@@ -417,6 +417,7 @@ class CudaDriver:
         return queue
 
     def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
+        """Lay out rectangles for the kernel, or as single runs where there is no Triton."""
         try:
             from penstock.cuda.gather import lay_out_rectangles
         except ModuleNotFoundError:
@@ -431,13 +432,15 @@ class CudaDriver:
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""
+        # A batch is one call for all copies; a driver before CUDA 12.8 has none, and is called for each.
         if len(nbytes) <= _FEW or self._batch is None:
             for to, of, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
                 self._do("cuMemcpyAsync", to, of, length, stream)
             return
         columns = [np.ascontiguousarray(column, np.uint64) for column in (dst, src, nbytes)]
+        # Sources are read in stream order, not during the call: they are device memory that kernels may still write.
         attributes, first = CopyAttributes(order=_SRC_ORDER_STREAM), ctypes.c_size_t(0)
-        failed = [ctypes.byref(ctypes.c_size_t())] if self._batch_tells else []
+        failed = [ctypes.byref(ctypes.c_size_t())] if self._batch_names_failed else []
         code = self._batch(
             *(ctypes.c_void_p(column.ctypes.data) for column in columns),
             ctypes.c_size_t(len(nbytes)),
@@ -452,14 +455,16 @@ class CudaDriver:
 
 
 never_freed: list[tuple[object, ...]] = []
-"""What a device that hangs may still use."""
+"""Objects whose memory a device that hangs may still use: kept for the process's life, as no call cancels a copy."""
 
 
 class StreamPool:
-    """Streams and spare events of one device of ours. One thread at a time uses it."""
+    """Streams and spare events of one device. One thread at a time uses it."""
 
     def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
-        self._driver, self._device, self._spare = driver, device, list[int]()
+        self._driver = driver
+        self._device = device
+        self._spare = list[int]()
         with driver.entered(device):
             self.streams = [driver.make_stream() for _ in range(num_streams)]
         self._turn = 0
@@ -474,32 +479,34 @@ class StreamPool:
         return self._spare.pop() if self._spare else self._driver.make_event()
 
     def give_event(self, event: int) -> None:
-        """Take back an event that has passed."""
-        # Only passed ones: an event that is recorded again loses its first position, and
-        # a waiter would wait for later work.
+        """Return an event that has passed to the spare ones."""
+        # Only after it has passed: an event that is recorded again loses its first position, and a waiter would wait
+        # for later work.
         self._spare.append(event)
 
     def close(self) -> None:
-        """Give all back; nothing may be queued any more."""
+        """Free streams and events; nothing may be queued any more."""
         with self._driver.entered(self._device):
             self._driver.free(self.streams, self._spare)
 
 
 class StreamPools:
-    """The lane of each device, made when it is first asked for. One thread at a time uses them."""
+    """The stream pool of each device, made when it is first used. One thread at a time uses them."""
 
     def __init__(self, driver: CudaDriver, *, num_streams: int) -> None:
-        self._driver, self._num_streams, self._made = driver, num_streams, dict[int, StreamPool]()
+        self._driver = driver
+        self._num_streams = num_streams
+        self._pools = dict[int, StreamPool]()
 
     def of(self, device: int) -> StreamPool:
         """Return the pool of a device."""
         # Made lazily: creating a stream makes a context on the device, which takes hundreds of MB of its memory.
-        if device not in self._made:
-            self._made[device] = StreamPool(self._driver, device, self._num_streams)
-        return self._made[device]
+        if device not in self._pools:
+            self._pools[device] = StreamPool(self._driver, device, self._num_streams)
+        return self._pools[device]
 
     def close(self) -> None:
-        """Give all back; nothing may be queued any more. Idempotent."""
-        pools, self._made = self._made, {}
+        """Free streams and events of all devices; nothing may be queued any more. Idempotent."""
+        pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.close()

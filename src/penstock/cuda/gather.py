@@ -1,9 +1,10 @@
 """Many short runs of device memory copied by one kernel, where the copy engines would spend their time on starting.
 
-In: addresses and lengths. Out: the bytes at the reader's addresses, when the stream has passed.
-Not here: long runs, which the copy engines move without a kernel (`transport.cuda_ipc`).
+In: addresses and lengths of runs, or rectangles. Out: the bytes at the reader's addresses, when the stream has passed.
+Not here: rectangles' own kernel (`pack`), long runs, which the copy engines move (`transport.cuda_ipc`).
 
-The kernel runs on the reader's device and loads the holder's memory over NVLink; nothing runs on the holder's.
+The kernel runs on the reader's device and loads the holder's memory over NVLink; nothing runs on the holder's. The
+module imports Triton: `driver` imports it at the first use, and copies run by run where Triton is not installed.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -21,7 +22,7 @@ from penstock.segments import Rectangles, Segments
 from penstock.types import I64, U64
 
 TILE_BYTES = tl.constexpr(16 << 10)
-"""A program's: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+"""Bytes of a program: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
 
 _WIDTH = 16
 """Bytes of the widest load."""
@@ -29,7 +30,10 @@ _WIDTH = 16
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> None:
-    """table: int64 [3, num_tiles]: destination, source, length of at most TILE_BYTES; all multiples of 16 if WIDE."""
+    """Copy a tile.
+
+    table: int64 [3, num_tiles]: destination, source, length of at most TILE_BYTES; all multiples of 16 if WIDE.
+    """
     tile = tl.program_id(0).to(tl.int64)
     dst, src = tl.load(table + tile), tl.load(table + num_tiles + tile)
     nbytes = tl.load(table + 2 * num_tiles + tile)
@@ -41,15 +45,15 @@ def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> N
     else:
         at = tl.arange(0, TILE_BYTES)
         mask = at < nbytes
-        found = tl.load(src.to(tl.pointer_type(tl.uint8)) + at, mask=mask)
-        tl.store(dst.to(tl.pointer_type(tl.uint8)) + at, found, mask=mask)
+        single = tl.load(src.to(tl.pointer_type(tl.uint8)) + at, mask=mask)
+        tl.store(dst.to(tl.pointer_type(tl.uint8)) + at, single, mask=mask)
 
 
 def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
     """Queue the copies on a stream of this device.
 
-    Cost: one or two launches and a table of 24 bytes for each 16 KiB. Runs whose ends lie differently within 16 bytes
-    are copied byte by byte, which is slower.
+    Cost: one or two launches and a table of 24 bytes for each 16 KiB. Runs of which source and destination lie
+        differently within 16 bytes are copied byte by byte, which is slower.
     """
     wide, narrow = tiles(dst.astype(np.int64), src.astype(np.int64), nbytes.astype(np.int64))
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
@@ -84,7 +88,7 @@ def run(table: torch.Tensor, is_wide: bool) -> None:
 
 
 def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
-    """The runs as tables of tiles: those of 16-byte words, and what is beside those."""
+    """Return the runs as two tables of tiles: of 16-byte words, and of the bytes before and after those."""
     alike = (dst ^ src) % _WIDTH == 0
     head = np.where(alike, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH

@@ -1,13 +1,13 @@
-"""Launches Triton kernels: by Triton, or from a compiled copy that an earlier process left.
+"""Launches of Triton kernels: by Triton, or from a compiled copy that an earlier process left.
 
-In: a kernel's module and name, its arguments. Out: it is queued on the current stream.
+In: a kernel's module and name, its arguments. Out: the kernel is queued on the current stream.
 Not here: the kernels, each in the room that it works for (`digest.xxh3_triton`, `transform.quantize_triton`).
 
     launch --copy in ~/.cache/penstock/kernels--> CUDA driver
-           `--none, or arguments it was not made for--> Triton, which compiles (and a copy is left)
+           `--no copy, or arguments for which it was not made--> Triton, which compiles (and a copy is left)
 
-Why: a fresh process spends 0.15 s to import Triton and 0.37 s until it finds its own cached kernels (it hashes all its
-sources first); a copy is there in some milliseconds. Source: benchmarks/results/h200x1_202611/load.md.
+Reason: a fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its own cached kernels, since it
+hashes all its sources first; a copy is loaded in some milliseconds. Source: benchmarks/results/h200x1_202611/load.md.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ from blake3 import blake3
 from penstock.errors import DestinationError, MissingExtra
 
 _ALIGNMENT = 16
-"""Bytes to which Triton found pointers aligned, and may have compiled for. Source: Triton's argument specialisation."""
+"""Bytes to which all pointers must be aligned for a copy: Triton may have compiled for pointers that are.
+
+Source: Triton's argument specialisation.
+"""
 
 _INT32_STOP = 1 << 31
+"""Integers from here on have 64 bits, for which Triton compiles another kernel."""
+
 _MAX_SHARED_BYTES = 48 << 10
 """More shared memory needs an opt-in. Source: CUDA programming guide, "Shared Memory"."""
 
@@ -42,11 +47,11 @@ _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 
 class _Copy(msgspec.Struct, frozen=True):
-    """A compiled kernel in the form that is kept."""
+    """A compiled kernel in the form in which it is stored."""
 
     symbol: str
     parameter_bits: tuple[int, ...]
-    """Of every parameter, Triton's own (scratch pointers, null here) behind the kernel's."""
+    """Bits of every parameter: the kernel's, then Triton's own (scratch pointers, null here)."""
     num_threads: int
     shared_bytes: int
     cubin: bytes
@@ -66,7 +71,7 @@ def launch(
     Args:
         module: where the kernel is, alone in it with what it calls: a copy is of the module's text.
         name: of the kernel, whose integers Triton does not specialise.
-        num_programs: how many of it; 0: nothing is done.
+        num_programs: programs of the launch; 0: nothing is done.
         arguments: in order; integers below 2^31, or no copy is used.
         constants: the kernel's constants.
         num_warps: of each program.
@@ -75,6 +80,7 @@ def launch(
         MissingExtra: Triton is needed and not installed.
         DestinationError: the driver refuses the kernel.
     """
+    # The driver refuses an empty grid.
     if not num_programs:
         return
     device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
@@ -83,16 +89,17 @@ def launch(
         for argument in arguments
     )
     shape = (module, name, tuple(sorted(constants.items())), num_warps)
-    kernel = _kept(shape, device) if suits else None
+    kernel = _loaded(shape, device) if suits else None
     if kernel is not None:
         kernel.run(num_programs, arguments, torch.cuda.current_stream(device).cuda_stream)
         return
     compiled = getattr(_imported(module), name)[(num_programs,)](*arguments, **constants, num_warps=num_warps)
     if suits:
-        _keep(compiled, _path(shape, device))
+        _store(compiled, _path(shape, device))
 
 
 def _imported(module: str) -> Any:
+    """Import a kernel's module. MissingExtra: Triton is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -106,6 +113,7 @@ def _imported(module: str) -> Any:
 def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | None:
     """Return the path of this kernel's copy; None where there is no home directory."""
     module, name, _, _ = shape
+    # By the module's text: a kernel that was edited is another one, and no version number need be kept.
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
@@ -117,32 +125,34 @@ def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | N
 @functools.cache
 def _text(module: str) -> bytes:
     """Return the source of a module that need not be importable."""
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None
-    return Path(found.origin).read_bytes()
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_bytes()
 
 
 @functools.cache
-def _kept(shape: tuple[str, str, object, int], device: torch.device) -> _Kernel | None:
+def _loaded(shape: tuple[str, str, object, int], device: torch.device) -> _Kernel | None:
+    """Return the stored copy of a kernel, loaded; None: there is none that can be used."""
     path = _path(shape, device)
     if path is None:
         return None
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            # What is run on the device is the user's own, written by nobody else.
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            status = os.fstat(file.fileno())
+            # The copy runs on the device: it must be this user's own, and writable by no other user.
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
             return _Kernel(msgspec.msgpack.decode(file.read(), type=_Copy))
     except OSError:
         return None
-    except (msgspec.MsgspecError, DestinationError):  # damaged: compiled anew, and kept anew
+    except (msgspec.MsgspecError, DestinationError):
+        # Damaged: without the file it is compiled and stored anew.
         path.unlink(missing_ok=True)
         return None
 
 
-def _keep(compiled: Any, path: Path | None) -> None:
-    """Leave a copy for later processes, if it can be launched without Triton; a full or read-only disk is no fault."""
+def _store(compiled: Any, path: Path | None) -> None:
+    """Store a copy for later processes, if it can be launched without Triton; a full or read-only disk is no fault."""
     metadata = compiled.metadata
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
@@ -158,6 +168,7 @@ def _keep(compiled: Any, path: Path | None) -> None:
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
+    # Complete or absent: written under a name of this process, and renamed.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -167,17 +178,19 @@ def _keep(compiled: Any, path: Path | None) -> None:
 
 
 class _Kernel:
-    """A copy loaded into the current context. It stays loaded: a process uses it again."""
+    """A copy loaded into the current context. It stays loaded, since a process uses it again."""
 
     def __init__(self, copy: _Copy) -> None:
         self._copy = copy
         self._function = ctypes.c_void_p()
         module = ctypes.c_void_p()
-        torch.cuda.current_stream().query()  # makes the device's context that of this thread
+        # A call of torch's makes the device's context that of this thread.
+        torch.cuda.current_stream().query()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), copy.cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, copy.symbol.encode()))
 
     def run(self, num_programs: int, arguments: Sequence[torch.Tensor | int], stream: int) -> None:
+        """Queue a launch on a stream. DestinationError: the driver refuses it."""
         values = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         bits = self._copy.parameter_bits
         values += [0] * (len(bits) - len(values))
@@ -194,7 +207,8 @@ def _driver() -> Any:
 
 @functools.cache
 def _launcher() -> Any:
-    """Keeps the interpreter's lock: a launch takes microseconds, to get the lock back may take milliseconds."""
+    """Return the driver's launch call."""
+    # By PyDLL, which keeps the interpreter's lock: a launch takes microseconds, getting the lock back milliseconds.
     return ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
 
 

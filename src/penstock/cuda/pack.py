@@ -1,7 +1,9 @@
-"""Many short runs of device memory copied by one kernel: rectangles, of which neither end need lie in one piece.
+"""Rectangles of device memory, of which neither end need lie in one piece, copied by one kernel.
 
 In: addresses and pitches, in memory that the device reaches (its own, a peer's). Out: the bytes, in stream order.
-Not here: the kernel (`digest.cuda.pack_triton`); long runs, which copy engines move without one.
+Not here: the kernel (`pack_triton`); long runs, which copy engines move without one.
+
+A table holds a rectangle in 72 bytes, however many runs it has; `gather` has an entry for each run.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from penstock.cuda.kernel_cache import launch
 from penstock.types import I64
 
 TILE_BYTES = 16 << 10
-"""A program's: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+"""Bytes of a program: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+
 WIDTHS = (16, 4, 1)
-"""Bytes a load: the widest that all of a rectangle's numbers are multiples of."""
+"""Bytes of a load: the widest of which all of a rectangle's numbers are multiples."""
+
 _LONGEST_RUN = 1 << 30
 """A longer run is copied as several: units within a row are counted in 32 bits."""
 
@@ -31,36 +35,36 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackTable:
-    """Rectangles laid out for the kernel; copy them as often as you like. Made by `plan_pack` or `plan_copy`."""
+    """Rectangles laid out for the kernel, to be copied any number of times. Made by `plan_pack` or `plan_copy`."""
 
     launches: tuple[_Launch, ...]
 
     def run(self) -> None:
         """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it."""
-        for one in self.launches:
-            arguments = one.table, one.tiles, one.table.shape[1]
-            constants = {"TILE_BYTES": TILE_BYTES * one.width // 16, "WIDTH": one.width}
-            launch("penstock.cuda.pack_triton", "copy_tiles", len(one.tiles), arguments, constants)
+        for part in self.launches:
+            arguments = part.table, part.tiles, part.table.shape[1]
+            constants = {"TILE_BYTES": TILE_BYTES * part.width // 16, "WIDTH": part.width}
+            launch("penstock.cuda.pack_triton", "copy_tiles", len(part.tiles), arguments, constants)
 
 
 def plan_pack(
     dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
 ) -> PackTable:
-    """`nbytes` of each strip, from its packed byte `start` on, to where they lie in one piece; see `plan_copy`."""
+    """Plan copies of `nbytes` of each strip, from its packed byte `start` on, into one piece; see `plan_copy`."""
     return _plan(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
 
 
 def plan_copy(
     dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
 ) -> PackTable:
-    """Rectangles from one place to another.
+    """Plan copies of rectangles from one place to another.
 
     Args:
         dst, src: addresses of the first run.
-        run_bytes: at least 1.
-        num_rows: at least 1.
-        dst_pitch, src_pitch: bytes between runs.
-        device: whose kernel does it; the CPU only under Triton's interpreter.
+        run_bytes: bytes of a run, at least 1.
+        num_rows: number of runs, at least 1.
+        dst_pitch, src_pitch: bytes from the start of a run to the start of the next.
+        device: runs the kernel; the CPU only under Triton's interpreter.
 
     Cost: tables of 72 bytes a rectangle, and 4 a tile of 16 KiB that are made on the device; up to three launches when
         run; no synchronisation.
@@ -83,7 +87,8 @@ def _plan(
     nbytes: I64,
     device: torch.device,
 ) -> PackTable:
-    one_row = start + nbytes <= run_bytes  # pitches of a single run say nothing
+    # The pitches of a single run mean nothing: as 0 they do not keep it from the widest loads.
+    one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
     odd = np.bitwise_or.reduce(table, axis=0)
@@ -97,7 +102,9 @@ def _plan(
         counts = -(-nbytes[mine] // (TILE_BYTES * width // 16))
         columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
         host = torch.from_numpy(np.ascontiguousarray(columns))
+        # Pinned: a copy from pageable memory would make the call wait for the device.
         on = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        # Made on the device: a tile for each 16 KiB is many times the table.
         which = torch.arange(len(mine), dtype=torch.int32, device=device)
         tiles = torch.repeat_interleave(which, on[8], output_size=int(counts.sum()))
         launches.append(_Launch(table=on, tiles=tiles, width=width))

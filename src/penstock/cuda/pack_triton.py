@@ -1,7 +1,7 @@
 """Runs at a pitch copied to runs at another, as one Triton kernel: a program a tile of a rectangle's packed bytes.
 
 In: rectangles as columns of one int64 table, and which of them each tile is of. Out: their bytes at the other end.
-Not here: tables and launches (`digest.cuda.pack`).
+Not here: tables and launches (`cuda.pack`).
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -16,8 +16,11 @@ import triton.language as tl
 def copy_tiles(
     table: tl.tensor, tiles: tl.tensor, columns: tl.tensor, TILE_BYTES: tl.constexpr, WIDTH: tl.constexpr
 ) -> None:
-    """table: int64, columns of `columns` rectangles: dst, src, run_bytes, dst_pitch, src_pitch, first packed byte,
-    number of packed bytes, first tile. tiles: int32, the rectangle of each tile. All bytes are multiples of WIDTH.
+    """Copy a tile of a rectangle.
+
+    table: int64, columns of `columns` rectangles: dst, src, run_bytes, dst_pitch, src_pitch, first packed byte, number
+        of packed bytes, first tile. All bytes are multiples of WIDTH.
+    tiles: int32, the rectangle of each tile.
 
     Packed byte p is byte p % run of row p // run; runs have less than 2^31 units of WIDTH.
     """
@@ -45,8 +48,8 @@ def copy_tiles(
         words = tl.load(tl.multiple_of(wide_source, (16, 16)), mask=mask)
         tl.store(tl.multiple_of(wide_target, (16, 16)), words, mask=mask)
     elif WIDTH == 4:
-        found = tl.load(source.to(tl.pointer_type(tl.uint32)), mask=unit < left)
-        tl.store(target.to(tl.pointer_type(tl.uint32)), found, mask=unit < left)
+        single = tl.load(source.to(tl.pointer_type(tl.uint32)), mask=unit < left)
+        tl.store(target.to(tl.pointer_type(tl.uint32)), single, mask=unit < left)
     else:
         single = tl.load(source.to(tl.pointer_type(tl.uint8)), mask=unit < left)
         tl.store(target.to(tl.pointer_type(tl.uint8)), single, mask=unit < left)

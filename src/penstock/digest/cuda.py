@@ -1,13 +1,11 @@
-"""XXH3-64 leaf digests of device memory at memory speed, the same bits as the CPU's.
+"""XXH3-64 digests of device memory at memory speed, of leaves and of strips, with the same bits as the CPU's.
 
-In: addresses and lengths of leaves in a CUDA device's memory. Out: one digest a leaf, an int64 tensor on that device.
-Not here: the kernels (`digest.xxh3_triton`), the CPU reference (`digest.leaf`), what leaves mean (`types.Manifest`).
+In: addresses and lengths of leaves, or strips from an address on, in a CUDA device's memory. Out: one digest each, in
+an int64 tensor on that device, as often as the memory is refilled.
+Not here: the kernels (`digest.xxh3_triton`), the CPU references (`digest.leaf`, `digest.strip`), the meaning of leaves
+(`types.Manifest`), the packing kernel (`cuda.pack`).
 
-Digests of strips of device memory, the same bits as the CPU's.
-
-In: an address, strips from it on. Out: one digest a strip, an int64 tensor on that device, as often as asked.
-Not here: what a strip's digest is (`digest.strip`), leaves (`digest.cuda`), packing (`cuda.pack`).
-
+    leaves ---------------------------------------------------> leaf digests
     strips in one piece --------------------------------------> leaves in place --.
     strips with gaps --packed into scratch, a slab at a time--> leaves of it -----'--> leaf digests --> strip digests
 """
@@ -40,13 +38,13 @@ class Tuning:
     """
 
     tile_blocks: int = 8
-    """1024-byte blocks a program of the parallel pass reads; a power of two."""
+    """1024-byte blocks that a program of the parallel pass reads; a power of two."""
     tile_warps: int = 1
     """Warps of such a program; 8 blocks a warp keep sixteen 16-byte loads a thread in flight."""
     run_stripes: int = 8
-    """Stripes of 64 bytes a block that one load takes; 8 make it a warp's 512 contiguous bytes. Aligned leaves only."""
+    """Stripes of 64 bytes that one load takes of a block; 8 are a warp's 512 contiguous bytes. Aligned leaves only."""
     finish_leaves: int = 4
-    """Leaves a program of the serial pass chains; 4 leaves of 8 lanes fill its one warp."""
+    """Leaves that a program of the serial pass chains; 4 leaves of 8 lanes fill its one warp."""
     finish_unroll: int = 16
     """Blocks whose sums the serial pass loads ahead of those it chains."""
     slab_blocks: int = 256 * 1024
@@ -60,6 +58,8 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
+    """Leaves whose block sums are computed by one launch and used by the next, while they are in the L2 cache."""
+
     first_leaf: int
     stop_leaf: int
     first_tile: int
@@ -69,7 +69,7 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafTable:
-    """Leaves laid out for the kernels; digest it as often as the memory it names is refilled.
+    """Leaves laid out for the kernels, to be digested as often as their memory is refilled.
 
     Ownership: holds its own small device table, not the leaves' memory, which must outlive every digest of it.
     """
@@ -77,7 +77,7 @@ class LeafTable:
     device: torch.device
     num_leaves: int
     columns: torch.Tensor
-    """int64, on the device: address, length, first tile, row of the result (`num_leaves` each); then a leaf a tile."""
+    """int64, on the device: address, length, first tile, result row (`num_leaves` each); then each tile's leaf."""
     slabs: tuple[_Slab, ...]
     first_short: int
     """Leaves from here on take the short algorithms."""
@@ -103,6 +103,8 @@ class LeafTable:
         tuning = self.tuning
         constants = _constants(self.device)
         rows = max((slab.num_tiles for slab in self.slabs), default=0) * tuning.tile_blocks
+        # One scratch for all slabs: the launches of a stream run in order, so a slab's sums are used before the next
+        # slab overwrites them.
         sums = torch.empty((rows, 8), dtype=torch.uint64, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             for slab in self.slabs:
@@ -168,6 +170,8 @@ def plan_leaves(
         raise ValueError(f"leaf {int(nbytes.argmin())} is empty; a digest needs at least one byte")
     long = nbytes > xxh3_constants.SHORT_BYTES
     aligned = addresses % 16 == 0
+    # In groups, since a launch takes one path: aligned leaves load 16 bytes at once, short leaves have algorithms of
+    # their own.
     groups = [np.flatnonzero(long & aligned), np.flatnonzero(long & ~aligned), np.flatnonzero(~long)]
     rows = np.concatenate(groups)
     num_leaves, first_short = rows.size, groups[0].size + groups[1].size
@@ -181,6 +185,7 @@ def plan_leaves(
     )
     num_tiles = int(stop_tile[-1]) if first_short else 0
 
+    # Pinned: a copy from pageable memory would make the call wait for the device.
     host = torch.empty(4 * num_leaves + num_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[:num_leaves] = addresses[rows]
@@ -205,6 +210,7 @@ def plan_leaves(
 def _slabs(stop_tile: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
     """Leaves `[first_leaf, stop_leaf)` cut so that a slab has at most `slab_tiles` tiles, or one leaf."""
     slabs = []
+    # A leaf of more tiles than a slab is a slab of its own: the serial pass needs all sums of a leaf at once.
     while first_leaf < stop_leaf:
         first_tile = int(stop_tile[first_leaf - 1]) if first_leaf else 0
         fits = int(np.searchsorted(stop_tile[:stop_leaf], first_tile + slab_tiles, side="right"))
@@ -223,7 +229,7 @@ def _constants(device: torch.device) -> torch.Tensor:
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
-    """XXH3-64 of each leaf: `plan_leaves(...).digest()`, for leaves digested once.
+    """Return the XXH3-64 of each leaf, for leaves that are digested once; else see `plan_leaves`.
 
     Returns:
         [num_leaves] int64 on `device`: the uint64 bits, in the order of the rows.
@@ -248,12 +254,12 @@ def warm_up(device: torch.device) -> None:
 
 
 SCRATCH_BYTES = 256 * MIB
-"""What strips with gaps are packed into at once: enough leaves to fill a device several times over."""
+"""Bytes into which strips with gaps are packed at once: enough leaves to fill a device several times over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels; digest them as often as the memory is refilled. Made by `plan_strips`.
+    """Strips laid out for the kernels, to be digested as often as their memory is refilled. Made by `plan_strips`.
 
     Ownership: holds its own tables and results on the device, 0.2 % of the bytes, and the scratch it was given.
     """
@@ -262,10 +268,10 @@ class StripTable:
     whole: LeafTable
     slabs: tuple[tuple[PackTable, LeafTable], ...]
     tops: LeafTable
-    """Strips of several leaves: over their digests."""
+    """Strips of several leaves, digested over their leaves' digests."""
     out: torch.Tensor
     first: torch.Tensor
-    """Of each strip its first leaf."""
+    """The first leaf of each strip."""
     scratch: torch.Tensor
 
     def digest(self) -> torch.Tensor:
@@ -281,6 +287,7 @@ class StripTable:
         for pack, leaves in self.slabs:
             pack.run()
             leaves.digest(out=self.leaves)
+        # The digest of a strip of one leaf is the leaf's; `tops` then overwrites those of several.
         torch.index_select(self.leaves, 0, self.first, out=self.out)
         self.tops.digest(out=self.out)
         return self.out
@@ -292,10 +299,10 @@ def plan_strips(
     """Lay out strips of a device's memory for the kernels.
 
     Args:
-        address: what the strips' offsets count from; they were checked.
+        address: the address from which the strips' offsets count; they were checked.
         strips: any number, of any lengths.
         device: of the memory; the CPU only under Triton's interpreter.
-        scratch: flat uint8 on it, at least a leaf, if a strip has gaps; tables that share it are used by turns.
+        scratch: flat uint8 on it, at least a leaf, if a strip has gaps; tables that share it are used in turns.
         leaf_bytes: bytes of a leaf; both ends of a sync use the default.
 
     Cost: numpy over strips, leaves and their 8 KiB tiles, never over runs.
@@ -326,7 +333,8 @@ def plan_strips(
 
 def _row_slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
     """Return batches of leaves, each as many as fit the scratch, and where each leaf lies in it."""
-    room = -(-nbytes // 16) * 16  # at a multiple of 16, where the kernels are fastest
+    # At multiples of 16, where the kernels are fastest.
+    room = -(-nbytes // 16) * 16
     stop = np.cumsum(room)
     batches, begin = [], 0
     while begin < len(rows):

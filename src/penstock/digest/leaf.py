@@ -3,8 +3,8 @@
 In: tensor bytes; a tensor table with its leaves. Out: XXH3-64 a leaf; `w1-` and 64 hex digits.
 Not here: the same leaves on a device (`digest.cuda`), manifests as files (`storage.manifest`).
 
-XXH3 finds faults, not forgers: who can choose bytes can make two leaves collide. Against forgery the manifest is signed
-and the weights come from a place only its signer writes.
+XXH3 finds faults, not forgeries: an author of the bytes can make two leaves collide. Against forgery the manifest is
+signed, and the weights come from a place to which only its signer writes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _HEADERS_MAGIC = b"penstock headers 1\0"
 
 
 def num_leaves(nbytes: I64, leaf_bytes: int) -> I64:
-    """Leaves of tensors of `nbytes`; none for a tensor of no bytes."""
+    """Return the number of leaves of tensors of `nbytes`; 0 for a tensor of no bytes."""
     return -(-nbytes // leaf_bytes)
 
 
 def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
-    """XXH3-64, seed 0, of every `leaf_bytes` run of `data`.
+    """Compute the XXH3-64, with seed 0, of every run of `leaf_bytes` in `data`.
 
     Args:
         data: contiguous bytes; the last leaf may be shorter.
         leaf_bytes: bytes of a leaf.
-        out: [num_leaves] uint64, filled.
+        out: [num_leaves] uint64, to be filled.
 
     Cost: no copy; the library releases the GIL during each leaf.
     """
@@ -70,17 +70,18 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
 
 
 def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
-    """Names, dtypes and shapes of these rows, in this order, in one unambiguous run of bytes.
+    """Return names, dtypes and shapes of these rows, in this order, as one unambiguous run of bytes.
 
-    Six blocks, little-endian, each after its own length (uint64): dtypes that occur (sorted ASCII, newline between);
-    then for each row the dtype's place among them (uint8), rank (uint8), dims (int64 each), bytes of its name (uint32),
-    and its name (UTF-8).
+    There are six blocks, little-endian, each after its own length (uint64): the dtypes that occur (sorted ASCII,
+    newline between); then for each row the dtype's place among them (uint8), its rank (uint8), its dims (int64 each),
+    the bytes of its name (uint32), and its name (UTF-8).
     """
     names = _pick(table.names, rows)
     dtypes = _pick(table.dtypes, rows)
     shapes = _pick(table.shapes, rows)
     used = sorted(set(dtypes))
     codes = {dtype: code for code, dtype in enumerate(used)}
+    # Encoded once, joined: nearly all names are ASCII, where a name has as many bytes as characters.
     text = "".join(names).encode()
     ascii_only = text.isascii()
     lengths = map(len, names) if ascii_only else (len(name.encode()) for name in names)
@@ -96,7 +97,7 @@ def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
 
 
 def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
-    # itemgetter picks 60,000 values in a fifth of a comprehension's time, but gives a bare value for one row.
+    # itemgetter picks 60,000 values in a fifth of a comprehension's time, but returns a bare value for one row.
     return itemgetter(*rows)(column) if len(rows) > 1 else tuple(column[row] for row in rows)
 
 
@@ -108,6 +109,7 @@ def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
         leaf_bytes: bytes of a leaf.
         leaves: all leaves, in the order of the rows.
     """
+    # Each part after its length, so that no two weight sets have the same bytes here.
     hasher = blake3(_MAGIC)
     hasher.update(leaf_bytes.to_bytes(8, "little"))
     hasher.update(len(body).to_bytes(8, "little"))
@@ -117,7 +119,7 @@ def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
 
 
 def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
-    """`w1-...`: names the weights, not their packing into files.
+    """Return the revision `w1-...` of the weights, whatever their packing into files.
 
     Args:
         table: any order; files and offsets do not count.
@@ -130,7 +132,10 @@ def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
 
 
 def headers_revision(headers: list[bytes]) -> str:
-    """`h1-...`: names files by their headers alone; says nothing of the bodies, and changes with the packing.
+    """Return the revision `h1-...` of files by their headers alone, which does not depend on the bodies.
+
+    It changes with the packing into files.
+
 
     Args:
         headers: BLAKE3 of each file's header, in any order.

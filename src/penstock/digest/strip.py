@@ -1,13 +1,13 @@
 """Digests of strips: equal runs of bytes at a pitch, as a tensor's shard lies in memory, digested as if packed.
 
-In: memory, and strips as columns. Out: one XXH3-64 a strip, that does not depend on the pitch.
-Not here: the same bits on a device (`digest.strip_cuda`), who compares them (`sync.receive.transfer`).
+In: memory, and strips as columns. Out: one XXH3-64 for each strip, which does not depend on the pitch.
+Not here: the same bits on a device (`digest.cuda`), the comparison of digests (`sync.receive.transfer`).
 
-    strip --packed, in thought--> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
-                                                                      more: XXH3-64 of their digests, as <u8 in order
+    strip, as if packed --> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
+                                                                   more: XXH3-64 of their digests, as <u8 in order
 
-Packed, because the two ends of a read have the same runs at other pitches: where one end lies in one piece, its leaves
-are as few and as large as they can be, and nothing is copied.
+Digests are of the packed bytes because the two ends of a read have the same runs at other pitches: where one end lies
+in one piece, its leaves are as few and as large as they can be, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Strips:
-    """Strip i is `num_rows[i]` runs of `run_bytes[i]` from `at[i]` on, `pitch[i]` apart."""
+    """Strips as columns: strip i is `num_rows[i]` runs of `run_bytes[i]` bytes from `at[i]` on, `pitch[i]` apart."""
 
     at: I64
     run_bytes: I64
@@ -39,23 +39,23 @@ class Strips:
         return len(self.at)
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
-        """Return those rows."""
+        """Return the selected strips."""
         columns = (self.at, self.run_bytes, self.num_rows, self.pitch)
         at, run_bytes, num_rows, pitch = (column[which] for column in columns)
         return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 
     @property
     def nbytes(self) -> I64:
-        """Bytes of each."""
+        """Return the bytes of each strip."""
         return self.run_bytes * self.num_rows
 
     @property
     def stop(self) -> I64:
-        """Past the last byte of each."""
+        """Return the offset past the last byte of each strip."""
         return self.at + (self.num_rows - 1) * self.pitch + self.run_bytes
 
     def is_packed(self) -> npt.NDArray[np.bool_]:
-        """Return which rows lie in one piece."""
+        """Return a mask of the strips that lie in one piece."""
         packed: npt.NDArray[np.bool_] = (self.num_rows == 1) | (self.pitch == self.run_bytes)
         return packed
 
@@ -63,11 +63,12 @@ class Strips:
         """Raise PlanError, naming the first offender, unless all lie in memory of `nbytes`: a peer may send them."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
-            raise PlanError("strips of uneven columns")
+            raise PlanError("the columns of a table of strips differ in length")
         room = nbytes - self.at - self.run_bytes
         wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
         wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
-        # By division: the product of a hostile pitch and rows could wrap. Runs that overlap could be without end.
+        # By division: the product of a hostile pitch and rows could wrap. No overlaps: by a pitch of 0 a few bytes of
+        # memory would make a strip of any length, and days of work.
         wrong |= (self.num_rows > 1) & (
             (self.pitch < self.run_bytes) | (self.num_rows - 1 > room // np.maximum(self.pitch, 1))
         )
@@ -88,7 +89,7 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
     """Return the digest of each strip of host memory.
 
     Args:
-        memory: what the strips' offsets count in; they were checked.
+        memory: the memory in which the strips' offsets count; they were checked.
         strips: any number, of any lengths.
         leaf_bytes: bytes of a leaf; both ends of a sync use the default.
 
@@ -97,7 +98,8 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
-    packed, buffer = strips.is_packed().tolist(), np.empty(leaf_bytes, np.uint8)
+    packed = strips.is_packed().tolist()
+    buffer = np.empty(leaf_bytes, np.uint8)
     columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch, counts)
     for i, (at, run, rows, pitch, count) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         if packed[i]:
@@ -112,7 +114,8 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
 
 
 def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
-    """Bytes `[start, start + len(out))` of the strip that begins with the memory, as if it were packed."""
+    """Copy bytes `[start, start + len(out))` of the packed form of the strip that begins with the memory."""
+    # The end of a run, then whole runs by one strided copy, then the start of a run.
     row, skipped = divmod(start, run)
     head = min(run - skipped, len(out)) if skipped else 0
     out[:head] = memory[row * pitch + skipped :][:head]

@@ -1,7 +1,7 @@
-"""Numbers of XXH3-64 (seed 0, default secret) that the kernels and those who lay out their work share.
+"""Numbers of XXH3-64 (seed 0, default secret) that the kernels share with the code that lays out their work.
 
 In: nothing. Out: block and length bounds, the table of constants that every kernel reads.
-Not here: the kernels (`digest.xxh3_triton`), which need Triton; this does not.
+Not here: the kernels (`digest.xxh3_triton`), which need Triton; this module does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ SHORT_BYTES = 240
 """Longest input of the short algorithms, bytes. Source: XXH3 spec, "XXH3 algorithm overview"."""
 
 INIT_AT = 192
+"""Index of the accumulators' first values in `constants`."""
+
 KEYS_AT = 200
+"""Index of the stripes' keys in `constants`."""
 
 # The 192-byte default secret. Source: XXH3 spec, "defaultSecret".
 _SECRET = bytes.fromhex(
@@ -39,11 +42,12 @@ _ACCUMULATORS = (
 
 
 def constants() -> npt.NDArray[np.uint64]:
-    """Return what every kernel reads: [328] uint64.
+    """Return the table that every kernel reads: [328] uint64.
 
     At o in 0..184 the secret's eight bytes from byte o; at INIT_AT the accumulators' first values; at KEYS_AT the keys
     of the sixteen stripes of a block, eight each.
     """
+    # In words at every byte offset: the algorithm takes its secret at odd places too.
     words = [int.from_bytes(_SECRET[offset : offset + 8], "little") for offset in range(len(_SECRET) - 7)]
     keys = [words[8 * (stripe + lane)] for stripe in range(16) for lane in range(8)]
     return np.array([*words, *[0] * 7, *_ACCUMULATORS, *keys], dtype=np.uint64)
