@@ -1,4 +1,4 @@
-"""Changes of tensors' values between two layouts: casts and block formats, with the same bits on the CPU and a device.
+"""Casts and block formats of tensors' values, with the same bits on the CPU and on a device.
 
 In / Out: a `Format` for `register_format`. Not here: when values are changed (`jobs.operations`, `sync.publish`).
 """

@@ -1,18 +1,14 @@
-"""Formats that tensors can be stored in, by tag, and their registration.
+"""Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each makes of one.
 
-In: a tag, or a `Format`. Out: the `Format` of a tag.
-Not here: which blocks a shard gives (`geometry`), values (`quantize`), kernels (`fuse`), how a stored checkpoint is
+In: a tag, or a `Format`; a tensor's name, dtype and shape, and the box that a rank holds. Out: the `Format` of a tag;
+the tensors that it stores, and their boxes.
+Not here: values (`quantize`), kernels (`fuse`), which tensors are quantised (`select`), how a stored checkpoint is
 recognised (`stored`).
 
     register_format(Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64), config=my_config))
     penstock.convert(source, destination, to="fp8-block64")
 
-Blocks of a format in a tensor and in the shard that a rank holds: shapes and boxes, no values.
-
-In: a format, a tensor's name, dtype and shape, the box a rank holds. Out: the tensors that are stored, and their boxes.
-Not here: the formats (`formats`), values (`quantize`), kernels (`fuse`), which tensors are quantised (`select`).
-
-A block is given by who holds its first element, so every block is quantised once, by one rank:
+A block belongs to the rank that holds its first element, so every block is quantised once, by one rank:
 
     rows held [100, 300)   blocks of 128   owned [128, 384)   foreign [300, 384)
 """
@@ -38,16 +34,16 @@ Reason: the workers of a conversion are other processes, which a call in this on
 """
 
 Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
-"""How a block's scale comes of its largest magnitude (`quantize`)."""
+"""The rule that makes a block's scale of its largest magnitude (`quantize`)."""
 
 WHOLE = 0
-"""In a block's shape: all of the dim."""
+"""The side of a block that is all of the dim."""
 
 SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
-"""What block formats are made of."""
+"""Dtypes that block formats are made of."""
 
 CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
-"""What a cast ends in; it begins with any of them that has 16 bits or more."""
+"""Dtypes that a cast may end in; it begins with any of them that has 16 bits or more."""
 
 MAX_BLOCK = 128
 """Longest side of a block that is not all of the dim: the kernels' tiles have 128 columns, and cut no block."""
@@ -57,11 +53,11 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One way to store a tensor: how its values are cut into blocks, and what is stored of each."""
+    """A way to store a tensor: the blocks that its values are cut into, and the numbers stored for each block."""
 
     tag: str
     values: DType
-    """Of the codes; F4 are stored as U8, two a byte, the first in the low nibble."""
+    """Dtype of the codes; F4 are stored as U8, two a byte, the first in the low nibble."""
     scaling: Scaling
     block: tuple[int, int] = (1, 1)
     """Elements of a block in the last two dims."""
@@ -69,12 +65,12 @@ class Format:
     values_suffix: str = ""
     scales_suffix: str = "_scale"
     global_suffix: str = ""
-    """Of the one FP32 number the whole tensor has beside its scales; empty: it has none."""
+    """Suffix of the one FP32 number that scales the whole tensor besides its blocks; empty: there is none."""
     whole_blocks: bool = False
-    """The last dim must be a multiple of the block's: no format reader takes a cut one."""
+    """The last dim must be a multiple of the block's: no reader of the format takes a cut block."""
     config: Callable[[Sequence[str]], dict[str, Any]] | None = None
-    """Returns `quantization_config` of `config.json`, given the names of the modules that are kept as they are; None:
-    engines need not be told."""
+    """Returns `quantization_config` of `config.json`, given the names of the modules that are kept unchanged; None:
+    engines need no entry."""
 
 
 _lock = threading.Lock()
@@ -89,24 +85,28 @@ def register_format(form: Format) -> None:
     Its values and kernels are those of its `scaling`; the CPU and a device store the same bits.
 
     Raises:
-        ConfigError: the tag is none or another format has it, or the kernels cannot store such blocks.
+        ConfigError: the tag is malformed or another format has it, or the kernels cannot store such blocks.
     """
     require_type("form", form, Format, "a penstock.transform.Format")
-    if why := _fault(form):
+    if why := _registration_fault(form):
         raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
     with _lock:
+        # The same format twice is no error: a module that registers may also be named by an entry point.
         if _formats.setdefault(form.tag, form) != form:
             raise ConfigError(f"cannot register the format {form.tag!r}: there is one", hint="choose another tag")
 
 
-def _fault(form: Format) -> str | None:
+def _registration_fault(form: Format) -> str | None:
+    """Return why the kernels cannot store a format, or its tag is malformed; None: it can be registered."""
     rows, cols = form.block
     if not _TAG.fullmatch(form.tag):
         return "a tag is up to 64 letters, digits and _.:-"
     if form.scaling == "none":
         return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and ends in a float"
+    # Powers of two up to a tile's side: then blocks divide the kernels' tiles, and none lies in two of them.
     if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
         return f"a block of {rows} x {cols}; sides are powers of two up to {MAX_BLOCK}, or {WHOLE} for the whole dim"
+    # Blocks that span the dim are read twice by the kernel, row by row, which has no form for several rows.
     if rows != 1 and WHOLE in form.block:
         return f"a block of {rows} x {cols}; one that spans the dim has one row"
     if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
@@ -117,7 +117,7 @@ def _fault(form: Format) -> str | None:
 
 
 def format_of(tag: str) -> Format:
-    """Return the format of a tag, registered here or by an installed package. ConfigError for a tag that is none."""
+    """Return the format of a tag, registered here or by an installed package. ConfigError: there is none."""
     if not is_format(tag):
         hint = f"one of {', '.join(FORMATS)}; workers and the command line are other processes: they find a format of"
         hint += f" another package by an entry point of {ENTRY_POINTS}"
@@ -140,7 +140,7 @@ def is_format(tag: str) -> bool:
 
 
 def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """FP8 in blocks. Source: DeepSeek-V3.1's config.json and transformers' FineGrainedFP8Config."""
+    """Return the config of FP8 in blocks. Source: DeepSeek-V3.1's config.json, transformers' FineGrainedFP8Config."""
 
     def config(kept: Sequence[str]) -> dict[str, Any]:
         described: dict[str, Any] = {
@@ -158,7 +158,10 @@ def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequ
 def _compressed_tensors(
     layout: str, weights: dict[str, Any], activations: dict[str, Any] | None
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Source: compressed-tensors 0.20, `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16."""
+    """Return the config of a layout of compressed-tensors; `activations` is None where they are not quantised.
+
+    Source: compressed-tensors 0.20, `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16.
+    """
     number = {"type": "float", "symmetric": True}
     inputs = None if activations is None else number | activations
 
@@ -176,7 +179,7 @@ def _compressed_tensors(
 
 
 def _block128(tag: str, rows: int) -> tuple[Format, ...]:
-    """FP8 in blocks of rows x 128: scales any FP32, or a power of two, stored as FP32 or as a byte.
+    """Return FP8 in blocks of rows x 128: scales any FP32, or a power of two, stored as FP32 or as a byte.
 
     Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]);
     DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept); transformers 5, FineGrainedFP8Config, and vLLM 0.32,
@@ -198,7 +201,7 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
 
 
 def _mxfp8(tag: str, scaling: Scaling) -> Format:
-    """MXFP8, which engines read alike whichever way its exponents were rounded.
+    """Return MXFP8, which engines read alike whichever way its exponents were rounded.
 
     Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`; `-floor`: OCP
     Microscaling Formats 1.0, section 6.3, whose exponent saturates the largest eighth of a block's range.
@@ -261,7 +264,7 @@ for _built_in in (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A tensor that a format stores, and the box of it that comes of some box of the source."""
+    """A tensor that a format stores, and the box of it that is made of some box of the source."""
 
     name: str
     dtype: DType
@@ -270,7 +273,7 @@ class Output:
 
 
 def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:
-    """Why a tensor of this dtype and shape cannot be stored so; None where it can."""
+    """Return why a tensor of this dtype and shape cannot be stored in a format; None where it can."""
     if form.scaling == "none":
         return None if dtype in CASTS and dtype.bits >= 16 else f"{dtype} is not cast"
     if dtype not in SOURCES:
@@ -283,7 +286,7 @@ def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:
 
 
 def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> None:
-    """Raise PlanError unless the tensor can be stored so and the box lies in it."""
+    """Raise PlanError unless the tensor can be stored in the format, and the box lies in the tensor."""
     if why := fault(form, dtype, shape):
         raise PlanError(why, tensor=name)
     if len(box.start) != len(shape) or any(stop > n for stop, n in zip(box.stop, shape, strict=True)):
@@ -291,7 +294,7 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements per dim at whose multiples a box may be cut (or at the tensor's end) so that it cuts no block."""
+    """Return the elements per dim at whose multiples, or at the tensor's end, a box may end without cutting a block."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
@@ -309,7 +312,10 @@ def widened(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
-    """The elements of the blocks whose first element lies in the box: boxes that tile a tensor own its blocks once."""
+    """Return the elements of the blocks whose first element lies in the box.
+
+    Boxes that tile a tensor own each of its blocks once.
+    """
     step = alignment(form, shape)
     start = tuple(min(n, -(-a // s) * s) for a, s, n in zip(box.start, step, shape, strict=True))
     stop = tuple(min(n, -(-b // s) * s) for b, s, n in zip(box.stop, step, shape, strict=True))
@@ -317,7 +323,7 @@ def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool = False) -> Box:
-    """The elements on which what the box owns depends: those it owns; all, where the tensor has a scale of its own.
+    """Return the elements needed to quantise the blocks that a box owns: theirs; all, where the tensor has a scale.
 
     Args:
         amax_given: the tensor's largest magnitude comes from elsewhere (a maximum over the ranks).
@@ -327,7 +333,8 @@ def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool =
 
 
 def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
-    """`wanted` less `held`, as boxes that do not overlap: what a rank must be given to quantise what it owns."""
+    """Return `wanted` less `held` as boxes that do not overlap: what a rank must receive to quantise its own blocks."""
+    # Dim by dim: the parts below and above the held range are cut off, and the rest goes on with the next dim.
     left, start, stop = [], list(wanted.start), list(wanted.stop)
     for dim, (a, b) in enumerate(zip(held.start, held.stop, strict=True)):
         for low, high in ((start[dim], min(a, stop[dim])), (max(b, start[dim]), stop[dim])):
@@ -345,15 +352,16 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
 
 
 def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[Output, ...]:
-    """Return what a format stores of a tensor, codes first, and which box of each comes of `box`, which cuts no block.
+    """Return the tensors that a format stores of one, codes first, with the box of each that is made of `box`.
 
     Raises:
-        PlanError: the tensor cannot be stored so, or the box cuts blocks; the hint has the box that does not.
+        PlanError: the tensor cannot be stored in the format, or the box cuts blocks; the hint has one that does not.
     """
     check(form, name, dtype, shape, box)
     if (wide := widened(form, shape, box)) != box:
         hint = f"widen it to [{wide.start}, {wide.stop})"
         raise PlanError(f"box [{box.start}, {box.stop}) cuts blocks of {form.tag}", tensor=name, hint=hint)
+    # Two F4 codes are a byte, so the stored tensor has half the columns.
     packed = form.values is DType.F4
     step = (*(1,) * (len(shape) - 1), 2) if packed else (1,) * len(shape)
     values = DType.U8 if packed else form.values
@@ -363,6 +371,7 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
     scales = _blocks(name + form.scales_suffix, form.scales, shape, box, alignment(form, shape))
     if not form.global_suffix:
         return codes, scales
+    # The scale of the whole tensor is stored once, by the rank that holds the first element.
     first = bool(box.num_elements) and not any(box.start)
     whole = Box(start=(0,), stop=(int(first),))
     return codes, scales, Output(name=name + form.global_suffix, dtype=DType.F32, shape=(1,), box=whole)

@@ -1,7 +1,7 @@
-"""Many tensors quantised at once, from where they lie to where they are sent from: one pass, a few launches.
+"""Quantisation of many tensors at once, from their own memory into the buffers they are sent from, in a few launches.
 
-In: pairs of a source view and the tensors of its format, wherever these lie. Out: those are filled, as often as asked.
-Not here: what is computed (`quantize`), the kernels (`quantize_triton`), which boxes (`geometry`).
+In: pairs of a source view and the tensors of its format, wherever these lie. Out: those are filled, at each `run`.
+Not here: the computation (`quantize`), the kernels (`quantize_triton`), which boxes (`formats`).
 
     30,000 expert tensors --table of addresses, shapes, pitches--> tiles --a launch or two--> codes, scales
 
@@ -27,13 +27,13 @@ from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 
 _WIDTH = 16
-"""Bytes of the widest load, and columns that are all or none of them inside; twice, where two columns are a byte."""
+"""Bytes of the widest load, and the columns that lie inside together; twice as many where two columns are a byte."""
 
 _NATIVE = (8, 9)
-"""Compute capability from which E4M3 is rounded by the processor. Source: PTX ISA, `cvt` to .e4m3x2."""
+"""Compute capability from which on the processor rounds to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
 
 _COLUMNS = 11
-"""Of a launch's table: see `quantize_triton`."""
+"""Columns of a launch's table: see `quantize_triton`."""
 
 _STRIP = (4, 1024)
 _WIDE_BLOCK = (128, 128)
@@ -49,7 +49,7 @@ class Job:
 
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
-    """As `geometry.outputs` names them; any strides between rows, none within. A shard that does not begin the tensor
+    """In the order of `formats.outputs`; any strides between rows, none within. A shard that does not begin the tensor
     may leave out the tensor's own scale."""
     amax: torch.Tensor | None = None
     """The whole tensor's largest magnitude, one float32 on the device, for a format that needs it of a shard."""
@@ -60,16 +60,16 @@ class _Key(NamedTuple):
 
     dtype: DType
     wide: bool
-    """All of it keeps to 16 bytes."""
+    """All addresses, pitches and lengths are multiples of 16 bytes."""
     flat: bool
-    """One row each."""
+    """Each matrix is one row."""
     measured: bool
-    """The largest magnitude of the whole must be measured first."""
+    """The largest magnitude of the whole tensor must be measured first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Group:
-    """Tiles of one launch."""
+    """The tiles of one launch."""
 
     key: _Key
     table: torch.Tensor
@@ -79,7 +79,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fusion:
-    """Jobs laid out for the kernels; run it as often as the sources change.
+    """Jobs laid out for the kernels, to be run as often as the sources change.
 
     Ownership: holds the sources and outputs, and a device table of some 100 bytes a matrix and 8 a tile.
     """
@@ -91,7 +91,7 @@ class Fusion:
     """int32, one for each job that has its amax measured."""
 
     def run(self) -> None:
-        """Fill every output from the current values of its source.
+        """Fill every output by the current values of its source.
 
         Order: asynchronous on the current stream of the jobs' device; on the CPU done when it returns.
         Cost: on a device one launch for each kind of source (dtype, alignment), one more where whole tensors are
@@ -105,7 +105,7 @@ class Fusion:
         device = self.groups[0].table.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if self.form.scaling == "nv":
-                # Each run: the kernels take maxima into it, and a peak of the run before could be larger.
+                # At each run: the kernels take maxima into it, and a peak of the run before could be larger.
                 self.peaks.zero_()
                 # A launch of its own: every tile of a tensor must be measured before the first of its codes is rounded.
                 for group in (group for group in self.groups if group.key.measured):
@@ -135,7 +135,7 @@ class Fusion:
         )
 
     def _wholes(self) -> None:
-        """The scale that a tensor has as a whole, where it is stored: a few elements, in torch."""
+        """Store the scales that tensors have as a whole: a few elements, by torch."""
         jobs = [job for job in self.jobs if len(job.outputs) > 2 and job.outputs[2].numel()]
         if not jobs:
             return
@@ -143,6 +143,7 @@ class Fusion:
         measured = self.peaks.view(torch.float32)
         amax = torch.stack([measured[row[id(job)]] if job.amax is None else job.amax.reshape(()).abs() for job in jobs])
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
+        # One call for all: copies of thousands of scales, one by one, would be a launch each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
 
 
@@ -166,7 +167,8 @@ def fuse(form: Format, jobs: Iterable[Job]) -> Fusion:
 
 
 def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion:
-    """`fuse` for the kernels, of checked jobs; on the CPU only under Triton's interpreter."""
+    """Lay out checked jobs for the kernels; on the CPU only under Triton's interpreter."""
+    # Jobs whose amax is given take it from there; the others get a place each, which the kernels measure into.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
     peaks = torch.zeros(num_peaks, dtype=torch.int32, device=device)
     entries: dict[_Key, list[tuple[int, ...]]] = {}
@@ -186,6 +188,7 @@ def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion
 
 
 def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
+    """Raise PlanError unless a job's tensors are what the format takes and stores, on this device."""
     shape = tuple(job.source.shape)
     want = outputs(form, f"job {number}", dtype_of(job.source), shape, Box.full(shape))
     if form.global_suffix and len(job.outputs) == 2:
@@ -194,6 +197,7 @@ def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
     if actual != [(part.shape, part.dtype) for part in want]:
         expected = ", ".join(f"{part.dtype} {list(part.shape)}" for part in want)
         raise PlanError(f"job {number}: outputs {actual} are not {expected}, which {form.tag} stores of {list(shape)}")
+    # All on one device: the kernels get raw addresses, and those of another device would fault there.
     others = (*job.outputs, *(() if job.amax is None else (job.amax,)))
     if any(tensor.device != device for tensor in (job.source, *others)):
         raise PlanError(f"job {number}: its tensors are not all on {device}")
@@ -204,12 +208,12 @@ def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
 
 
 def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
-    """Yield the table's entries: the last two dims, once for each element of the others; one row where that will do."""
+    """Yield the table's entries: the last two dims, for each element of the others; one row for a contiguous cast."""
     source, out = job.source, job.outputs[0]
     if not source.numel():
         return
     size = source.element_size()
-    # A cast cuts no block, so shape is of no matter: a single long row has no edges within it.
+    # A cast has no blocks, so the shape does not matter: a single long row has no edges within it.
     if form.scaling == "none" and source.is_contiguous() and out.is_contiguous():
         yield source.data_ptr(), 0, 1, 1, source.numel(), out.data_ptr(), 0, 0, 0, 0
         return
@@ -236,6 +240,7 @@ def _wide(dtype: DType, entry: tuple[int, ...]) -> bool:
 
 
 def _tile(form: Format, flat: bool) -> tuple[int, int]:
+    """Return rows and columns of a program's tile, which cuts no block."""
     if flat:
         return _FLAT
     if form.block[1] == WHOLE:
@@ -244,10 +249,12 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Group:
+    """Return the launch of these matrices: their columns, the first tile of each, and the matrix of each tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across
     stop = np.cumsum(tiles)
+    # Pinned: a copy from pageable memory would make the call wait for the device.
     host = torch.empty(_COLUMNS * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[: 10 * len(entries)] = entries.T.reshape(-1)

@@ -1,7 +1,7 @@
-"""Values in and out of the formats, in torch: the reference whose bits the kernels have, on any device.
+"""Values in and out of the formats, by torch on any device: the reference whose bits the kernels have.
 
-In: a tensor, or what a format stored of one. Out: the other.
-Not here: many tensors at once into given memory (`fuse`), names, shapes and boxes (`geometry`).
+In: a tensor, or the tensors that a format stored of one. Out: the other.
+Not here: many tensors at once into given memory (`fuse`), names, shapes and boxes (`formats`).
 
 Every number is FP32, every step one IEEE operation rounded to nearest even: the bits are the same wherever it runs.
 A block's amax is the largest magnitude in it, at least TINY where a scale is divided by it.
@@ -39,7 +39,7 @@ from penstock.transform.formats import CASTS, WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100
-"""Least amax that is divided by: scale and inverse are normal numbers whatever the block, and zeros stay zeros."""
+"""Least amax by which a scale is computed: scale and inverse are normal numbers for any block, and zeros stay zeros."""
 
 E4M3_MAX = 448.0
 """Source: OCP FP8 1.0, table 1."""
@@ -48,7 +48,8 @@ E2M1_MAX = 6.0
 """Source: OCP Microscaling Formats 1.0, table 5."""
 
 MX_ELEMENT_EXPONENT = 8
-"""Of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
+"""Exponent of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
+
 MX_ROUND_UP_BITS = 1 << 21
 """Added to an FP32's bits: carries into the exponent from 1.75 (448 / 256) on.
 
@@ -59,7 +60,7 @@ INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# What stands between two codes of E2M1, and whether the number itself belongs to the higher one (ties to even).
+# The numbers half-way between two codes of E2M1, and whether such a number rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -77,12 +78,12 @@ _DTYPE = {theirs: ours for ours, theirs in _TORCH.items()}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch dtype of what a format reads or stores."""
+    """Return the torch dtype of a dtype that a format reads or stores."""
     return _TORCH[dtype]
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """Return the name of a tensor's dtype. PlanError for one that no format reads or stores."""
+    """Return the dtype of a tensor. PlanError for one that no format reads or stores."""
     try:
         return _DTYPE[tensor.dtype]
     except KeyError:
@@ -90,7 +91,7 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return what the format stores of a tensor, codes first; a shard that cuts no block gives its own part of it.
+    """Return the tensors that the format stores of one, codes first, or of a shard that cuts no block.
 
     Args:
         source: any strides.
@@ -105,8 +106,8 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     if form.scaling == "none":
         return (_cast(source, form.values),)
     rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
-    # FP32 whatever the source: the kernels compute in it, and the bits must be the same.
-    # [..., blocks down, rows, blocks across, cols]; what is beyond the edge counts as zero.
+    # FP32 for every source: the kernels compute in it, and the bits must be the same.
+    # The shape becomes [..., blocks down, rows, blocks across, cols]; elements beyond the edge count as zero.
     padded = functional.pad(source.float(), (0, -shape[-1] % max(cols, 1), 0, -shape[-2] % max(rows, 1)))
     if not padded.numel():
         return _empty(form, source, amax)
@@ -159,6 +160,7 @@ def _scales(
         exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
     # Exact: the inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
     inverse = ((254 - exponent) << 23).view(torch.float32)
+    # The bits of a power of two are its exponent, shifted; E8M0 and U8 store the exponent itself.
     if form.scales is DType.F32:
         return inverse, torch.where(bad, nan, (exponent << 23).view(torch.float32)), ()
     return inverse, torch.where(bad, E8M0_NAN, exponent).to(torch.uint8).view(torch_dtype(form.scales)), ()
@@ -180,7 +182,7 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Return codes of four bits in uint8; beyond 6 is 6."""
+    """Return codes of four bits in uint8; numbers beyond 6 become 6."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for edge, closed in _E2M1_EDGES:
@@ -189,9 +191,9 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Cast through FP32, or FP64 if that is wanted. FP8: beyond the range is the largest number; E4M3: infinity is NaN.
+    """Cast through FP32, or FP64 if that is wanted. In FP8 numbers beyond the range become the largest one.
 
-    A NaN is the one NaN of torch.nan in that dtype: processors differ in which bits of it they keep.
+    In E4M3, which has no infinity, an infinity becomes NaN.
     """
     if dtype is DType.F64:
         cast = source.double()
@@ -204,19 +206,20 @@ def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     elif dtype is DType.F8_E5M2:
         values = torch.where(values.isinf(), values, values.clamp(-E5M2_MAX, E5M2_MAX))
     cast = values.to(torch_dtype(dtype))
+    # Every NaN becomes the one NaN of torch.nan in that dtype: processors differ in which bits of a NaN they keep.
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
     return torch.where(lost, nan_bits(dtype), cast.view(bits)).view(cast.dtype)
 
 
 def nan_bits(dtype: DType) -> int:
-    """Return the NaN that casts give."""
+    """Return the bits of the NaN that casts store."""
     return {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType.F8_E4M3: 0x7F, DType.F8_E5M2: 0x7F}[
         dtype
     ]
 
 
 def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return outputs of a tensor without elements; its own scale is that of zeros, or of the given amax."""
+    """Return the outputs of a tensor without elements; its own scale is that of zeros, or of the given amax."""
     shape = tuple(source.shape)
     parts = outputs(form, "", dtype_of(source), shape, Box.full(shape))
     empty_parts = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]
@@ -227,14 +230,14 @@ def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tup
 
 
 def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
-    """Return the values that the format's tensors stand for, in FP32 and then cast.
+    """Return the values that a format's tensors stand for, computed in FP32 and then cast.
 
     Args:
-        parts: as `quantise` gave them; parts of them, if they cut no block.
+        parts: as of `quantise`, or boxes of them that cut no block.
         dtype: one of CASTS.
 
     Raises:
-        PlanError: the dtype is none of CASTS, or the parts are not the format's.
+        PlanError: the dtype is none of CASTS, or the parts are not those of the format.
     """
     if dtype not in CASTS:
         raise PlanError(f"{dtype} is none of {', '.join(sorted(CASTS))}")
@@ -260,7 +263,7 @@ def read_codes(
     packed: bool = False,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Return the values that codes and scales of any layout stand for, in FP32 and then cast.
+    """Return the values that codes and scales of any layout stand for, computed in FP32 and then cast.
 
     Args:
         codes: FP8, INT8, or E2M1 two a byte.
@@ -268,7 +271,7 @@ def read_codes(
             Its last two dims count blocks; one that has a single element is for the whole tensor.
         block: rows and columns of values that share a scale; WHOLE: all of the dim.
         dtype: one of CASTS.
-        whole: what all scales are divided by.
+        whole: the one number by which all scales are divided; None: there is none.
         packed: codes are E2M1, two a byte.
         first_row: the row of the whole tensor with which the codes begin, in the last dim but one.
     """
@@ -282,6 +285,7 @@ def read_codes(
     factor = _scale_values(scales)
     if whole is not None:
         factor = factor / whole
+    # A single scale is for all, whatever `block` says: it also fits shapes that blocks do not.
     if factor.numel() == 1:
         return _cast(values * factor.reshape(()), dtype)
     rows, cols = block
@@ -295,7 +299,7 @@ def read_codes(
 
 
 def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as FP32; those of eight bits without mantissa are exponents."""
+    """Return scales as FP32; U8 and E8M0 are exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     exponent = scales.view(torch.uint8).int()

@@ -1,7 +1,7 @@
 """The formats as three Triton kernels over many tensors at once; the bits of `quantize`.
 
 In: a table of matrices by raw addresses, a tile of one of them a program. Out: codes and scales at their addresses.
-Not here: the table and the launches (`fuse`), what is computed and why (`quantize`).
+Not here: the table and the launches (`fuse`), the computation and its reasons (`quantize`).
 
     quantise_tiles   block formats: blocks of BLOCK_ROWS x BLOCK_COLS within a tile, or whole rows, read twice
     measure_tiles    the largest magnitude of a whole tensor, for the format that has a scale for all of it
@@ -38,8 +38,10 @@ TINY_BITS = tl.constexpr(27 << 23)
 
 @triton.jit
 def _matrix(table: tl.tensor, columns: tl.tensor, tiles: tl.tensor, TILE_COLS: tl.constexpr, STRIP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The entry of this program's matrix, and its tile's place: table is int64, a column after the other, then the
-    matrix of each tile."""
+    """Return the entry of this program's matrix, and its tile's row and column of tiles.
+
+    table: int64, a column after the other, then the matrix of each tile.
+    """
     tile = tl.program_id(0)
     entry = tl.load(table + tiles + tile)
     number = tile - tl.load(table + FIRST_TILE * columns + entry)
@@ -107,7 +109,7 @@ def _magnitude(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _fp8(values: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Codes, by the bits, of numbers within the range."""
+    """Return the codes, by the bits, of numbers within the range."""
     bits = values.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     shift: tl.constexpr = 23 - MANTISSA
@@ -141,7 +143,7 @@ def _e2m1(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _from_e4m3(code: tl.tensor) -> tl.tensor:
-    """FP32 of positive codes that are not NaN."""
+    """Return the FP32 values of positive codes that are not NaN."""
     wide = code.to(tl.uint32)
     normal = ((wide << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     return tl.where(wide < 8, wide.to(tl.float32) * 0.001953125, normal)
@@ -149,7 +151,7 @@ def _from_e4m3(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scaled(peak: tl.tensor, whole: tl.tensor, SCALING: tl.constexpr, BYTES: tl.constexpr, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By which a block is multiplied, and the bits stored of its scale (int32, or uint8 where BYTES)."""
+    """Return the factor of a block, and the bits stored of its scale (int32, or uint8 where BYTES)."""
     bad = peak >= INFINITY_BITS
     finite = tl.where(bad, 0, peak)
     if SCALING == "nv":
@@ -193,7 +195,7 @@ def quantise_tiles(
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """A tile is quantised in blocks; with STRIP its rows are blocks as long as the matrix.
+    """Quantise a tile in blocks; with STRIP its rows are blocks as long as the matrix.
 
     WIDE: source, codes and columns keep to 16 bytes and neighbours in a row are neighbours in memory.
     """
@@ -272,7 +274,7 @@ def measure_tiles(
     TILE_COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """The largest magnitude of each matrix, as the bits of an FP32, into its PEAK, which begins as 0."""
+    """Take the largest magnitude of each matrix, as the bits of an FP32, into its PEAK, which begins as 0."""
     entry, tile_row, tile_col = _matrix(table, columns, tiles, TILE_COLS, False)
     rows = tl.load(table + ROWS * columns + entry)
     cols = tl.load(table + COLS * columns + entry)
@@ -297,7 +299,7 @@ def cast_tiles(
     TILE_COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Each value in another dtype; TARGET is its name in the format, OUT_PITCH is in elements."""
+    """Cast each value; TARGET is the dtype's name in the format, OUT_PITCH is in elements."""
     entry, tile_row, tile_col = _matrix(table, columns, tiles, TILE_COLS, False)
     rows = tl.load(table + ROWS * columns + entry)
     cols = tl.load(table + COLS * columns + entry)

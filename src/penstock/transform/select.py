@@ -1,7 +1,7 @@
 """Selection of the tensors to quantise, and the entry in config.json with which engines load the result.
 
-In: names, dtypes and shapes; a format; patterns. Out: the names to quantise, why the others are kept, a dict.
-Not here: quantising (`geometry`, `quantize`).
+In: names, dtypes and shapes; a format; patterns. Out: the names to quantise, the reason why each other is kept, a dict.
+Not here: quantising (`formats`, `quantize`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ and `wpe` in GPT-2; heads are `output` in InternLM2 and Mistral's own files, `sc
 sequence classification, `qa_outputs` in its question answering."""
 
 _SHOWN = 3
+"""Reasons in the error where nothing is left to quantise."""
 
 Tensor = tuple[str, DType, tuple[int, ...]]
 """Name, dtype and shape."""
@@ -66,7 +67,7 @@ class Selection:
     """Tensors among the kept ones that the source stores in this format already."""
 
     def modules_kept(self) -> tuple[str, ...]:
-        """Return the modules that are not quantised; without the list engines take every linear layer for quantised.
+        """Return the modules that are not quantised; without this list engines take every linear layer for quantised.
 
         A stack of experts is a parameter of its module, which is named then. The output layer of a model with tied
         embeddings has no tensor: it is always listed, unless it is quantised.
@@ -83,7 +84,7 @@ class Selection:
 
 
 HEAD = "lm_head"
-"""What transformers calls the output layer of a language model, also where it is tied to the embedding."""
+"""The name in transformers of a language model's output layer, also where it is tied to the embedding."""
 
 
 def select(
@@ -107,6 +108,7 @@ def select(
     """
     tensors = list(tensors)
     why = reasons(form, tensors, keep=keep, only=only)
+    # After the reasons, so that a tensor stored in this format already is not quantised a second time.
     why |= dict.fromkeys(stored, f"it is stored as {form.tag} already")
     names = tuple(name for name, reason in why.items() if not reason)
     if not names:
@@ -135,9 +137,9 @@ def reasons(
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
-            return "its name is none of those asked for"
+            return "its name matches none of the patterns of only="
         if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
-            return f"its name is like {pattern}"
+            return f"its name matches {pattern}"
         # Three dims are a stack of experts or a convolution, which engines quantise in ways of their own.
         if len(shape) != 2:
             return f"{len(shape)} dims, not 2"
@@ -151,8 +153,8 @@ def reasons(
 def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
     """Return the last parts of the names of modules whose weights are [in, out]: GPT-2's Conv1D.
 
-    A bias has a number for each output, so one that is as long as the second dim only tells. What it tells goes for all
-    modules of this last name: a square weight (GPT-2's `attn.c_proj`) tells nothing by itself.
+    A bias has a number for each output, so a bias as long as the second dim only shows the order. It holds for all
+    modules of the same last name, since a square weight (GPT-2's `attn.c_proj`) shows nothing by itself.
     """
     shapes = {name: shape for name, _, shape in tensors}
     modules = set()
@@ -172,7 +174,7 @@ def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     """Return what `config.json` says under `quantization_config`.
 
     Raises:
-        PlanError: a format of which engines need not be told, as a cast.
+        PlanError: the format needs no entry, as a cast.
     """
     if form.config is None:
         raise PlanError(f"{form.tag} has no quantization_config; its dtype is the tensors' own")

@@ -1,7 +1,7 @@
 """Detection of the tensors that a checkpoint stores as codes and scales, whichever tool wrote them.
 
-In: names, dtypes and shapes; the `quantization_config` beside them. Out: which tensors are codes, which scales belong
-to each, in blocks of which shape; what cannot be read, with the reason.
+In: names, dtypes and shapes; the checkpoint's `quantization_config`. Out: which tensors are codes, which scales belong
+to each, in blocks of which shape; tensors that cannot be read, with the reason.
 Not here: values (`quantize`), operations on them (`jobs`).
 
     q_proj.weight           F8_E4M3 [256, 512]     codes   -->  BF16 [256, 512], blocks of 128 x 128
@@ -40,15 +40,17 @@ _INTEGERS = frozenset({DType.I8, DType.U8, DType.I32, DType.U32})
 """Dtypes of codes in formats that are not read, and in compressed-tensors' INT8 and FP4."""
 
 METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
-"""`quant_method`s whose layouts are known."""
+"""Values of `quant_method` whose layouts are known."""
+
 _BLOCKS: tuple[Block, ...] = ((1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 128), (1, 32))
-"""Tried in this order where the configuration declares none. Where two fit the same scales they mean the same."""
+"""Blocks tried in this order where the configuration declares none. Two that fit the same scales mean the same."""
+
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 _ACTIVATIONS = re.compile(
     r"(^|\.)((input|output|activation|act|q|k|v|kv|prob)_(global_)?scale(_inv|_ub)?|qscale_act|(input|output)_zero_point)$"
 )
-"""Names of scales that are not of weights: without quantised layers nothing asks for them."""
+"""Names of scales that are not of weights: without quantised layers nothing needs them."""
 _PARTS = re.compile(
     r"(?P<base>.+?)(_scale|_scale_inv|_scale_2|_global_scale|_zero_point|_packed|_g_idx|\.scales|\.g_idx|_scales|_blocks)$"
 )
@@ -58,7 +60,7 @@ _NOTHING_ELSE = re.compile(
     r"|\.(qweight|qzeros|qscale_weight)$|_packed$"
     r"|\.weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*)$"
 )
-"""Names of parts that nothing else is called: compressed-tensors, GPTQ and AWQ, Mistral, bitsandbytes."""
+"""Names that only parts have: of compressed-tensors, GPTQ and AWQ, Mistral, bitsandbytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +68,13 @@ class Stored:
     """A tensor that is stored as codes and scales."""
 
     name: str
-    """Of the tensor that they stand for."""
+    """Name of the tensor that they stand for."""
     shape: tuple[int, ...]
-    """Of its values."""
+    """Shape of its values."""
     codes: str
     scales: str
     block: Block
-    """Of values that share a scale, in the last two dims."""
+    """Rows and columns of values that share a scale, in the last two dims."""
     whole: str = ""
     """Name of the one number by which all scales are divided; empty: there is none."""
     packed: bool = False
@@ -113,7 +115,7 @@ class Quantised:
 
 
 def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> Quantised:
-    """Find what is quantised.
+    """Find the quantised tensors of a checkpoint.
 
     Args:
         tensors: all of the checkpoint.
@@ -135,6 +137,8 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
             used.update(layout.parts)
         elif layout:
             unread[name] = layout
+    # Only now, since a scale of activations or FP8 without scales means damage in a quantised checkpoint, and is plain
+    # data in another one.
     is_quantised = bool(stored or unread or config)
     companions = {part for tensor in stored.values() for part in tensor.parts[1:]}
     for name, (dtype, _) in specs.items():
@@ -152,7 +156,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
 
 
 def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
-    """Return whether a tensor is stored as a format stores it, which must be the one that its configuration names.
+    """Return whether a tensor is stored as `form` stores it; the checkpoint's configuration must name that format.
 
     Args:
         dtypes: of the tensors by name.
@@ -186,7 +190,7 @@ def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unreadable(config: Mapping[str, Any]) -> str:
-    """Return why no tensor under this `quantization_config` can be read; empty: nothing speaks against it."""
+    """Return why no tensor under this `quantization_config` can be read; empty: they may be readable."""
     method = config.get("quant_method")
     if method not in METHODS:
         return f"its quant_method {method!r} is none of {', '.join(sorted(METHODS))}"
@@ -198,6 +202,7 @@ def unreadable(config: Mapping[str, Any]) -> str:
 
 
 def _has_scales(name: str, dtype: DType, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
+    """Return whether a tensor of a dtype that codes may have is codes, going by its name or a tensor of scales."""
     return dtype in _INTEGERS | _OTHER_FLOATS and (
         name.endswith("_packed") or f"{name}_scale" in specs or f"{name}_scale_inv" in specs
     )
@@ -219,7 +224,7 @@ def _plain(
     blocks: tuple[Block, ...],
     config: Mapping[str, Any] | None,
 ) -> Stored | str:
-    """Return the layout of codes under the tensor's own name; or why there is none, empty if it seems to have none."""
+    """Return the layout of codes under the tensor's own name, or the reason why it cannot be read; empty: no scales."""
     dtype, shape = specs[name]
     module = name.removesuffix(".weight")
     names = [f"{name}_scale_inv", f"{name}_scale", *([f"{module}.scale"] if module != name else [])]
@@ -229,10 +234,12 @@ def _plain(
     kind, shape_of_scales = specs[scales]
     if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config) and f"{name}_zero_point" not in specs):
         return f"{dtype} codes of a format that is not known"
+    # A second scale or a zero point changes the values: to ignore it would read weights that are wrong.
     if any(f"{name}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point")):
         return "it has scales of a format that is not known"
     if kind is DType.U8 and (config or {}).get("scale_fmt") != "ue8m0":
-        blocks = ((1, 32),)  # MXFP8, the one format that stores exponents so without saying it
+        # MXFP8 is the one format that stores exponents as U8 without declaring it.
+        blocks = ((1, 32),)
     block = _block_of(shape, shape_of_scales, blocks)
     if block is None:
         detail = f"; the configuration declares blocks {[list(size) for size in blocks]}" if blocks else ""
@@ -243,7 +250,7 @@ def _plain(
 
 
 def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> Stored | str:
-    """Return the layout of two codes a byte: NVFP4 and MXFP4 of compressed-tensors; or why it is neither."""
+    """Return the layout of two codes a byte, NVFP4 or MXFP4 of compressed-tensors; or the reason why it is neither."""
     base = name.removesuffix("_packed")
     dtype, shape = specs[name]
     scales, whole = f"{base}_scale", f"{base}_global_scale"
@@ -269,6 +276,7 @@ def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> St
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Block, ...]) -> Block | None:
     """Return the block that makes scales of this shape; None: none does."""
+    # A vector has no rows and columns: only a single scale fits it.
     if len(shape) < 2:
         return (WHOLE, WHOLE) if math.prod(scales) == 1 else None
 
@@ -301,7 +309,7 @@ def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what compressed-tensors' groups say of weights."""
+    """Return the entries for weights in compressed-tensors' groups."""
     groups = config.get("config_groups")
     entries = [
         entry for entry in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(entry, Mapping)
@@ -310,6 +318,7 @@ def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _declares_int8(config: Mapping[str, Any] | None) -> bool:
+    """Return whether all weights are declared as symmetric INT8, whose codes need no zero points."""
     weights = _weights(config or {})
     kinds = {(entry.get("type"), entry.get("num_bits"), entry.get("symmetric", True)) for entry in weights}
     return kinds == {("int", 8, True)}

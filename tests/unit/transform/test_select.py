@@ -25,7 +25,7 @@ MODEL = [
 def test_linear_weights_are_and_the_rest_says_why() -> None:
     chosen = select(format_of("mxfp8"), MODEL)
     assert [name.rsplit(".", 2)[1] for name in chosen.names] == ["q_proj", "gate_proj"]
-    assert chosen.kept["model.layers.0.mlp.gate.weight"] == "its name is like *.gate.weight"
+    assert chosen.kept["model.layers.0.mlp.gate.weight"] == "its name matches *.gate.weight"
     assert "divisible by 32" in chosen.kept["model.layers.0.mlp.experts.0.down_proj.weight"]
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(chosen.modules_kept())
     assert len(select(format_of("fp8-block128"), MODEL).names) == 3
