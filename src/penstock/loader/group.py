@@ -28,7 +28,7 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import Box, TensorTable
 
 STATUS_BYTES = 512
-"""Room for the status word behind each payload; keeps payloads aligned for copy engines."""
+"""Bytes for the status word behind each payload: more than it needs, so that payloads stay aligned for copy engines."""
 
 ROUND_BYTES = 32 << 20
 """Bytes that a rank contributes to a round on CUDA: large enough that the fixed costs of NCCL and Python are small."""
@@ -37,7 +37,7 @@ ROUNDS_IN_FLIGHT = 2
 """On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
 
 _DIGEST_BYTES = 32
-"""All zeros say that the rank failed."""
+"""Length of the digest that ranks compare. A rank that failed sends zeros instead."""
 
 
 def exchange(
@@ -51,23 +51,27 @@ def exchange(
 
     Order: collective; every rank of `group` calls it, in the same order as its other collectives.
     """
-    wire = Wire(group, session.options.device, session.settings.stall_s)
-    session.intake.local_world_size = wire.world_size
-    with wire.reports_failure():
+    ranks = LoadGroup(group, session.options.device, session.settings.stall_s)
+    # Ranks of one host share its cores, its page cache and its link: each reads less at once.
+    session.intake.local_world_size = ranks.world_size
+    with ranks.reports_failure():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
-    wire.agree(plan, session.manifest.revision)
+    ranks.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
+    # On the CPU one chunk: a round is waited for there, and a larger one would only take memory.
     per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.intake.chunk_bytes)
-    turns = np.arange(plan.num_reads) // per_round % wire.world_size
+    turns = np.arange(plan.num_reads) // per_round % ranks.world_size
     # Runs of chunks and not every r-th chunk: a rank then reads stretches of a file.
-    mine = [] if failed is not None else np.flatnonzero(turns == wire.rank).tolist()
+    mine = [] if failed is not None else np.flatnonzero(turns == ranks.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
     session.phases.enter("move")
-    is_ours = np.repeat(turns == wire.rank, np.diff(plan.seg_first))
+    is_ours = np.repeat(turns == ranks.rank, np.diff(plan.seg_first))
     session.group_bytes = int((plan.seg_run * plan.seg_rows)[~is_ours].sum())
-    _Rounds(run, place, wire, per_round, failed).carry_out()
+    _Rounds(run, place, ranks, per_round, failed).carry_out()
+    # The last chunks may still be digested.
     run.ticket.wait(stall_s=session.settings.stall_s)
+    # Boxes are cut afterwards: ranks may want different ones, and the exchange needs one plan for all.
     region = dict(zip(table.names, boxes, strict=True))
     for names, tensors in session.batches(plan, run.slabs(), place.take):
         yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, tensors, strict=True)]
@@ -81,7 +85,7 @@ def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
 
 
 def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """Return the slabs, or the error that the other ranks must hear of before this one raises it."""
+    """Return the slabs, and the error that the other ranks must learn of before this one raises it."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -93,29 +97,30 @@ def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]
     return place, None
 
 
-class Wire(GroupCollectives):
-    """The group's collectives, and what its ranks tell each other before they read."""
+class LoadGroup(GroupCollectives):
+    """The collectives of a load's ranks, and their agreement on a plan before they read."""
 
     poll_s = 1e-3
     """Seconds between looks, half of what a round takes. Each look takes the GIL from the thread that reads."""
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, since they wait to agree; then raise it."""
+        """Report an error in the block to the other ranks, which wait to agree on a plan; then raise it."""
         try:
             yield
         except PenstockError:
+            # In the place of the digest that `agree` gathers, so that every rank makes the same collective calls.
             self.gather_bytes(bytes(_DIGEST_BYTES))
             raise
 
     def agree(self, plan: LoadPlan, revision: str) -> None:
-        """Go on only if all ranks planned the same reads of the same weights.
+        """Check that all ranks planned the same reads of the same weights.
 
         Raises:
             PlanError: they did not; on every rank.
             PeerLost: a rank failed before it had a plan; on every other rank.
         """
-        # One digest of the whole plan: the ranks need not send their plans, only find out whether they differ.
+        # One digest of the whole plan: the ranks need to know whether their plans differ, not how.
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
@@ -130,25 +135,32 @@ class Wire(GroupCollectives):
 
 
 class _Rounds:
-    """The exchange of one run. On CUDA nothing here waits for the device but the bound on rounds in flight."""
+    """The exchange of one run, round after round. On CUDA only the bound on rounds in flight waits for the device."""
 
-    def __init__(self, run: LoadRun, place: Any, wire: Wire, per_round: int, failed: PenstockError | None) -> None:
-        self._run, self._wire, self._plan, self._per_round = run, wire, run.plan, per_round
+    def __init__(
+        self, run: LoadRun, place: Any, ranks: LoadGroup, per_round: int, failed: PenstockError | None
+    ) -> None:
+        self._run = run
+        self._plan = run.plan
+        self._ranks = ranks
+        self._per_round = per_round
         self._slab = place.slab
-        self._is_host = wire.device.type == "cpu"
+        self._is_host = ranks.device.type == "cpu"
         self._failed: PenstockError | RuntimeError | None = failed
         # Joined once, for all rounds: Python for each read of each rank would hold up the thread that reads.
         self._pieces = _pieces(self._plan, per_round)
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
+        # One width for all rounds and ranks, as `all_gather` requires; the last round is padded.
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
         # On the CPU a round is waited for anyway: a second one in flight would only take memory.
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
-        self._slots = [_Slot(wire, self._width) for _ in range(depth)]
+        self._slots = [_Slot(ranks, self._width) for _ in range(depth)]
 
     def carry_out(self) -> None:
-        """Run every round; then raise what any rank met."""
-        per_turn = self._wire.world_size * self._per_round
+        """Run every round; then raise the error of this rank, if it had one."""
+        per_turn = self._ranks.world_size * self._per_round
         num_rounds = -(-self._plan.num_reads // per_turn)
+        # As many turns more as there are slots: they only end the rounds in flight.
         for k in range(num_rounds + len(self._slots)):
             slot = self._slots[k % len(self._slots)]
             if slot.round is not None:
@@ -159,60 +171,64 @@ class _Rounds:
             raise self._failed
 
     def _reads(self, k: int, rank: int) -> range:
-        first = (k * self._wire.world_size + rank) * self._per_round
+        first = (k * self._ranks.world_size + rank) * self._per_round
         return range(min(first, self._plan.num_reads), min(first + self._per_round, self._plan.num_reads))
 
     def _begin(self, slot: _Slot, k: int) -> None:
         """Pack what this rank read, gather, and on CUDA unpack: all queued on the current stream."""
-        wire, slot.round = self._wire, k
+        ranks = self._ranks
+        slot.round = k
         try:
             if self._failed is None:
-                self._run.wait_reads(self._reads(k, wire.rank))
+                self._run.wait_reads(self._reads(k, ranks.rank))
         except (PenstockError, RuntimeError) as error:
             self._failed = error
         # A rank that failed goes on with the rounds: leaving a collective would hang the others in it.
         slot.send[-1] = self._failed is not None
         if self._failed is None:
-            self._copy(slot.send, self._turn(k, wire.rank), pack=True)
-        slot.work = wire.post_gather(slot.received.view(-1), slot.send)
+            self._copy(slot.send, self._turn(k, ranks.rank), pack=True)
+        slot.work = ranks.post_gather(slot.received.view(-1), slot.send)
         if not self._is_host:
-            slot.work.wait()  # orders the stream after the gather; the host goes on
+            # This orders the stream after the gather; the host goes on.
+            slot.work.wait()
             self._unpack(slot)
+            # Copied to pinned memory behind the rest: reading it on the device would wait for the round.
             slot.status.copy_(slot.received[:, -1], non_blocking=True)
             slot.done.record()
 
     def _end(self, slot: _Slot) -> None:
-        """Wait for the round; its chunks have arrived; all ranks raise here if one of them failed in it."""
-        wire, k = self._wire, slot.round
+        """Wait for the round, and count its chunks as arrived; raise on all ranks if one of them failed in it."""
+        ranks, k = self._ranks, slot.round
         assert k is not None
         if self._is_host:
-            wire.finish(slot.work)
+            ranks.finish(slot.work)
             self._unpack(slot)
             slot.status.copy_(slot.received[:, -1])
         else:
-            wire.wait(slot.done.query)
+            # With a deadline, which a synchronize would not have: a rank that hangs never enters its collective.
+            ranks.wait(slot.done.query)
         slot.round = None
         lost = [rank for rank, word in enumerate(slot.status.tolist()) if word]
         if lost:
             raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
-        for rank in range(wire.world_size):
-            if rank != wire.rank:
+        for rank in range(ranks.world_size):
+            if rank != ranks.rank:
                 self._run.arrived(self._turn(k, rank))
 
     def _unpack(self, slot: _Slot) -> None:
         assert slot.round is not None
         if self._failed is None:
-            for rank in range(self._wire.world_size):
-                if rank != self._wire.rank:
+            for rank in range(self._ranks.world_size):
+                if rank != self._ranks.rank:
                     self._copy(slot.received[rank], self._turn(slot.round, rank), pack=False)
 
     def _turn(self, k: int, rank: int) -> list[Segment]:
-        """Return what the rank brings in round k."""
-        turn = k * self._wire.world_size + rank
+        """Return the segments that a rank contributes in round k."""
+        turn = k * self._ranks.world_size + rank
         return self._pieces[turn] if turn < len(self._pieces) else []
 
     def _copy(self, payload: torch.Tensor, pieces: Sequence[Segment], *, pack: bool) -> None:
-        """Copy between a payload and the slabs."""
+        """Copy between a payload and the slabs: into the payload, or out of it."""
         at = 0
         for _, slab, dst, nbytes, _, _ in pieces:
             piece = self._slab(slab)[dst : dst + nbytes]
@@ -225,23 +241,24 @@ class _Rounds:
 
 
 class _Slot:
-    """Buffers of one round in flight."""
+    """The buffers of one round in flight."""
 
-    def __init__(self, wire: Wire, width: int) -> None:
-        cuda = wire.device.type == "cuda"
-        self.send = torch.zeros(width, dtype=torch.uint8, device=wire.device)
-        self.received = torch.empty(wire.world_size, width, dtype=torch.uint8, device=wire.device)
-        self.status = torch.zeros(wire.world_size, dtype=torch.uint8, pin_memory=cuda)
+    def __init__(self, ranks: LoadGroup, width: int) -> None:
+        cuda = ranks.device.type == "cuda"
+        self.send = torch.zeros(width, dtype=torch.uint8, device=ranks.device)
+        self.received = torch.empty(ranks.world_size, width, dtype=torch.uint8, device=ranks.device)
+        self.status = torch.zeros(ranks.world_size, dtype=torch.uint8, pin_memory=cuda)
         self.done: Any = torch.cuda.Event() if cuda else None
         self.work: Any = None
         self.round: int | None = None
 
 
 def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
-    """Return what each turn of `per_turn` reads brings, in order: its segments, neighbours in one slab joined."""
+    """Return the segments of each turn of `per_turn` reads, in order; neighbours in one slab are joined."""
     num_turns = -(-plan.num_reads // per_turn)
     turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
     starts = np.ones(len(turn), bool)
+    # By offsets alone: the plan is of whole tensors, whose segments are contiguous.
     goes_on = (plan.seg_slab[1:] == plan.seg_slab[:-1]) & (plan.seg_dst[1:] == plan.seg_dst[:-1] + plan.seg_run[:-1])
     starts[1:] = ~goes_on | (turn[1:] != turn[:-1])
     first = np.flatnonzero(starts)

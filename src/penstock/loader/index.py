@@ -24,21 +24,25 @@ class IndexRefused(PlanError, IndexError):
 
 
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
-    """Return the least box that holds everything `index` selects, and the index that selects it from that box.
+    """Return the least box that contains all that `index` selects, and the index that selects it from that box.
 
     Integers, slices of positive step, `...` and `None` narrow the box. From the first other entry on (lists, arrays,
-    masks, booleans, a second `...`) dims are taken whole. Indices that do not fit the shape give some box
-    inside it: applying the rest, or the index itself, to a tensor of the shape is what reports them.
+    masks, booleans, a second `...`) dims are taken whole. An index that does not fit the shape gives some box in it.
     """
+    # An index that does not fit is no error here: the caller applies the rest, or the index itself, to a tensor, and
+    # the framework raises its own error with its own words.
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)
     rest: list[Any] = []
     dim = 0
     for at, entry in enumerate(entries):
         if entry is None:
+            # A new dim of the result: it selects nothing.
             rest.append(None)
             continue
         if isinstance(entry, EllipsisType):
+            # The entries after the ellipsis count from the last dim. That needs their number of dims, which masks and
+            # booleans do not tell.
             after = entries[at + 1 :]
             rest.append(entry)
             if not all(_is_basic(e) for e in after) or any(e is Ellipsis for e in after):
@@ -52,6 +56,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
         size = shape[dim]
         if isinstance(entry, slice):
             first, last, step = entry.indices(size)
+            # A negative step is the framework's to refuse.
             count = len(range(first, last, step)) if step > 0 else 0
             # To the last element that is selected, not to the slice's stop: [0:8:3] needs no byte after row 6.
             start[dim], stop[dim] = (first, first + (count - 1) * step + 1) if count else (0, 0)
@@ -69,7 +74,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
 
 
 def is_basic(index: Any) -> bool:
-    """Return whether `index` is made of integers, slices, `...` and `None` alone: selecting by it makes no copy."""
+    """Return whether `index` has only integers, slices, `...` and `None`, so that selecting by it makes no copy."""
     return all(_is_basic(entry) for entry in (index if isinstance(index, tuple) else (index,)))
 
 
@@ -81,10 +86,10 @@ def _is_basic(entry: Any) -> bool:
 
 
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """Return `index` by the rules of safetensors' numpy framework, as one int or slice a dim.
+    """Check `index` by the rules of safetensors' numpy framework; return it as one int or slice per dim.
 
-    Integers (and what has `__index__`, booleans too), slices of positive step, one `...`, a tuple of these, an empty
-    list (which selects nothing). Negative, reversed and overlong slices mean what they mean to numpy.
+    Allowed are integers (and objects with `__index__`, booleans too), slices of positive step, one `...`, a tuple of
+    these, and an empty list, which selects nothing. Negative, reversed and overlong slices mean the same as in numpy.
 
     Raises:
         IndexRefused: another form, an integer outside its dim, or more entries than dims.
@@ -93,6 +98,7 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
         if index:
             raise IndexRefused("an index by a list is not supported", hint='use framework="pt" for it')
         return (slice(0, 0),)
+    # By `isinstance`, not `in`: an entry may be an array, which compares element by element.
     entries = index if isinstance(index, tuple) else (index,)
     if sum(isinstance(entry, EllipsisType) for entry in entries) > 1:
         raise IndexRefused("only one ellipsis (...) is allowed in an index")
@@ -114,6 +120,7 @@ def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:
         if bounds[2] is not None and bounds[2] <= 0:
             raise IndexRefused(f"a slice's step must be positive, not {bounds[2]}")
         return slice(*bounds)
+    # Checked here and not by numpy: the box must be known before anything is read.
     try:
         number = operator.index(entry)
     except TypeError:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Rename = Callable[[str], str | None] | Mapping[str, str] | None
-"""Checkpoint name -> target name; None leaves the tensor out. A mapping leaves out what it does not name."""
+"""Checkpoint name -> target name; None leaves the tensor out. A mapping leaves out the names that it does not have."""
 
 
 def load_into(
@@ -63,6 +63,7 @@ def load_into(
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
         `arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
     """
+    # Before anything is opened: a target that cannot be filled needs no request to a store.
     targets = targets_of(target)
     devices = {tensor.device for tensor in targets.values() if tensor.numel()}
     if any(device.type == "meta" for device in devices):
@@ -91,7 +92,7 @@ def _load_into(
     rename: Rename,
     arena: bool,
 ) -> LoadReport:
-    """Run `load_into`; a function of its own so that its locals end where a signal is only noted."""
+    """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     with open_session(uri, options, memory_bytes, group) as session:
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
@@ -101,6 +102,7 @@ def _load_into(
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
                 rows, filled = match_targets(table, targets_of(target), rename, strict)
+        # Tensors without a target are not read.
         table = table.take(rows)
         if group is not None:
             return _from_group(session, group, table, filled)
@@ -108,8 +110,9 @@ def _load_into(
 
 
 def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, or tensors by name: detached, the same memory."""
+    """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory."""
     if isinstance(target, torch.nn.Module):
+        # The state dict and not the parameters: buffers that a checkpoint never has are not in it.
         return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
     require_tensors("the target", target)
     return {name: tensor.detach() for name, tensor in target.items()}
@@ -127,7 +130,11 @@ def require_tensors(what: str, tensors: object) -> None:
 def match_targets(
     table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Return rows to load and the tensor each fills. PlanError with every offender."""
+    """Return the rows to load, and the tensor that each fills.
+
+    Raises:
+        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders.
+    """
     rows: list[int] = []
     filled: list[torch.Tensor] = []
     used: dict[str, str] = {}
@@ -153,7 +160,7 @@ def match_targets(
             continue
         # By address: a module lists a tied weight under both names, and two reads into one place would race.
         if (place := _place_of(tensor)) in places and tensor.numel():
-            continue  # tied to a target that is filled already
+            continue
         places.add(place)
         rows.append(row)
         filled.append(tensor)
@@ -174,7 +181,8 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
 def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
     plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
     filled_by_slab = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
-    # A target that is not contiguous is filled through a slab of its own and copied when that is complete.
+    # The targets themselves are the slabs, so that no second copy of the weights is needed. A target that is not
+    # contiguous is filled through a slab of its own, and copied when that is complete.
     flat = [
         (tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
         .reshape(-1)
@@ -187,6 +195,7 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> L
         run = session.begin(plan, place, checker=checker)
         session.phases.enter("move")
         for slab in run.slabs():
+            # Verified by now: where digests are compared, a damaged slab is never copied.
             target = filled_by_slab[slab]
             if not target.is_contiguous():
                 target.copy_(flat[slab].view(target.dtype).view(target.shape))
@@ -199,6 +208,7 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
     from penstock.loader.group import exchange
 
     nbytes = 0
+    # The ranks exchange through slabs of their own: a parameter's memory is not laid out as a round is.
     with _marks_target(session):
         targets = iter(filled)
         for _, tensors in exchange(session, group, table, [None] * len(table)):
@@ -210,10 +220,11 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
 
 @contextmanager
 def _marks_target(session: Session) -> Iterator[None]:
-    """Mark an error from the block as one after which the target was touched, if any byte can have reached it."""
+    """Set `mutated` of an error from the block, if any byte can have reached the target."""
     try:
         yield
     except PenstockError as error:
+        # Closed first: a read that is still under way may write to the target after this look.
         session.close()
         # A read that found the file changed or too short has filled a part of its buffers, which may be the target.
         has_read = session.run is not None and (

@@ -1,12 +1,10 @@
 """The verbs `load` and `stream`.
 
-In: a URI and options. Out: tensors the caller owns, verified where there are digests, and a report.
-Not here: how (`session`), live parameters (`into`), the exchange between ranks (`group`).
+In: a URI and options. Out: tensors that the caller owns, verified where there are digests, and a report.
+Not here: the steps of a load (`session`), live parameters (`into`), the exchange between ranks (`group`).
 
-Penstock's errors, catchable also as the class that another library raises for the same fault.
-
-In: an error and the other classes. Out: an error of the same name and content that is all of them.
-Not here: which fault is which library's error (`safe_open`, `compat`).
+    open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, then wait for their bytes
+                                                               stream: tensor after tensor, as slabs are complete
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from penstock import lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
-from penstock.errors import Cancelled, PenstockError
+from penstock.errors import Cancelled
 from penstock.lifecycle import Closing, paused_gc, quick_handover
 from penstock.loader.report import LoadReport, ProgressOption
 from penstock.loader.run import LoadRun
@@ -41,22 +39,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 SHOWN_ROWS = 20
-"""Tensors that a notebook shows of weights; a model of experts has 30,000."""
+"""Tensors that a notebook shows; a model with experts has 30,000."""
 
 READY_BYTES = 1 << 30
-"""Step size of a mapped file that is ready: a step then only counts bytes."""
+"""Size of a step over a mapped file that is in memory already: a step then only counts bytes, and each costs Python."""
 
 
 class Weights(dict[str, torch.Tensor]):
-    """Tensors by name, in file order: a plain dict that also says where they came from.
+    """Tensors by name, in file order: a dict with the report and the manifest of the load.
 
     Attributes:
-        report: what the load did.
-        manifest: of the tensors asked for.
+        report: the result of the load.
+        manifest: of the requested tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, manifest: Manifest) -> None:
@@ -77,41 +75,41 @@ class Weights(dict[str, torch.Tensor]):
 
 
 class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
-    """`(name, tensor)` in file order, each complete and verified when it is yielded, and the caller's own.
+    """An iterator of `(name, tensor)` in file order; each tensor is complete, verified and owned by the caller.
 
-    A context manager. Leaving it early, or dropping it, drains what is under way and frees everything not yielded.
+    A context manager. Leaving it early, or dropping it, ends the reads under way and frees everything not yielded.
     Several threads may read one stream: each tensor goes to one of them, and a `close` ends all of them (Cancelled).
 
     Attributes:
-        manifest: of the tensors asked for.
+        manifest: of the requested tensors.
     """
 
     def __init__(self, session: Session, group: ProcessGroup | None) -> None:
         self._session: Session | None = session
         self._group = group
         self._report: LoadReport | None = None
+        # A generator cannot be advanced by two threads at once. Re-entrant, because a failing `next` closes the stream.
         self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
-        self._num_tensors = self._nbytes = 0
+        self._num_tensors = 0
+        self._nbytes = 0
 
     @property
     def report(self) -> LoadReport:
-        """Return the report of the whole stream. Cancelled before it is exhausted: there is nothing to report yet."""
+        """Return the report of the whole stream. Cancelled: the stream has not been read to its end."""
         if self._report is None:
             raise Cancelled("the stream has not been read to its end", hint="iterate it to the end first")
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._turn, self._deferred():
+        with self._turn, deferred_interrupts(self._group):
             return self._next()
-
-    def _deferred(self) -> AbstractContextManager[object]:
-        return deferred_interrupts(self._group)
 
     def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
+            # Ctrl-C during the wait was only noted; here nothing is half done.
             lifecycle.raise_if_noted()
         except StopIteration:
             self._end()
@@ -124,7 +122,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         return name, tensor
 
     def _end(self) -> None:
-        """Make the report once every tensor was yielded. Cancelled where the stream was closed before that."""
+        """Make the report once every tensor was yielded. Cancelled: the stream was closed before that."""
+        # Iterating past the end again is allowed, and ends at once.
         if self._report is not None:
             return
         if self._session is None:
@@ -135,22 +134,25 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
             self.close()
 
     def close(self) -> None:
-        """Drain and free; iterating further raises Cancelled. Idempotent."""
-        with self._deferred():
+        """End the reads and free the memory; iterating further raises Cancelled. Idempotent."""
+        with deferred_interrupts(self._group):
             self._close()
 
     def _close(self) -> None:
         session = self._session
         if session is None:
             return
+        # Before the turn is taken: a thread that waits for a tensor has it, and gives it up only by this.
         if (run := session.run) is not None and not run.ticket.done:
-            run.ticket.cancel()  # so that a thread that waits for a tensor gives up its turn
+            run.ticket.cancel()
         with self._turn:
             self._tensors.close()
             session.close()
-            self._session = None  # what it holds ends here too, where a signal is only noted
+            # The session's files and memory are released here, inside the block where a signal is only noted.
+            self._session = None
 
     def __del__(self) -> None:
+        # `getattr`: the constructor may have failed before it set the attribute.
         if getattr(self, "_session", None) is not None:
             with lifecycle.postponed():
                 self.close()
@@ -175,15 +177,17 @@ def load(
     Args:
         uri: a safetensors file, directory, index, glob, prefix (`s3://`, `gs://`, `az://`, `http(s)://`), or a list.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`.
-        names: glob, list of globs and names, each of something; compiled regex, or predicate of the name; None: all.
-        boxes: regions wanted, by name or by a function of (name, shape); only their bytes are read, give or take gaps.
-        verify: compare with the manifest's leaf digests; None: if there is one; True: or fail; False: do not.
-        group: a torch.distributed group whose ranks all call this; each reads its part once, all end with everything.
-        copy: on the CPU, memory that does not lean on the file; by default local files are mapped (private pages).
+        names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or
+            a predicate of the name; None: all.
+        boxes: the regions to load, by name or by a function of (name, shape); only their bytes are read, and small gaps
+            between them.
+        verify: compare with the manifest's leaf digests; None: if there are any; True: fail without them; False: never.
+        group: a torch.distributed group whose ranks all call this; each reads its part once, and all get everything.
+        copy: on the CPU, read into memory of its own; by default local files are mapped (private pages).
         memory_bytes: bound of host staging, e.g. `"256M"`; by default `PENSTOCK_MEMORY_BYTES` or 256 MiB.
         storage_options: for the object store, by obstore's names; they win over the environment.
-        progress: a bar on stderr, or a function of (bytes done, of how many); None: a bar on a terminal.
-        trace: where to save a Chrome trace of the load.
+        progress: a bar on stderr, or a function of (bytes done, bytes in all); None: a bar on a terminal.
+        trace: file for a Chrome trace of the load.
 
     Returns:
         Tensors in file order, with `.report` and `.manifest`.
@@ -209,6 +213,7 @@ def load(
 
 def _load(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Weights:
     """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
+    # To a GPU, reader threads and the placing thread pass the GIL for every chunk; to the CPU there is no such traffic.
     quick = quick_handover() if options.device.type == "cuda" else nullcontext()
     with paused_gc(), quick, open_session(uri, options, memory_bytes, group) as session:
         tensors, nbytes = _gather(session, group)
@@ -216,13 +221,14 @@ def _load(uri: Uris, options: Options, memory_bytes: int | str | None, group: Pr
         return Weights(tensors, report, session.manifest)
 
 
-def _called_as(model: Callable[_Given, object]) -> Callable[[Callable[..., _Result]], Callable[_Given, _Result]]:
-    """Give a function the parameters and defaults of `model`, for type checkers and `help` too; its result stays."""
+def _called_as(model: Callable[_Params, object]) -> Callable[[Callable[..., _Result]], Callable[_Params, _Result]]:
+    """Declare a function with the parameters and defaults of `model`, for type checkers and `help` too."""
+    # `stream` takes what `load` takes: a second list of parameters would drift from the first.
     parameters = inspect.signature(model)
 
-    def declare(function: Callable[..., _Result]) -> Callable[_Given, _Result]:
+    def declare(function: Callable[..., _Result]) -> Callable[_Params, _Result]:
         @wraps(function)
-        def called(*args: _Given.args, **named: _Given.kwargs) -> _Result:
+        def called(*args: _Params.args, **named: _Params.kwargs) -> _Result:
             arguments = parameters.bind(*args, **named)
             arguments.apply_defaults()
             return function(*arguments.args, **arguments.kwargs)
@@ -243,7 +249,7 @@ def stream(
     memory_bytes: int | str | None,
     **options: Any,
 ) -> TensorStream:
-    """Yield each tensor as soon as its bytes are there; reads run at most `memory_bytes` ahead. Arguments as `load`.
+    """Yield each tensor as soon as its bytes have arrived; reads run at most `memory_bytes` ahead. Arguments as `load`.
 
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
@@ -254,12 +260,13 @@ def stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Answer Ctrl-C inside the block where nothing is left behind. Not in a group: its exchanges ask for no signal."""
+    """Return a block inside which Ctrl-C takes effect only where nothing is left behind; in a group, an empty one."""
+    # A group's collectives do not look for a noted signal, so a deferred one would never take effect.
     return lifecycle.deferred() if group is None else nullcontext()
 
 
 def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
-    """Open the weight set and decide what is wanted of it; in a group, a rank that cannot tells the others.
+    """Open the weight set; in a group, a rank that fails reports that to the others.
 
     Raises:
         ConfigError: an argument is of the wrong type. PenstockError: the weight set cannot be opened.
@@ -273,16 +280,17 @@ def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, gr
 
 
 def reports_failure(group: ProcessGroup | None, options: Options, stall_s: float) -> AbstractContextManager[None]:
-    """Tell the group's other ranks of errors in the block: they wait to agree on a plan."""
+    """Return a block whose errors are reported to the group's other ranks, which wait to agree on a plan."""
     if group is None:
         return nullcontext()
-    from penstock.loader.group import Wire
+    # Imported on first use: most loads have no group.
+    from penstock.loader.group import LoadGroup
 
-    return Wire(group, options.device, stall_s).reports_failure()
+    return LoadGroup(group, options.device, stall_s).reports_failure()
 
 
 def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
-    """Return every tensor, and their bytes."""
+    """Return every tensor, complete and verified, and their bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, some in batches for name, tensor in zip(names, some, strict=True)}
@@ -293,7 +301,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         place.allocate()
     run = begin(0)
     session.phases.enter("move")
-    # Made while the bytes are on their way: about 1 us a tensor, and a large model has 60,000.
+    # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
     tensors = _views(session, plan, place)
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
@@ -301,7 +309,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
 
 
 def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield each tensor when its bytes are there; a generator, so that nothing starts before the first `next`."""
+    """Yield each tensor when its bytes have arrived; a generator, so that nothing starts before the first `next`."""
     if group is not None:
         for names, tensors in _exchanged(session, group):
             yield from zip(names, tensors, strict=True)
@@ -312,7 +320,7 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
-            # No reference may stay here: a tensor that the caller drops is to free its memory at once.
+            # No reference may stay here: a tensor that the caller drops must free its memory at once.
             pairs = deque(zip(names, batch, strict=True))
             del batch
             while pairs:
@@ -320,6 +328,7 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
 
 
 def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
+    """Plan on this rank, and return the group's exchange of all tensors."""
     from penstock.loader.group import exchange
 
     session.phases.enter("plan")
@@ -330,7 +339,7 @@ def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor as a view of its slab, whose bytes may not be there yet."""
+    """Return every tensor as a view of its slab, whose bytes may not have arrived yet."""
     tensors: dict[str, torch.Tensor] = {}
     for names, batch in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
         tensors.update(zip(names, batch, strict=True))
@@ -338,9 +347,14 @@ def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tens
 
 
 def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
-    """Return the plan, the place, and what sets the run going (given how many bytes reads may be ahead; 0: any).
+    """Return the plan, the place, and a function that starts the run.
 
-    `all_at_once`: nothing is given to the caller before everything is there.
+    Args:
+        session: opened.
+        all_at_once: the caller gets nothing before everything has arrived.
+
+    Returns:
+        The function takes the most bytes that reads may be ahead of the caller; 0: no bound.
     """
     session.phases.enter("plan")
     table = session.table()
@@ -348,13 +362,15 @@ def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Cal
     place: Any
     sources: Sequence[Source] | None = None
     if session.maps_files(boxes):
-        # What is looked at before the end (by a consumer, to digest it) is brought in step by step, so that a file
-        # cut short meanwhile is an error rather than a signal.
+        # Pages that are touched before the end (by a consumer, or to digest them) are brought in step by step, so that
+        # a file that was cut short meanwhile is an error instead of SIGBUS.
         mappings = session.open_mappings()
         is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
         plan = session.make_plan(table, boxes, pack=True, exact=True, chunk_bytes=READY_BYTES if is_ready else 0)
         place, sources = mappings.place(plan, is_ready=is_ready)
     else:
+        # Whole tensors on the CPU are read straight into their places; with boxes or a device the bytes pass through
+        # staging, where reads may be aligned and cross gaps.
         is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
         plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
         place = place_on(session.options.device, plan.slab_nbytes.tolist())
@@ -364,32 +380,3 @@ def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Cal
         return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes)
 
     return plan, place, begin
-
-
-_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
-
-
-def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
-    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already."""
-    ours = type(error)
-    missing = tuple(other for other in others if not issubclass(ours, other))
-    if not missing:
-        return error
-    key = (ours, *missing)
-    if key not in _classes:
-        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
-        # Kept, so that two errors of one kind are of one class.
-        _classes[key] = type(ours.__name__, key, body)
-    instance = _classes[key].__new__(_classes[key])
-    # Not by calling the class: a foreign base may want other arguments, or none.
-    PenstockError.__init__(
-        instance,
-        error.message,
-        mutated=error.mutated,
-        uri=error.uri,
-        tensor=error.tensor,
-        byte_range=error.byte_range,
-        hint=error.hint,
-    )
-    instance.__dict__.update(error.__dict__)
-    return instance

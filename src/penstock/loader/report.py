@@ -1,12 +1,8 @@
-"""Report of a load: seconds by phase, bytes by path, peaks, verified or why not.
+"""Progress of a long call while it runs, and the report of a load at its end.
 
-In: measurements of a session. Out: frozen values and a few lines for people.
-Not here: progress while it runs (`progress`).
-
-Progress of a long call: a bar on stderr, a caller's function, or nothing.
-
-In: how much is done, and of how much. Out: rich output on stderr, or calls.
-Not here: the report at the end (`report`).
+In: counts of bytes, tickets of the engine; measurements of a session. Out: a bar on stderr, or calls of the user's
+function; frozen reports with a few lines for people.
+Not here: the measuring (`session`), the reports of other calls (`verify`, `sync.report`, `fetch.report`).
 """
 
 from __future__ import annotations
@@ -37,16 +33,16 @@ class FilePath:
 
     uri: str
     nbytes: int
-    """Bytes read this way, over-read included."""
+    """Bytes read by this path, with gaps that were read rather than skipped."""
     path: str
     """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `obstore`, `cache`, `memory`, `group` (another rank)."""
     why: str
-    """Why not a faster one; "" where there is none."""
+    """The reason why no faster path was taken; empty for the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Summarised):
-    """Outcome of one load."""
+    """The result of one load."""
 
     uri: str
     device: str
@@ -54,7 +50,7 @@ class LoadReport(Summarised):
     nbytes: int
     """Bytes at the destination."""
     read_bytes: int
-    """Bytes asked of storage by this process."""
+    """Bytes that this process read from storage."""
     wall_s: float
     phases: Mapping[str, float]
     """Seconds of `open`, `plan`, `allocate`, `move`, `finish`; they sum to `wall_s`."""
@@ -62,23 +58,25 @@ class LoadReport(Summarised):
     """Seconds inside steps per executor, summed over its threads; overlapping."""
     peak_staging_bytes: int
     peak_rss_bytes: int
-    """Largest resident set of the process so far."""
+    """Largest resident set of the process so far, before the load too: the system keeps no other maximum."""
     peak_device_bytes: int
     """Most that torch's allocator ever had in use on the device; 0 on the CPU."""
     files: tuple[FilePath, ...]
     verified: bool
     why: str
-    """How it was verified, or why not."""
+    """How the tensors were verified, or the reason why they were not."""
     revision: str
 
     @property
     def gb_per_s(self) -> float:
-        """Decimal GB at the destination per second of wall time."""
+        """Return decimal GB at the destination per second of wall time."""
+        # An empty weight set takes no measurable time.
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def summary(self) -> str:
         """Return three lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+        # By path and not by file: a model has hundreds of files, which took one or two paths.
         by_path: dict[str, int] = {}
         for file in self.files:
             key = f"{file.path} ({file.why})" if file.why else file.path
@@ -107,7 +105,7 @@ class Phases:
         self._name, self._since = name, now
 
     def stop(self) -> dict[str, float]:
-        """End the running phase; return all phases by name."""
+        """End the running phase; return the seconds of all phases by name."""
         self.enter(self._name)
         return dict(self.seconds)
 
@@ -122,19 +120,19 @@ class Phases:
 
 ProgressOption = bool | Callable[[int, int], object] | None
 """True: a bar on stderr; False: nothing; None: as `PENSTOCK_PROGRESS` says, else a bar where stderr is a terminal; or a
-function of what is done and of how much there is, in bytes (of a conversion: in tasks)."""
+function that is called with the bytes done and the bytes in all (by a conversion: with tasks)."""
 
 _REDRAW_S = 0.1
-"""Seconds between redraws: what an eye still sees as moving."""
+"""Seconds between redraws: often enough to look continuous, and no load on the interpreter."""
 
 
 class Progress:
-    """Draws how far a call is. A context manager.
+    """The progress of one call, as a bar or as calls of the user's function. A context manager.
 
     Args:
         wanted: see `ProgressOption`.
-        label: what is being moved.
-        unit: what is counted, `bytes` or a word of its own.
+        label: the name next to the bar.
+        unit: `bytes`, or the noun of what is counted.
     """
 
     def __init__(self, wanted: ProgressOption, label: str, *, unit: str = "bytes") -> None:
@@ -143,8 +141,10 @@ class Progress:
         self._call = wanted if callable(wanted) else None
         if wanted is None:
             wanted = Settings.read().progress
+        # In a log file every redraw would be a line of its own, so without a setting only a terminal gets a bar.
         self._draws = self._call is None and (sys.stderr.isatty() if wanted is None else bool(wanted))
-        self._label, self._unit = label, unit
+        self._label = label
+        self._unit = unit
         self._bar: object = None
 
     @property
@@ -154,37 +154,46 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._draws:
-            # Imported on first use: a load without a bar need not pay for it.
+            # Imported on first use: a load without a bar need not pay for the import.
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TransferSpeedColumn
             from rich.progress import Progress as Bar
 
             of_bytes = (DownloadColumn(), TransferSpeedColumn())
             counts = of_bytes if self._unit == "bytes" else (MofNCompleteColumn(), TextColumn(self._unit))
+            # On stderr: stdout carries the data of commands.
             self._bar = bar = Bar(TextColumn("{task.description}"), BarColumn(), *counts, console=Console(stderr=True))
+            # The total comes with the first call: the bar starts while headers are still being read.
             self._task = bar.add_task(self._label, total=None)
             bar.start()
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        """Draw that so much of `total` is done, or call the caller's function with both."""
+        """Show `done` of `total`: draw it, or pass both to the user's function."""
         if self._call is not None:
             self._call(done, total)
         elif self._draws:
             self._bar.update(self._task, completed=done, total=total)  # type: ignore[attr-defined]
 
     def show(self, ticket: Ticket) -> None:
-        """Draw how far the ticket is."""
+        """Show the ticket's bytes."""
         if self.enabled:
             self(ticket.moved_bytes, ticket.nbytes)
 
     def follow(self, ticket: Ticket, *, stall_s: float) -> None:
-        """Wait for the ticket, drawing as it moves."""
+        """Wait for the ticket, and show its bytes meanwhile.
+
+        Raises:
+            As `Ticket.wait`.
+        """
+        # `look` is the seconds since the last progress: once they reach the deadline, `wait` below raises the error.
         while self.enabled and not ticket.done and ticket.look() <= stall_s:
             self.show(ticket)
             time.sleep(_REDRAW_S)
+            # Ctrl-C is only noted inside a load: without this look it would have to wait for the last byte.
             lifecycle.raise_if_noted()
         ticket.wait(stall_s=stall_s)
+        # Once more, so that the bar ends at 100 % and the function sees the total.
         self.show(ticket)
 
     def __exit__(
@@ -196,9 +205,12 @@ class Progress:
 
 @contextmanager
 def showing_progress(wanted: ProgressOption, label: str, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    """Draw what `look` says is done, and of how much, from a thread while the block runs; at its end once more.
+    """Show the result of `look`, which returns the bytes done and the bytes in all, until the block ends.
 
-    Raises: what the caller's function raises, at the end of the block. Cost: no thread without progress.
+    Raises:
+        Exception: from the user's function, at the end of the block.
+
+    Cost: one thread that sleeps; none where nothing is shown.
     """
     with Progress(wanted, label) as progress:
         if not progress.enabled:
@@ -210,6 +222,7 @@ def showing_progress(wanted: ProgressOption, label: str, look: Callable[[], tupl
             while not over.wait(_REDRAW_S):
                 progress(*look())
 
+        # A pool of one instead of a thread: its future keeps an error of the user's function until the block has ended.
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-progress") as pool:
             drawing = pool.submit(draw)
             try:
@@ -217,20 +230,21 @@ def showing_progress(wanted: ProgressOption, label: str, look: Callable[[], tupl
             finally:
                 over.set()
         drawing.result()
+        # Once more, so that the bar ends at 100 % and the function sees the total. Not after an error in the block.
         progress(*look())
 
 
 class Counter:
-    """Bytes that are done; threads add to it, one at a time."""
+    """A count of bytes that are done, for `showing_progress`. One thread adds, others look."""
 
     def __init__(self, total: int = 0) -> None:
         self.done = 0
         self.total = total
 
     def add(self, nbytes: int) -> None:
-        """Count bytes."""
+        """Count bytes as done."""
         self.done += nbytes
 
     def look(self) -> tuple[int, int]:
-        """Return the bytes that are done, and all."""
+        """Return the bytes that are done, and the bytes in all."""
         return self.done, self.total

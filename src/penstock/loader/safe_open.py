@@ -1,18 +1,13 @@
-"""safetensors' own reading interface: `safe_open` and `load_file`, over any source Penstock can open.
+"""safetensors' own reading interface: `safe_open` and `load_file`, over any source that Penstock can open.
 
-In: a path or URI, a framework, a device. Out: tensors and arrays, whole or sliced, reading only what a slice needs.
-Not here: whole checkpoints (`load`), what an index means (`index`), the format's header (`storage.safetensors`).
+In: a path or URI, a framework, a device. Out: tensors and arrays, whole or sliced, reading only what a slice needs;
+Penstock's errors, which are also of the classes that safetensors raises.
+Not here: whole checkpoints (`load`), the meaning of an index (`index`), the format's header (`storage.safetensors`).
 
-A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay the caller's own. Every
-tensor has a mapping of its own, so dropping it frees it. Elsewhere the bytes are read into fresh memory.
-
-The reads of one open file: large ones on the engine, others one after the other on the calling thread.
-
-In: a plan of the file. Out: its slabs, filled, on the CPU or a device.
-Not here: what is read (`safe_open`), loads of weight sets (`session`).
-
-Both, because the engine starts threads and, for a GPU, pins staging: 0.3 ms for a tensor of 4 KiB that is read here in
-0.02, 17 ms for one of 64 MiB to a GPU that takes 11 here.
+A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay in the process. Every
+tensor has a mapping of its own, so dropping it frees it. Elsewhere the bytes are read into fresh memory: large reads on
+the engine, others one after the other on the calling thread, because the engine starts threads and, for a GPU, pins
+staging: 0.3 ms for a tensor of 4 KiB that takes 0.02 on this thread, 17 ms for one of 64 MiB to a GPU that takes 11.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from penstock.engine.place import place_on, registrar_of
 from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceError
 from penstock.loader.index import bounding_box, is_basic, numpy_index
-from penstock.loader.load import also
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
@@ -47,7 +41,7 @@ from penstock.types import MIB, Box, DType, TensorTable
 
 ENGINE_BYTES = 16 * MIB
 """Reads of local files onto the CPU go to the engine from here on. Source: two cores, files in memory: 32 MiB take
-20 ms here and 6 there, 256 MiB 150 and 31; what counts is that several threads fault the new pages."""
+20 ms here and 6 there, 256 MiB 150 and 31, because several threads fault the new pages."""
 
 ENGINE_CUDA_BYTES = 96 * MIB
 """The same to a GPU. Source: one H200, files in memory: 64 MiB take 11 ms here and 17 there, 96 MiB 16 and 17,
@@ -55,43 +49,48 @@ ENGINE_CUDA_BYTES = 96 * MIB
 
 
 class FileReader:
-    """Reads of `source` into fresh memory, from any thread. Keeps its staging, at most `memory_bytes`, until `close`.
+    """Reads of one file into fresh memory, from any thread. Its staging, at most `memory_bytes`, stays until `close`.
 
     Args:
-        source: the caller's to close, after the reader.
-        device: where most slabs go; staging is pinned for it.
+        source: the file; its owner closes it, after the reader.
+        device: the device of most slabs; staging is pinned for it.
         settings: budget and deadlines.
     """
 
     def __init__(self, source: Source, device: torch.device, settings: Settings) -> None:
-        self._source, self._device, self._settings = source, device, settings
+        self._source = source
+        self._device = device
+        self._settings = settings
         self._intake = Intake(settings, device)
         self._intake.is_remote = is_remote(source.uri)
+        # One read on the engine at a time: the staging is one pool, and a run takes all of it.
         self._turn = threading.Lock()
 
     @property
     def chunk_bytes(self) -> int:
-        """Largest read that a plan may hold. BudgetTooSmall: see `Intake.chunk_bytes`."""
+        """Return the largest read that a plan may have. BudgetTooSmall: see `Intake.chunk_bytes`."""
         return self._intake.chunk_bytes
 
     def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
         run = torch.empty(nbytes, dtype=torch.uint8, device=device)
         is_host = device.type == "cpu"
+        # Pinned, so that the copy to the device is one transfer instead of two.
         staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         if nbytes:
             self._source.readv(offset, [staging.numpy().data])
         return run if is_host else run.copy_(staging)
 
     def read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Read every range of `plan` and put its bytes where the plan says.
+        """Read every range of `plan` into the plan's slabs.
 
         Returns:
-            One `[nbytes]` uint8 tensor a slab, on `device`; filled when this returns.
+            One `[nbytes]` uint8 tensor per slab, on `device`; filled when this returns.
 
         Raises:
-            SourceError: the bytes could not be read. DestinationError: no room for them. The slabs are dropped.
+            SourceError: the bytes could not be read. DestinationError: there is not enough memory for them.
         """
+        # A remote source goes to the engine for any two reads: each costs a round trip, and they overlap there.
         enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
         if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self._source, device)
@@ -102,8 +101,10 @@ class FileReader:
         nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
         is_cuda = device.type == "cuda"
         if is_cuda:
+            # With its index: the engine's threads may have another current device than the caller.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
+        # To other devices the bytes go through the host's memory, like those that cannot be read into their places.
         staged = is_cuda or not bool(plan.covered().all())
         pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
         try:
@@ -119,7 +120,8 @@ class FileReader:
             ) as run:
                 run.start().wait(stall_s=stall_s)
         except BaseException:
-            self.close()  # a run that stops cancels its pool; the next one gets another
+            # A run that stops cancels its pool; the next run opens another one.
+            self.close()
             raise
         slabs = map(place.take, range(len(nbytes)))
         return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
@@ -130,7 +132,7 @@ class FileReader:
 
 
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
-    """Make the plan's reads one after the other, through one staging buffer where they cannot go to the slabs."""
+    """Make the plan's reads on this thread, through one staging buffer where they cannot go straight to the slabs."""
     slabs = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in plan.slab_nbytes.tolist()]
     is_host = device.type == "cpu"
     direct = plan.covered().tolist() if is_host else [False] * plan.num_reads
@@ -146,7 +148,7 @@ def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[tor
         for segment in segments:
             rows, run, pitch = (int(column[segment]) for column in (plan.seg_rows, plan.seg_run, plan.seg_pitch))
             piece = staging.as_strided((rows, run), (pitch, 1), int(plan.seg_src[segment]))
-            # Blocking, so that the staging buffer may be filled again.
+            # Blocking: the staging buffer is filled again by the next read.
             _target(plan, slabs, segment).view(rows, run).copy_(piece)
     return slabs
 
@@ -161,30 +163,30 @@ _NUMPY = {"np", "numpy"}
 _BACKENDS = {"mmap", "pread"}
 
 _GAP_BYTES = 64 * 1024
-"""Unwanted bytes between two runs of a slice that are read rather than skipped: a request costs more than they do.
+"""Unwanted bytes between two runs of a slice that are read instead of skipped, because a request costs more.
 Source: at 1 GB/s they take 65 us, less than one round trip to an object store in the same region."""
 
 
 class safe_open:
-    """Open one safetensors file and give its tensors as asked; signature and behaviour of safetensors 0.8.
+    """An open safetensors file, with the signature and behaviour of safetensors 0.8.
 
     Args:
         filename: a path, or a URI of an object (`s3://`, `gs://`, `az://`, `http(s)://`).
         framework: `pt` (`torch`, `pytorch`) or `np` (`numpy`).
         device: `cpu`, `cuda`, `cuda:1`, an index of a CUDA device, or a torch.device; numpy takes the CPU only.
-        backend: `mmap` maps a local file, `pread` reads it into memory of the caller's own; both give the same tensors.
+        backend: `mmap` maps a local file, `pread` reads it into fresh memory; both give the same tensors.
         storage_options: credentials and endpoint of an object store.
 
     Raises:
-        FormatError: it is no safetensors file, or its header lies.
+        FormatError: it is no safetensors file, or its header does not fit its bytes.
         NotFound, PermissionDenied, SourceError: it cannot be read.
-        ConfigError: unknown framework, device or backend; or it is used after `with` has closed it.
+        ConfigError: unknown framework, device or backend; or it is used after its `with` block.
 
     Every error is also of the class safetensors or Python raises there: `SafetensorError` where the program has
     imported safetensors, `FileNotFoundError`, `PermissionError`, `OSError`.
 
-    It goes beyond safetensors where that refuses: F4 can be sliced (by the packed shape that `get_tensor` shows),
-    numpy slices may be negative, empty or overlong, and numpy gets BF16 and F8 where `ml_dtypes` is installed.
+    It supports more than safetensors: F4 can be sliced (by the packed shape of `get_tensor`), numpy slices may be
+    negative, empty or overlong, and numpy gets BF16 and F8 where `ml_dtypes` is installed.
     """
 
     def __init__(
@@ -220,8 +222,9 @@ class safe_open:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Not closed: slices that were taken before stay usable, and the last of them closes the file.
         with lifecycle.deferred():
-            self._file = None  # slices taken before go on working; the last of them closes the file
+            self._file = None
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted."""
@@ -270,14 +273,16 @@ class safe_open:
 
 
 class SafeSlice:
-    """A handle on one tensor of an open file, indexed as a tensor is; it outlives the file's `with` block.
+    """A handle on one tensor of an open file, indexed like a tensor; usable after the file's `with` block.
 
     For `pt`, `s[index]` is `get_tensor(name)[index]`, for every index torch takes. For `np` an index is made of
     integers, slices of positive step and `...`. Ownership: the caller's; a view of the mapping on the CPU.
     """
 
     def __init__(self, file: _File, row: int, *, is_numpy: bool) -> None:
-        self._file, self._row, self._numpy = file, row, is_numpy
+        self._file = file
+        self._row = row
+        self._numpy = is_numpy
 
     def get_shape(self) -> list[int]:
         """Return the shape in the header, in elements of the format (an F4 tensor's last dim is twice torch's)."""
@@ -291,7 +296,7 @@ class SafeSlice:
         """Return the part that `index` selects.
 
         Raises:
-            IndexError: it does not fit the tensor. For `np` also any other form (`IndexRefused`).
+            IndexError: the index does not fit the tensor. For `np` also any other form of index (`IndexRefused`).
             PlanError, MissingExtra: as `safe_open.get_tensor`. SourceError: the bytes could not be read.
         """
         with _as_safetensors_raises():
@@ -324,17 +329,20 @@ class _File:
         self.device = device
         self._mapping: MappedFile | None = None
         settings = Settings.read()
-        # A library opens a remote file and reads its header, which may take as long as its deadlines.
+        # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
         with lifecycle.let_through() if is_remote(path) else nullcontext():
             self.source: Source = open_source(path, settings=settings, storage_options=storage_options)
             self._reader = FileReader(self.source, device, settings)
             self.header: Header = read_header(self.source)
-        self.table: TensorTable = self.header.tensors  # in file order
+        # In file order.
+        self.table: TensorTable = self.header.tensors
         self._rows = {name: row for row, name in enumerate(self.table.names)}
         if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
             self._mapping = MappedFile(local_path(path), state=self.source.state)
 
     def __del__(self) -> None:
+        # `hasattr`: the constructor may have failed before it set the attribute. Postponed: Ctrl-C between two of these
+        # calls would leave the source open.
         if hasattr(self, "_reader"):
             with lifecycle.postponed():
                 self._reader.close()
@@ -343,7 +351,7 @@ class _File:
                     self._mapping.close()
 
     def row(self, name: str) -> int:
-        """Return the row of a tensor. NotFound; TypeError if `name` is no string."""
+        """Return the row of a tensor. NotFound: no tensor has the name. TypeError: `name` is no string."""
         if not isinstance(name, str):
             raise TypeError(f"argument 'name': expected str, not {type(name).__name__}")
         try:
@@ -352,35 +360,39 @@ class _File:
             raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
 
     def tensor(self, row: int, index: Any) -> torch.Tensor:
-        """Return the part of a row that torch's `index` (all of it: a tuple of none) selects, on the device."""
+        """Return the part of a row that torch's `index` selects, on the device; an empty tuple selects all of it."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if self._mapping is not None:
             return as_tensor(self._whole(row), dtype, shape)[index]
         basic = is_basic(index)
         if basic:
-            torch.empty((), dtype=kind).expand(extent)[index]  # torch's own error, before anything is read
+            # Torch's own error for an index that does not fit, before anything is read.
+            torch.empty((), dtype=kind).expand(extent)[index]
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
+            # Torch packs two elements of F4 in one; the file's table counts single ones.
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
         if box == Box.full(shape) and basic:
             return as_tensor(self._whole(row), dtype, shape)[rest]
-        # Gathers run on the CPU, as safetensors' do: devices lack them for some dtypes, and less is moved.
+        # Gathers run on the CPU, as in safetensors: devices lack them for some dtypes, and fewer bytes are moved.
         slabs = self._slabs(self._plan([row], box), self.device if basic else torch.device("cpu"))
         return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
 
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
         """Return the part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
+        # Raises for a dtype that numpy lacks, before anything is read.
         numpy_dtype(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
         whole = box == Box.full(shape)
         slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
         part = as_array(slab.numpy().data, dtype, box.shape)
-        return part[(*rest, ...)]  # with the ellipsis, integers alone give an array of no dims, not a scalar
+        # With the ellipsis, integers alone give an array of no dims, not a scalar.
+        return part[(*rest, ...)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor, in the order of the file; small neighbours share one piece of memory."""
+        """Return every tensor, in the order of the file; small neighbours share one allocation."""
         plan = self._plan(range(len(self.table)))
         slabs = self._slabs(plan, self.device)
         rows: dict[int, list[int]] = {}
@@ -396,10 +408,11 @@ class _File:
         return tensors
 
     def _whole(self, row: int) -> torch.Tensor:
-        """Return a row's bytes. Up to one read nothing is planned, which would take ten times as long as the rest."""
+        """Return a row's bytes."""
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
+        # One read needs no plan, which would take ten times as long as the rest.
         if nbytes <= self._reader.chunk_bytes:
             return self._reader.read_run(offset, nbytes, self.device)
         return self._slabs(self._plan([row]), self.device)[0]
@@ -413,7 +426,7 @@ class _File:
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Return the plan's slabs, at least one: mapped where the file is, else read."""
+        """Return the plan's slabs, at least one: views of the mapping where there is one, else read."""
         if self._mapping is None:
             slabs = self._reader.read(plan, device)
         else:
@@ -422,11 +435,12 @@ class _File:
             starts[plan.row_slab[has_bytes]] = plan.table.offset[has_bytes] - plan.row_offset[has_bytes]
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
+        # A tensor without bytes has no slab.
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
-    """Return a device as safetensors spells it. ConfigError for one that torch does not know or that holds no bytes."""
+    """Return the device of an argument spelled as for safetensors. ConfigError: it is unknown, or has no memory."""
     if device is None:
         return torch.device("cpu")
     try:
@@ -445,7 +459,7 @@ def _device(device: str | int | torch.device | None) -> torch.device:
 
 @contextmanager
 def _as_safetensors_raises() -> Iterator[None]:
-    """Let Penstock's errors through also as what safetensors raises in their place."""
+    """Raise the block's errors as classes that are also those of safetensors; see `_compatible`."""
     try:
         yield
     except PenstockError as error:
@@ -453,11 +467,44 @@ def _as_safetensors_raises() -> Iterator[None]:
 
 
 def _compatible(error: PenstockError) -> PenstockError:
-    """Return `error` as a class that is its own and that of the error safetensors raises for the same fault."""
+    """Return `error` as a class that is its own and that of safetensors' error for the same fault."""
     others: list[type[Exception]] = []
+    # Only where the program has imported safetensors: without it no caller can name the class.
     theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     if theirs is not None:
         others.append(theirs)
     if isinstance(error, SourceError) and error.tensor is None:
         others.append(OSError)
     return also(error, *others)
+
+
+_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
+"""The classes made by `also`, so that two errors of one kind have one class."""
+
+
+def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
+    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already.
+
+    A program that catches the errors of another library then catches Penstock's error for the same fault.
+    """
+    ours = type(error)
+    missing = tuple(other for other in others if not issubclass(ours, other))
+    if not missing:
+        return error
+    key = (ours, *missing)
+    if key not in _classes:
+        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
+        _classes[key] = type(ours.__name__, key, body)
+    instance = _classes[key].__new__(_classes[key])
+    # Not by calling the class: a foreign base may require other arguments, or none.
+    PenstockError.__init__(
+        instance,
+        error.message,
+        mutated=error.mutated,
+        uri=error.uri,
+        tensor=error.tensor,
+        byte_range=error.byte_range,
+        hint=error.hint,
+    )
+    instance.__dict__.update(error.__dict__)
+    return instance

@@ -1,15 +1,12 @@
 """Bytes of the safetensors format as torch tensors and numpy arrays, without a copy where addresses allow.
 
-In: a buffer (memoryview, or a uint8 tensor on any device), dtypes, shapes. Out: tensors or arrays that view it.
-Not here: reading the bytes (`storage`, `engine`), deciding where they lie (`plan`).
+In: a buffer (memoryview, or a uint8 tensor on any device), or mapped files; dtypes, shapes. Out: tensors or arrays that
+view it; for mapped files the slabs of a `LoadPlan`, and the sources that bring them into memory.
+Not here: reading the bytes (`storage`, `engine`), their places (`plan`), the choice to map (`load`), the mapping of one
+file (`storage.mapped`).
 
-The mapping is that of safetensors 0.8: F4 becomes `float4_e2m1fn_x2` with the last dim halved; F6 has no torch or
+The dtypes are those of safetensors 0.8: F4 becomes `float4_e2m1fn_x2` with the last dim halved; F6 has no torch or
 numpy dtype and is refused.
-
-Local files mapped for a load to the CPU: slabs that are views of them, and sources that bring the views in.
-
-In: the files of a weight set, then a `LoadPlan` over them. Out: a `HostPlace` and its `Source`s.
-Not here: whether to map (`load`), the mapping of one file (`storage.mapped`).
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ Bytes = memoryview | torch.Tensor
 """`[nbytes]` uint8, contiguous: a writable memoryview of format "B", or a tensor on any device."""
 
 _ALIKE = 4
-"""Fewer tensors than this are not compared: finding them alike costs more than it saves."""
+"""Fewer tensors than this are not compared: the comparison costs more than it saves."""
 
 _TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
@@ -60,6 +57,7 @@ _TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
+# F6 has no dtype in torch: see the module.
 _WITHOUT = "leave these tensors out: names= of a load, or a conversion whose `rename` gives them no name"
 _FROM_TORCH = {theirs: ours for ours, theirs in _TORCH.items()}
 
@@ -122,7 +120,7 @@ def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the numpy dtype that holds `dtype`; BF16 and the F8 types by `ml_dtypes`, where that is installed.
+    """Return the numpy dtype that holds `dtype`; for BF16 and the F8 types that of `ml_dtypes`.
 
     Raises:
         MissingExtra: `ml_dtypes` is needed and not installed.
@@ -132,6 +130,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(_NUMPY[dtype])
     if dtype not in _ML_DTYPES:
         raise PlanError(f"numpy has no dtype for {dtype}", hint='open the file with framework="pt"')
+    # Imported on first use: an extra, which few programs need.
     try:
         kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), _ML_DTYPES[dtype]))
     except ModuleNotFoundError as error:
@@ -147,6 +146,7 @@ def as_bytes(buffer: Bytes) -> torch.Tensor:
     """
     if isinstance(buffer, torch.Tensor):
         return buffer
+    # `frombuffer` refuses an empty buffer.
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
@@ -156,8 +156,7 @@ def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor
     Raises:
         PlanError: torch cannot hold the dtype or shape.
 
-    Ownership: a view of `buffer`, which it keeps alive; a copy if the address does not suit the dtype (no kernel is
-        promised to read a misaligned tensor, and CUDA refuses to).
+    Ownership: a view of `buffer`, which it keeps alive; a copy if the address is not aligned for the dtype.
     """
     return as_tensors(buffer, (dtype,), (shape,), (0,))[0]
 
@@ -165,10 +164,9 @@ def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor
 def as_tensors(
     buffer: Bytes, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return several tensors inside one buffer, each at its byte offset, as `as_tensor` gives one.
+    """Return several tensors inside one buffer, each at its byte offset, as `as_tensor` returns one.
 
-    Cost: one `as_strided` each (1.2 us), where slice, view and reshape would take 4 us; 0.3 us each where all are alike
-        and side by side, as experts are.
+    Cost: 1.2 us each; 0.3 us where all are alike and side by side, as experts are.
     """
     if len(shapes) >= _ALIKE and (alike := _alike(as_bytes(buffer), dtypes, shapes, offsets)):
         return alike
@@ -181,9 +179,11 @@ def as_tensors(
         width = kind.itemsize
         num_elements = math.prod(extent)
         if num_elements == 0:
+            # Its offset may be the end of the buffer, where no view can begin.
             tensors.append(torch.empty(extent, dtype=kind, device=raw.device))
             continue
-        # Both: torch counts a view's offset in elements of its storage, and kernels load from the address.
+        # A misaligned tensor is copied: CUDA refuses to read one, and no CPU kernel promises to. Address and storage
+        # offset both count: torch counts a view's offset in elements of its storage, kernels load from the address.
         if (address + offset) % width or (raw.storage_offset() + offset) % width:
             piece = raw.narrow(0, offset, num_elements * width).clone()
             tensors.append(piece.view(kind).view(extent))
@@ -192,6 +192,7 @@ def as_tensors(
             # Same address modulo the width as every tensor of this kind that may view it.
             skip = -raw.storage_offset() % width
             typed[kind] = raw.narrow(0, skip, (raw.numel() - skip) // width * width).view(kind)
+        # One `as_strided`: slice, view and reshape would take 4 us together, for 60,000 tensors.
         base = typed[kind]
         place = (raw.storage_offset() + offset) // width
         tensors.append(base.as_strided(extent, _strides(extent), place))
@@ -201,7 +202,7 @@ def as_tensors(
 def _alike(
     raw: torch.Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor] | None:
-    """Return what `as_tensors` does by one call of torch; None unless all have one dtype and shape, side by side."""
+    """Return the result of `as_tensors` by one call of torch; None unless all are alike and lie side by side."""
     dtype, shape, count = dtypes[0], shapes[0], len(shapes)
     kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
     nbytes = math.prod(extent) * kind.itemsize
@@ -235,10 +236,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Mappings:
-    """The files of one load, mapped. Opened by the constructor; views outlive `close`.
+    """The mapped files of one load. Views outlive `close`.
 
     Args:
-        sources: local files; each is mapped only while it is the very file that was opened there.
+        sources: local files; each is mapped only if it is still the file that was opened there.
 
     Raises:
         SourceChanged: a file was replaced since its source was opened.
@@ -259,7 +260,7 @@ class Mappings:
         return all(file.is_ready() for file in self._files)
 
     def place(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
-        """Return a place whose slabs are views of the files, and sources whose reads bring those in.
+        """Return a place whose slabs are views of the files, and sources whose reads bring these views into memory.
 
         Args:
             plan: of the files, each slab one run of one of them.
@@ -267,6 +268,7 @@ class Mappings:
 
         Ownership: each view keeps its own range mapped; the sources live as long as this.
         """
+        # The first row of each slab says where the slab lies in its file.
         first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
         table, nbytes = plan.table, plan.slab_nbytes.tolist()
         columns = (table.file_index[first].tolist(), table.offset[first].tolist(), nbytes)
@@ -288,14 +290,18 @@ class Mappings:
 
 
 class _MappedSource:
-    """A mapped file as a source whose bytes are already in place: a read only brings their pages in."""
+    """A mapped file as a source whose bytes are in place already: a read only brings their pages in."""
 
     def __init__(self, mapped: MappedFile, is_ready: bool) -> None:
-        self._mapped, self._is_ready = mapped, is_ready
-        self.uri, self.nbytes, self.identity = mapped.uri, mapped.nbytes, mapped.identity
+        self._mapped = mapped
+        self._is_ready = is_ready
+        self.uri = mapped.uri
+        self.nbytes = mapped.nbytes
+        self.identity = mapped.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`; `buffers` are views of this very range."""
+        # In step with the engine's reads, so that progress, deadlines and a file cut short are as for any source.
         if not self._is_ready:
             self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
         return "mmap"

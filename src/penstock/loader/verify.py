@@ -1,12 +1,8 @@
-"""The verbs `inspect` and `verify`: content of a weight set, and comparison of its bytes with its manifest.
+"""The verbs `inspect`, `manifest` and `verify`: the content of a weight set, its digests, and the comparison with them.
 
-In: a URI, optionally a public key. Out: frozen values.
-Not here: writing manifests (`storage.weight_set`), moving weights (`load`).
-
-The verb `manifest`: write the digests of a weight set next to it, so that every later load is verified.
-
-In: a URI, a private key perhaps. Out: the sidecar, its detached signature, a report.
-Not here: digests, encoding and signatures (`storage.weight_set`), comparing (`verify`).
+In: a URI; optionally a private key to sign a manifest with, or a public key to check it. Out: frozen reports; from
+`manifest` the sidecar next to the weights and its detached signature, by which every later load is verified.
+Not here: digests, encoding and signatures (`storage.weight_set`), moving weights (`load`).
 """
 
 from __future__ import annotations
@@ -48,20 +44,21 @@ class InspectReport(Summarised):
     """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
 
     def summary(self) -> str:
-        """Return a line for people, and a second for what cannot be loaded."""
+        """Return a line for people, and a second one for tensors that cannot be loaded."""
         dtypes = ", ".join(f"{dtype} {nbytes / GB:.2f} GB" for dtype, nbytes in self.dtypes.items())
         line = f"{self.uri}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB: {dtypes or 'empty'}"
         return f"{line}\nnot loadable: {', '.join(self.not_loadable)}" if self.not_loadable else line
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name; the manifest, which has a row a tensor, as its revision."""
+        """Return the fields by name, with the revision in the place of the manifest."""
+        # The manifest has a row for each tensor: too much for a line of JSON.
         fields = {name: getattr(self, name) for name in ("uri", "num_tensors", "nbytes", "dtypes", "not_loadable")}
         return {**plain(fields), "revision": self.manifest.revision}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Summarised):
-    """Outcome of `verify`; `verified` is False only when there was nothing to verify against."""
+    """The result of `verify`; `verified` is False only where there was nothing to verify against."""
 
     verified: bool
     why: str
@@ -81,7 +78,7 @@ class VerifyReport(Summarised):
 
 
 def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> InspectReport:
-    """Read headers, index and manifest, no bodies.
+    """Read the headers, the index and the manifest of a weight set, and no bodies.
 
     Raises:
         FormatError, SourceError: as `load`.
@@ -108,7 +105,7 @@ def verify(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
 ) -> VerifyReport:
-    """Read every body and compare it with the manifest's digests; with a key, the manifest with its signature first.
+    """Read every body and compare it with the manifest's digests; with a key, check the manifest's signature first.
 
     Args:
         uri: as `load`.
@@ -122,25 +119,17 @@ def verify(
         SourceError, FormatError: as `load`.
     """
     settings = Settings.read()
-    signature, signed_revision = "not asked", None
+    signature = "not asked"
+    signed_revision: str | None = None
     if public_key is not None:
-        pem = read_key(public_key)
-        if not isinstance(uri, str | os.PathLike):
-            raise ConfigError("a signature belongs to one manifest", hint="give one directory, prefix or file")
-        place = str(uri)
-        raw = read_small(sidecar_uri(place), settings=settings, storage_options=storage_options)
-        signed = read_small(signature_uri(place), settings=settings, storage_options=storage_options)
-        if raw is None or signed is None:
-            what = "manifest" if raw is None else "signature"
-            raise NotFound(f"there is no {what} to verify", uri=str(uri), hint="penstock manifest URI --sign KEY")
-        check_signature(raw, signed, pem)
+        signed_revision = _check_signed(uri, public_key, settings, storage_options)
         signature = "good"
-        signed_revision = decode(raw, uri=sidecar_uri(place)).revision
     with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
         stated = weights.manifest
         # Read twice, for its signature and to open the weights: it may have been replaced between the two.
         if signed_revision not in {None, stated.revision}:
             raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
+        # No error: a set without digests is normal, and a caller may ask for all that can be verified.
         if stated.leaves is None:
             return VerifyReport(
                 verified=False,
@@ -167,9 +156,28 @@ def verify(
     )
 
 
+def _check_signed(
+    uri: Uris, public_key: str | os.PathLike[str], settings: Settings, storage_options: Mapping[str, str] | None
+) -> str:
+    """Check the signature of a manifest; return the manifest's revision. Errors as `verify`."""
+    pem = read_key(public_key)
+    if not isinstance(uri, str | os.PathLike):
+        raise ConfigError("a signature belongs to one manifest", hint="give one directory, prefix or file")
+    place = str(uri)
+    raw = read_small(sidecar_uri(place), settings=settings, storage_options=storage_options)
+    signature = read_small(signature_uri(place), settings=settings, storage_options=storage_options)
+    if raw is None or signature is None:
+        missing = "manifest" if raw is None else "signature"
+        raise NotFound(f"there is no {missing} to verify", uri=place, hint="penstock manifest URI --sign KEY")
+    # Before decoding: bytes that nobody signed are not parsed.
+    check_signature(raw, signature, pem)
+    return decode(raw, uri=sidecar_uri(place)).revision
+
+
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a key file. ConfigError where it cannot be read."""
+    """Return the bytes of a key file. ConfigError: it cannot be read, or is longer than a key."""
     name = text_of(path)
+    # Bounded: a path given by mistake may name a file of many GB, or a device.
     try:
         return read_bounded(name, MAX_KEY_BYTES)
     except (SourceError, FormatError) as error:
@@ -178,6 +186,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
 
 def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
     """Return the error that names the tensor and range of the first leaf that differs."""
+    # Leaves are numbered over all tensors, in the table's order; none crosses from one tensor to the next.
     table = manifest.tensors
     stops = np.cumsum(-(-table.nbytes // manifest.leaf_bytes))
     row = int(np.searchsorted(stops, leaf, side="right"))
@@ -190,13 +199,13 @@ def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
         uri=manifest.files[int(table.file_index[row])].name,
         tensor=table.names[row],
         byte_range=(at + start, at + stop),
-        hint="fetch the file anew",
+        hint="download the file again, or write a new manifest if the file is the right one",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestReport(Summarised):
-    """Outcome of `manifest`: what it read and wrote."""
+    """The result of `manifest`."""
 
     uri: str
     revision: str
@@ -205,9 +214,9 @@ class ManifestReport(Summarised):
     nbytes: int
     num_leaves: int
     leaf_bytes: int
-    """Most bytes that one digest is of."""
+    """Most bytes that one digest covers."""
     written: tuple[str, ...]
-    """The manifest, and before it its signature where a key was given."""
+    """The files in the order of writing: the signature, where a key was given, and the manifest."""
 
     def summary(self) -> str:
         """Return two lines for people."""
@@ -229,9 +238,9 @@ def manifest(
 
     Args:
         uri: a file, directory, index or prefix; see `load`.
-        out: where to write; None: next to the weights.
-        sign: path of an Ed25519 private key in PEM; a detached signature is written beside the manifest.
-        storage_options: see `load`; of reading and of writing.
+        out: path or URI of the manifest; None: next to the weights.
+        sign: path of an Ed25519 private key in PEM; a detached signature is written next to the manifest.
+        storage_options: see `load`; for reading and for writing.
         progress: see `load`.
 
     Raises:
@@ -242,6 +251,7 @@ def manifest(
     target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
         raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
+    # Before the bodies are read, which may take minutes: a wrong path fails at once.
     key = None if sign is None else read_key(sign)
     with weight_set.open_weights(place, settings=settings, storage_options=storage_options) as weights:
         counter = Counter(weights.manifest.nbytes)
@@ -264,7 +274,8 @@ def manifest(
 
 
 def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """Write a small file or object that appears whole, or leaves the one before it."""
+    """Write a small file or object that appears complete, or leave the one before it."""
+    # An object store's PUT is atomic already.
     if is_remote(uri):
         write_small(uri, data, settings=settings, storage_options=storage_options)
         return
@@ -276,6 +287,7 @@ def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Map
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
+                # Before the rename: after a power cut the name could else stand for an empty file.
                 os.fsync(file.fileno())
             # mkstemp makes it 0600: other users who may read the weights must be able to verify them.
             Path(partial).chmod(0o644)

@@ -20,7 +20,7 @@ from typing import IO, Self
 
 from penstock.config import Settings, runai_settings
 from penstock.errors import DestinationError, DiskFull, NotFound, PenstockError, PlanError
-from penstock.loader.load import also
+from penstock.loader.safe_open import also
 from penstock.storage import list_uris, open_source
 from penstock.types import MIB
 
