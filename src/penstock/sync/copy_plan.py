@@ -1,8 +1,8 @@
-"""Repeated copies between two sets of memory of this process with the same layout, for flips and snapshots.
+"""Copies between memory of this process with one layout: prepared ones, and the staging copy that a flip makes live.
 
-In: memories of equal sizes, and the strips to copy. Out: the copied bytes, and the seconds the copy took.
-Not here: the moment of a copy (`sync.receive.staging_copy`, `sync.publish.snapshot`), memory of other processes
-(`sync.receive.transfer`).
+In: memories of equal sizes, and the strips to copy. Out: the copied bytes, and the seconds the copy took; second memory
+of the same sizes.
+Not here: the moment of a copy (`receive.subscriber`, `publish.offer`), memory of other processes (`receive.transfer`).
 
     strips --packed ones joined--> long runs: the copy engine;  many short runs: one kernel per region (host: numpy)
 """
@@ -57,6 +57,7 @@ class _Region:
         """Queue the copies on the current stream of the device, which must be the current device."""
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
+        # One call of the driver for all long runs: a call from Python for each would take longer than its copy.
         stream = torch.cuda.current_stream(device).cuda_stream
         to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
         driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
@@ -76,6 +77,7 @@ class _Region:
 
 
 def _rows(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
+    """Return a view of a strip: `rows` runs of `run` bytes, `pitch` apart."""
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 
 
@@ -97,7 +99,8 @@ class Copy:
             raise PlanError(f"cannot copy: the source has memories of {sizes} bytes, the destination has others")
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
-            at = np.flatnonzero(sizes)  # an empty region has no strip: `locate` could not place it
+            # An empty region has no strip: `locate` could not place it.
+            at = np.flatnonzero(sizes)
             size = np.array(sizes, np.int64)[at]
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
         strips.check(int(first[-1]))
@@ -118,7 +121,8 @@ class Copy:
 
         Order: after the work queued on the device's current stream; the caller keeps other streams away.
         """
-        begun, events = time.perf_counter(), []
+        begun = time.perf_counter()
+        events: list[torch.cuda.Event] = []
         for name, stream in self._streams.items():
             # The copies run on their own stream, which knows nothing of the kernels that write the source: without
             # this wait they would read weights that an optimizer step is still writing.
@@ -149,10 +153,12 @@ class Copy:
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
     """Return the copies of a region: contiguous strips joined, and long runs separated from short ones."""
     packed = strips.is_packed()
+    # Joined over strips: neighbouring tensors arrive side by side, and become one run of many MiB.
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first
     joined = Segments(src=at, dst=at, nbytes=whole.nbytes).joined()
     long = joined.nbytes >= SHORT_BYTES
+    # The rows of a strip with gaps have one length: all of them are long, or all are short.
     runs = _one_by_one(gapped, gapped.run_bytes >= SHORT_BYTES, first)
     nbytes = np.concatenate([joined.nbytes[long], runs.nbytes])
     begin = np.concatenate([joined.dst[long], runs.dst])
@@ -189,6 +195,7 @@ def allocate_like(memories: Sequence[Memory]) -> list[Memory]:
     """
     copies = []
     for memory in memories:
+        # One byte for an empty region, whose registration needs an address.
         arena = Arena.allocate(max(memory.nbytes, 1), memory.device)
         copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
     return copies

@@ -1,25 +1,16 @@
-"""The memory that one rank serves: its layout, the version in it, and the rows that are ready.
+"""The memory that one rank serves: its registration, its layout, the version in it, and the rows that are ready.
 
 In: a layout and the memory behind it; each version as it begins, rows as they become ready. Out: the map that peers
-read by, digests of strips once their bytes are ready.
-Not here: servers and grants (`peer`), the moment of a publish (`sync.publish.publisher`), reading
-(`sync.receive.transfer`).
+read by; digests of strips of the bytes as they are, once these are ready; the newest version, for peers that wait.
+Not here: servers and grants (`peer`), answering peers (`request_handler`), the moment of a publish
+(`publish.publisher`), reading (`receive.transfer`).
 
     fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
     a reader: map() -> digests(strips), which waits for their rows -> read -> same generation still: the bytes are of v
 
-Digests of strips of one region's memory, computed again for every version; their tables stay on the device.
-
-In: a region, strips of it. Out: their digests, of the bytes as they are now.
-Not here: the digest of one strip (`digest.strip`), whether its bytes are ready (`local_version`).
-
-For a snapshot in host memory (`sync.publish.snapshot`) the device computes the digests while it copies: of the strips
-that were requested of the version before. A host core digests 7 GB/s, and the copy runs at 55 GB/s.
-
-The registered memory of one rank, with one range of offsets over all its regions, as layouts count them.
-
-In: regions of memory, the process's transports. Out: handles by region, the region of an offset, digests of strips.
-Not here: the tensors in them (`plan.layout`), versions (`local_version`), reading into them (`sync.receive.transfer`).
+`Regions` counts one range of offsets over all regions of a rank, as layouts do. A `Digester` computes digests again for
+every version, and keeps the tables of strips on the device. For a snapshot in host memory (`Foreseen`) the device
+computes them while it copies: a host core digests 7 GB/s, and the copy runs at 55 GB/s.
 """
 
 from __future__ import annotations
@@ -53,7 +44,7 @@ _CPU_NAP_S = 0.0001
 
 
 class Digester:
-    """The digests of one device, or of the host.
+    """The computation of strip digests on one device, or on the host.
 
     Args:
         device: the device of the memory.
@@ -61,7 +52,9 @@ class Digester:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
+        # Held while launches are queued: the scratch memory and the tables are shared.
         self._lock = threading.Lock()
+        # The least recently used first.
         self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
         self._num_leaves = 0
         self._scratch: torch.Tensor | None = None
@@ -84,8 +77,9 @@ class Digester:
             # This stream does not see the kernels that fill the memory: without the events it would digest old bytes.
             for event in after:
                 self._stream.wait_event(event)
-            got = self._table(memory, strips).digest()
-            on_host = torch.empty(len(got), dtype=torch.int64, pin_memory=True).copy_(got, non_blocking=True)
+            on_device = self._table(memory, strips).digest()
+            on_host = torch.empty(len(on_device), dtype=torch.int64, pin_memory=True)
+            on_host.copy_(on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         # Outside the lock: another thread may queue its launches while the device works on these.
@@ -93,6 +87,7 @@ class Digester:
         return np.asarray(on_host.numpy()).view(np.uint64)
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
+        """Return the strips' table on the device, made at their first request."""
         # Keyed by content, not by identity: each request decodes its strips into new arrays.
         key = blake3(memory.address.to_bytes(8, "little"))
         for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
@@ -119,7 +114,7 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 class Foreseen:
-    """Digests of a host copy: the strips requested of one version are digested on the device when the next is copied.
+    """Digests of a host copy: strips requested of one version are digested on the device while the next is copied.
 
     Args:
         live: the device memory that is copied.
@@ -127,11 +122,12 @@ class Foreseen:
     """
 
     def __init__(self, live: Memory, digester: Digester) -> None:
-        self._live, self._digester = live, digester
+        self._live = live
+        self._digester = digester
         self._lock = threading.Lock()
-        self._asked: set[bytes] = set()
+        # Strips by the bytes of their four columns: requested of this version, and digested of it.
+        self._requested: set[bytes] = set()
         self._known: dict[bytes, int] = {}
-        """Digest by the columns of a strip."""
 
     def look(self, stall_s: float) -> None:
         """Digest on the device the strips requested since the last call; leave them to the host where that fails.
@@ -144,9 +140,12 @@ class Foreseen:
         """
         # The known digests are of the version before and must go, whatever happens below.
         with self._lock:
-            requested, self._asked, self._known = sorted(self._asked), set(), {}
+            requested = sorted(self._requested)
+            self._requested = set()
+            self._known = {}
         if not requested:
             return
+        # The optimizer's step may still be queued: a digest before it would be of the old bytes.
         if self._live.device != "cpu" and not _passed(self._live.device, stall_s):
             return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T
@@ -163,11 +162,11 @@ class Foreseen:
             self._known = dict(zip(requested, digests.tolist(), strict=True))
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """See `Digester.digests`; `memory` is the copy. Strips that were not requested before are digested here."""
+        """See `Digester.digests`; `memory` is the copy. The host digests strips that were not requested before."""
         rows = np.stack([strips.at, strips.run_bytes, strips.num_rows, strips.pitch], axis=1)
         names = [row.tobytes() for row in rows]
         with self._lock:
-            self._asked.update(names)
+            self._requested.update(names)
             known = [self._known.get(name) for name in names]
         out = np.array([digest or 0 for digest in known], np.uint64)
         missing = np.flatnonzero([digest is None for digest in known])
@@ -200,11 +199,14 @@ class Regions(Closing):
     """
 
     def __init__(self, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()) -> None:
-        self.memories, self.links = tuple(memories), links
+        self.memories = tuple(memories)
+        self.links = links
+        # The first offset of each region, and the end of the last.
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
         of_device = digesters_of(self.memories)
         others = (of_device[memory.device] for memory in self.memories[len(foreseen) :])
         self._digesters: tuple[Digester | Foreseen, ...] = (*foreseen, *others)
+        # For each region by transport: registrations that peers read, and handles to read into.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         try:
@@ -212,7 +214,8 @@ class Regions(Closing):
                 self._handles.append(links.register(memory))
                 self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
-            self.close()  # an interrupt too: a registration that stays keeps the memory alive and readable
+            # After an interrupt too: a registration that stays keeps the memory alive and readable.
+            self.close()
             raise
 
     @property
@@ -252,7 +255,7 @@ class Regions(Closing):
         Cost: waits for the device, on a stream of its own; calls of several threads are queued one behind the other.
         """
         strips.check(self.nbytes)
-        region = self.locate(strips.at, strips.stop)
+        region = locate(self.first, strips.at, strips.stop)
         out = np.empty(len(strips), np.uint64)
         for index in np.unique(region).tolist():
             memory, mine = self.memories[index], np.flatnonzero(region == index)
@@ -263,14 +266,12 @@ class Regions(Closing):
             out[mine] = self._digesters[index].digests(memory, here, after=after)
         return out
 
-    def locate(self, start: I64, stop: I64) -> I64:
-        """Return the region of each span `[start, stop)` of at least one byte. PlanError if one crosses an edge."""
-        return locate(self.first, start, stop)
-
     def close(self) -> None:
         """End the registrations; readers' descriptors become stale. The memory stays with its owner. Idempotent."""
         # `_into` has the registrations too; closing a handle twice does nothing.
-        handles, self._handles, self._into = [*self._into, *self._handles], [], []
+        handles = [*self._into, *self._handles]
+        self._handles = []
+        self._into = []
         for by_transport in handles:
             for handle in by_transport.values():
                 handle.close()
@@ -323,10 +324,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class LocalVersion:
     """The memory of one rank and its version. Used by any number of threads; a context manager by its `close`.
 
+    `fence`, `begin` and `ready` are called by the owner of the memory; the others by threads of the server.
+
     Attributes:
         regions: the memory, registered.
         version: the version that the memory has, or is being filled with; None between a fence and the next `begin`.
         generation: changes with every fence; maps from before a fence are stale.
+        changed: guards the version and its rows, and is notified of every change.
 
     Args:
         layout: rows that lie in `memories`.
@@ -348,11 +352,13 @@ class LocalVersion:
         self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
+        # Not the version alone: a version that is begun again after a failure may have other bytes.
         self.generation = 0
         self.changed = threading.Condition()
         self._rows = _RowSpans(layout)
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
+        # Recorded behind the kernels that fill rows; readers wait for them.
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
 
@@ -372,6 +378,7 @@ class LocalVersion:
             self.version = None
             self._is_ready[:] = False
             self._events.clear()
+            # Threads that wait for rows of the version must raise StaleDescriptor now, not at their deadline.
             self.changed.notify_all()
 
     def begin(self, version: int) -> None:
@@ -454,11 +461,14 @@ class LocalVersion:
             StaleDescriptor: the memory has another version or generation, before or after the bytes were digested.
             PlanError: a strip lies outside the memory.
         """
+        # They come from another process: offsets outside would digest memory that is not on offer.
         strips.check(self.regions.nbytes)
-        deadline, spans = time.monotonic() + wait_s, None
+        deadline = time.monotonic() + wait_s
+        spans: tuple[I64, I64] | None = None
         with self.changed:
             self._check(version, generation)
             while self._not_ready[-1]:
+                # Computed at most once, and not at all for a version that is complete, which is the usual case.
                 spans = self._rows.spans(strips) if spans is None else spans
                 if not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any():
                     break
@@ -516,7 +526,13 @@ class _RowSpans:
 
 
 class VersionStatus:
-    """See the module. Used by any number of threads."""
+    """The newest version of a member, for peers that wait for the next one. Used by any number of threads.
+
+    Attributes:
+        now: the run and version, and whether it can be read here.
+    """
+
+    # Not part of `LocalVersion`: a subscriber has a status before it has memory, and keeps it when the memory changes.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -525,7 +541,8 @@ class VersionStatus:
     @property
     def now(self) -> NewsReply:
         """Return the current status."""
-        return self._now  # no lock: the status is one immutable object, replaced as a whole
+        # No lock: the status is one immutable object, replaced as a whole.
+        return self._now
 
     def post(self, run: str, version: int, *, is_open: bool) -> None:
         """Set the status, and wake the threads that wait for a newer version."""

@@ -1,7 +1,13 @@
-"""The members of a sync and sessions with them: listed by the hub, and usable while the hub is away.
+"""The members of a sync, and the conversations with them: listed by the hub, and usable while the hub is away.
 
-In: this process's member, a name. Out: the members of the sync; a `SyncClient` for each, opened at first use.
-Not here: the requests themselves (`sync.publish.publisher`, `sync.receive.subscriber`, `planner`).
+In: this process's member, a name. Out: the members of the sync; answers to requests: layouts, parts, maps, digests,
+news; typed errors.
+Not here: the server side (`request_handler`), the use of the answers (`publish.publisher`, `receive.update`,
+`planner`), reading bytes (`receive.transfer`).
+
+    Membership.look: hub -> members;  Membership.ask: grant (once) -> session -> one SyncClient per member and channel
+
+A session outlives versions and the hub: known members need no hub until one of them restarts.
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")
+
 ALIVE_S = 2.0
 """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection proves
 that the process is gone."""
@@ -103,12 +110,17 @@ class Membership:
     """
 
     def __init__(self, member: Member, name: str, stall_s: float, *, handler: str = "sync") -> None:
-        self.member, self.name, self.key, self.stall_s = member, name, sync_key(name), stall_s
+        self.member = member
+        self.name = name
+        self.key = sync_key(name)
+        self.stall_s = stall_s
         self._handler = handler
         self._lock = threading.Lock()
         self._members: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
+        # One session per member, shared by its connections: a grant can be used once.
         self._sessions: dict[str, str] = {}
+        # By member and channel.
         self._clients: dict[tuple[str, str], SyncClient] = {}
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
@@ -137,6 +149,7 @@ class Membership:
             before = self._members if reply.is_new else {}
             self._members = before | {other.member: other for other in reply.members}
             self._looked_at = time.monotonic()
+            # A member that left will not come back under its id: close its connections.
             self._drop(set(self._sessions).difference(self._members))
             return tuple(self._members.values())
 
@@ -161,14 +174,16 @@ class Membership:
             return question(self._sync_client(member, channel))
 
     def is_near(self, member: str) -> bool:
-        """Return whether a known member is on this host."""
+        """Return whether a member is known to be on this host."""
         with self._lock:
             known = self._members.get(member)
         return known is not None and known.host == self.member.host
 
     def _sync_client(self, member: str, channel: str) -> SyncClient:
+        """Return the connection to a member for a channel, opened at its first use."""
         with self._lock:
-            sync_client, session = self._clients.get((member, channel)), self._sessions.get(member, "")
+            sync_client = self._clients.get((member, channel))
+            session = self._sessions.get(member, "")
             known = self._members.get(member)
         if sync_client is not None:
             return sync_client
@@ -180,7 +195,8 @@ class Membership:
                 raise NotFound("the hub was restarted, and does not know this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("the member left this sync", uri=f"penstock:{member}")
-        sync_client = self._make(known, self.stall_s)
+        # Outside the lock: connecting to a member that hangs takes up to the stall deadline.
+        sync_client = self._connect(known, self.stall_s)
         try:
             session = sync_client.open(session)
         except BaseException:
@@ -195,7 +211,7 @@ class Membership:
             sync_client.close()
         return shared
 
-    def _make(self, other: SyncMember, stall_s: float) -> SyncClient:
+    def _connect(self, other: SyncMember, stall_s: float) -> SyncClient:
         return SyncClient(
             other,
             member=self.member.id,
@@ -207,6 +223,7 @@ class Membership:
         )
 
     def _drop(self, members: set[str]) -> None:
+        """Close the connections to these members, and forget their sessions. Order: the caller has the lock."""
         for member in members:
             self._sessions.pop(member, None)
         for key in [key for key in self._clients if key[0] in members]:
@@ -215,10 +232,11 @@ class Membership:
     def is_gone(self, other: SyncMember) -> bool:
         """Return whether a member's server refuses connections; False for a process that is stopped or out of reach."""
         # A connection of its own with a short deadline: the shared one may be busy with a long poll.
-        with contextlib.closing(self._make(other, ALIVE_S)) as sync_client:
+        with contextlib.closing(self._connect(other, ALIVE_S)) as sync_client:
             try:
                 sync_client.alive()
             except SourceStalled:
+                # Connected, without an answer: a stopped or busy process, which may go on.
                 return False
             except PeerLost as error:
                 # On this host a failed connection to the Unix socket proves that the process ended. From another
@@ -226,6 +244,7 @@ class Membership:
                 refused = (ConnectionError, FileNotFoundError)
                 return sync_client.same_host or isinstance(error.__cause__, refused)
             except PenstockError:
+                # An answer of any kind comes from a process that lives.
                 return False
         return False
 
@@ -275,7 +294,8 @@ class SyncClient(PeerClient):
         # HTTP/1.1 carries one request at a time on a connection: a second thread waits here. Callers that must not
         # wait for a long poll use a client of their own (`Membership.ask(channel=)`).
         self._asking = threading.Lock()
-        self._session = ""
+        # The path of the session's requests, once it is open.
+        self._session_path = ""
 
     def open(self, session: str = "") -> str:
         """Open a session with the grant, or continue `session`; return the session's id.
@@ -284,40 +304,39 @@ class SyncClient(PeerClient):
             PermissionDenied: the grant is not accepted. NotFound: the member takes no part in this sync.
             PeerLost, SourceStalled: the member is gone, or does not answer.
         """
-        if not session:  # a grant can be used once; further connections to this member continue its session
+        # A grant can be used once; further connections to this member continue its session.
+        if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
-            body = msgspec.msgpack.encode(request)
-            with self._asking:
-                opened = self._ask("POST", f"/v1/{self._handler}", Session, body)
+            opened = self._ask("POST", f"/v1/{self._handler}", Session, request)
             self._check_version(opened.protocol)
             session = opened.session
-        self._session = session
+        self._session_path = f"/v1/{self._handler}/{session}"
         return session
 
     def alive(self) -> None:
         """Return if the member's server answers. PeerLost, SourceStalled: it does not."""
-        with self._asking:
-            self._ask("GET", "/v1/alive", type(None))
+        self._ask("GET", "/v1/alive", type(None))
 
     def layout(self) -> Layout:
         """Return the member's layout. FormatError, PlanError: the answer is not a valid layout."""
-        layout = decode(self._question("GET", "layout", bytes), Layout)
+        layout = decode(self._ask("GET", f"{self._session_path}/layout", bytes), Layout)
         if layout.member != self.upstream.member:
             raise FormatError(f"the peer sent the layout of another member, {layout.member}", uri=self._uri())
-        layout.check()  # it comes from another process: offsets are used as addresses later
+        # It comes from another process, and its offsets are used as addresses later.
+        layout.check()
         return layout
 
     def checkpoint(self) -> TableReply:
-        """Return the names, dtypes and shapes that all publishers hold together."""
-        return self._question("GET", "table", TableReply)
+        """Return the names, dtypes and shapes of all publishers' tensors together."""
+        return self._ask("GET", f"{self._session_path}/table", TableReply)
 
     def part(self, request: PartRequest) -> PartReply:
         """Request the part that this receiver reads; see `Planner.part`."""
-        return self._question("POST", "part", PartReply, request)
+        return self._ask("POST", f"{self._session_path}/part", PartReply, request)
 
     def news(self, after: int, wait_s: float) -> NewsReply:
         """Return the member's version status once it has begun a version above `after`, or after `wait_s`."""
-        return self._question("GET", f"news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
+        return self._ask("GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
         """Return the descriptors to read a version by, once the member has begun it.
@@ -325,7 +344,9 @@ class SyncClient(PeerClient):
         Raises:
             StaleDescriptor: the member is past that version. NotFound: it did not begin the version within `wait_s`.
         """
-        version_map = self._question("GET", f"map?version={version}&wait_ms={int(wait_s * 1000)}", VersionMap)
+        query = f"version={version}&wait_ms={int(wait_s * 1000)}"
+        version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
+        # A peer may only name ports of its own host: a descriptor must not send this process to another address.
         self.check_data_ports(version_map.regions)
         return version_map
 
@@ -335,12 +356,12 @@ class SyncClient(PeerClient):
         sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
         # The strips are the same for every version of a plan and can be megabytes: send their name alone, and the
         # columns only when the member does not remember them.
-        request = DigestRequest(version=version, generation=generation, strips=name_of(*sent), wait_s=wait_s)
-        reply = self._question("POST", "digests", DigestReply, request)
+        request = DigestRequest(version=version, generation=generation, strips=name_of_strips(*sent), wait_s=wait_s)
+        reply = self._ask("POST", f"{self._session_path}/digests", DigestReply, request)
         if reply.is_unknown:
             at, run_bytes, num_rows, pitch = sent
             full = msgspec.structs.replace(request, at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-            reply = self._question("POST", "digests", DigestReply, full)
+            reply = self._ask("POST", f"{self._session_path}/digests", DigestReply, full)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
         # A short answer would leave the last strips without a comparison.
@@ -352,19 +373,18 @@ class SyncClient(PeerClient):
 
     def progress(self, progress: Progress) -> None:
         """Report this receiver's progress to a planner."""
-        self._question("POST", "progress", type(None), progress)
+        self._ask("POST", f"{self._session_path}/progress", type(None), progress)
 
     def decision(self, version: int, wait_s: float) -> Decision:
         """Return rank 0's decision about a live version: whether it may end, and the outcome per subscriber."""
-        return self._question("GET", f"decision?version={version}&wait_ms={int(wait_s * 1000)}", Decision)
+        query = f"version={version}&wait_ms={int(wait_s * 1000)}"
+        return self._ask("GET", f"{self._session_path}/decision?{query}", Decision)
 
-    def _question(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
-        raw = None if body is None else msgspec.msgpack.encode(body)
+    def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
+        """Send a request and decode the answer; raise the error that the member answered with."""
+        encoded = None if body is None else msgspec.msgpack.encode(body)
         with self._asking:
-            return self._ask(verb, f"/v1/{self._handler}/{self._session}/{path}", kind, raw)
-
-    def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        code, raw = self._send(verb, path, body)
+            code, raw = self._send(verb, path, encoded)
         if code == 204 and kind is type(None):
             return None
         if code in _KINDS:
@@ -392,13 +412,15 @@ class SyncClient(PeerClient):
         """Close the connection; the member ends the session after a time without requests. Idempotent."""
         # Not under `_asking`: a close must also end a request that waits for its answer.
         with self._ending:
+            # From here on `interrupt` leaves the connection alone.
             self._is_ending = True
         if self._connection is not None:
             self._connection.close()
 
 
-def name_of(*columns: bytes) -> bytes:
+def name_of_strips(*columns: bytes) -> bytes:
     """Return the name of a set of strips: a digest of their number and their columns."""
+    # With the number: columns of other lengths could else join to the same bytes.
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:
         digest.update(column)
@@ -406,6 +428,7 @@ def name_of(*columns: bytes) -> bytes:
 
 
 _KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}
+"""The errors that only a sync's members answer with; the others are those of `PeerClient`."""
 
 
 def _fault(raw: bytes) -> str:

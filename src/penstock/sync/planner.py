@@ -2,7 +2,7 @@
 
 In: the members (`membership`), their layouts, requested from their servers; receivers' requests. Out: their parts; the
 table.
-Not here: the plan itself (`plan.sync`), the use of a part (`sync.receive.subscriber`).
+Not here: the plan itself (`plan.sync`), the use of a part (`sync.receive.update`).
 
     part(receiver, layout): find the members that have the version -> their layouts, once each -> plan_sync for all
     known receivers, again only where a layout changed -> the receiver's part
@@ -69,7 +69,8 @@ class Planner:
         # receiver whose layout is unknown gets its answer during somebody else's plan.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
-        self._held: dict[str, Layout] = {}
+        # Sources' layouts by their digest, as the hub lists it; receivers' by member, with the digest.
+        self._layouts_by_digest: dict[str, Layout] = {}
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _Plan] = OrderedDict()
 
@@ -81,6 +82,7 @@ class Planner:
             StaleDescriptor: the version is past, and no member has it. NotFound: a source's layout is not the one that
                 it reported.
         """
+        # Before anything that may fail: the layout stays known, and the receiver need not send it again.
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
         members = self._membership.look(max_age_s=LOOK_S)
@@ -105,8 +107,9 @@ class Planner:
             # is a lost version for this receiver, not an error in its request.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
-        same = request.have_key == plan.plan.key
-        return PartReply(version=version, run=run, key=plan.plan.key, part=None if same else raw)
+        # Megabytes, and the same for every version of a plan: sent once.
+        has_part = request.have_key == plan.plan.key
+        return PartReply(version=version, run=run, key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
         """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.
@@ -123,6 +126,7 @@ class Planner:
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
         rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
         for _, layout in self._layouts(holders):
+            # By form first: a layout has hundreds of thousands of rows and a handful of forms.
             specs = [(form.tag, (str(form.dtype), form.shape)) for form in layout.forms]
             for name, i in zip(layout.names, layout.form.tolist(), strict=True):
                 rows.setdefault((name, specs[i][0]), specs[i][1])
@@ -148,6 +152,7 @@ class Planner:
             return True
         if request.layout is None:
             return False
+        # From another process: a layout under another member's id would give that member a wrong part.
         layout = decode(request.layout, Layout)
         if layout.member != asker or layout.digest() != request.digest:
             raise PlanError(
@@ -159,12 +164,14 @@ class Planner:
         return True
 
     def _run(self, members: Sequence[SyncMember]) -> str:
-        """Return the run of the versions: our own as a publisher, or that of the version we have."""
+        """Return the run of the versions: that of this member's version, else of the newest publisher."""
         if self._version_status.now.run:
             return self._version_status.now.run
         return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
 
     def _newest(self, members: Sequence[SyncMember]) -> int:
+        """Return the newest version of the run that a member has; -1: none."""
+        # By all members: this one may be a receiver that is behind others.
         run = self._run(members)
         reported = [member.state.version for member in members if member.state.run == run]
         return max([self._version_status.now.version, *reported])
@@ -194,6 +201,7 @@ class Planner:
         available = having + (ranks if is_ours else [])
         if available:
             return run, available
+        # No source now. A reason to wait is worth a wait: an error would end the receiver's update.
         if version > now.version:
             return run, f"version {version} is not published yet"
         if any(member.state.state == "updating" and member.member != asker for member in members):
@@ -207,6 +215,8 @@ class Planner:
         with self._planning:
             sources = self._layouts(holders)
             giving = {source.member for source, _ in sources}
+            # All known receivers at once, and not only the one that asks: a plan for each alone would read from the
+            # same sources in the same order. Those that left are dropped.
             there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
@@ -224,6 +234,7 @@ class Planner:
         layouts: Sequence[Layout],
         wants: dict[str, tuple[str, Layout]],
     ) -> _Plan:
+        """Return the plan for these layouts, made at the first request. Order: one thread at a time."""
         token = source_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
         cached = self._plans.get(token)
         if cached is None:
@@ -241,7 +252,8 @@ class Planner:
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         if asker not in cached.plan.receivers:
-            return _Plan(self._plan(layouts, [wants[asker][1]]))  # raises: it lists what does not match
+            # It was left out above, because it does not match: planned alone, it gets the error that lists why.
+            return _Plan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
     def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
@@ -265,7 +277,7 @@ class Planner:
         for holder in holders:
             layout = self._ours() if holder.member == self._membership.member.id else None
             with self._lock:
-                layout = layout or self._held.get(holder.state.layout)
+                layout = layout or self._layouts_by_digest.get(holder.state.layout)
             if layout is None:
                 try:
                     layout = self._membership.ask(holder.member, lambda sync_client: sync_client.layout())
@@ -279,12 +291,14 @@ class Planner:
                     # It changed between its report to the hub and this request; the caller asks again.
                     raise NotFound(f"{holder.member} has a different layout than it reported")
                 with self._lock:
-                    self._held[holder.state.layout] = layout
+                    self._layouts_by_digest[holder.state.layout] = layout
             layouts.append((holder, layout))
         # Drop layouts of members that left: each can be megabytes, and a long run sees many restarts.
         with self._lock:
             current = {member.state.layout for member in self._membership.look(max_age_s=60.0)}
-            self._held = {digest: layout for digest, layout in self._held.items() if digest in current}
+            self._layouts_by_digest = {
+                digest: layout for digest, layout in self._layouts_by_digest.items() if digest in current
+            }
         if not layouts:
             raise StaleDescriptor("the members that had this version are gone; update to the next one")
         return layouts
@@ -297,11 +311,12 @@ def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
         for member in members
         if member.state.side == "publisher" and member.state.run == run and member.state.layout
     ]
-    return sorted(publishers, key=lambda one: one.state.rank)
+    return sorted(publishers, key=lambda publisher: publisher.state.rank)
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
     """Return a message about the absent ranks of a run; empty: none is absent, or these are receivers."""
+    # Receivers are no ranks of the trainer: the plan itself finds out whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

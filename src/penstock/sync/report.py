@@ -52,6 +52,7 @@ class PublishReport(Summarised):
 
     def summary(self) -> str:
         """Return a summary of one or a few lines."""
+        # Member ids by their first eight digits: enough to find them in `penstock status`.
         head = f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
             head += (
@@ -102,7 +103,7 @@ class UpdateReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate on the wire."""
+        """Return decimal GB read per second of reading and verifying."""
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:

@@ -1,7 +1,8 @@
 """Request handler of a sync member: serves its map, digests, planned parts and progress to peers.
 
-In: sessions opened by grants, requests. Out: replies; see `hub.sync_messages`.
-Not here: the client side (`client`), the server itself (`peer.server`), planning (`planner`).
+In: sessions opened by grants, requests. Out: replies; see `hub.messages`.
+Not here: the client side (`membership`), the server itself (`peer.server`), planning (`planner`), the progress of
+subscribers (`publish.rank_group`).
 
     POST   /v1/sync                     SessionRequest -> Session
     GET    /v1/sync/S/layout            the member's Layout
@@ -12,6 +13,8 @@ Not here: the client side (`client`), the server itself (`peer.server`), plannin
     POST   /v1/sync/S/digests           DigestRequest -> DigestReply
     POST   /v1/sync/S/progress          Progress
     GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
+
+All requests are idempotent: a client repeats one whose connection broke.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.layout import encode
 from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
-from penstock.sync.membership import name_of
+from penstock.sync.membership import name_of_strips
 
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
@@ -84,7 +87,7 @@ class ProgressReceiver(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class _OpenSession:
     member: str
     seen: float
 
@@ -121,7 +124,8 @@ class SyncHandler:
         self._subscriber_progress = subscriber_progress
         self._check = check
         self._lock = threading.Lock()
-        self._sessions: dict[str, _Known] = {}
+        self._sessions: dict[str, _OpenSession] = {}
+        # By name, the newest last.
         self._strips: OrderedDict[bytes, Strips] = OrderedDict()
 
     def answer(
@@ -148,15 +152,18 @@ class SyncHandler:
         return self._get(path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> Session:
+        """Check a grant and open a session for its member."""
         if request.key != self._key:
             raise NotFound("this member takes no part in this sync")
         self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
-        session = secrets.token_hex(16)  # random, because the id is all that authorises a later request
+        # Random, because the id is all that authorises a later request.
+        session = secrets.token_hex(16)
         with self._lock:
             now = time.monotonic()
-            for old in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
-                del self._sessions[old]
-            self._sessions[session] = _Known(request.member, now)
+            # Here is the only place where sessions are added, so a process that lives for months keeps no old ones.
+            for expired in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
+                del self._sessions[expired]
+            self._sessions[session] = _OpenSession(request.member, now)
         return Session(session=session, ttl_s=SESSION_S)
 
     def _member_of(self, session: str) -> str | None:
@@ -169,6 +176,7 @@ class SyncHandler:
             return known.member
 
     def _get(self, route: str, number: Mapping[str, int], wait_s: float) -> object:
+        """Answer a request without a body."""
         if route == "layout":
             return encode(self._served().layout)
         if route == "table":
@@ -182,6 +190,7 @@ class SyncHandler:
         raise NotFound(f"no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
+        """Answer a request with a body, from this member."""
         if route == "part":
             # A live publish counts its deadline from the last sign of life: planning may take longer than that.
             if self._subscriber_progress is not None:
@@ -206,14 +215,16 @@ class SyncHandler:
         """Return the map of a version; wait for the version if it has not begun."""
         # Here and not per digest request: the check digests all of the memory.
         self._check()
-        served, deadline = self._served(), time.monotonic() + wait_s
+        served = self._served()
+        deadline = time.monotonic() + wait_s
         with served.changed:
             while served.version is None or served.version < version:
                 left = deadline - time.monotonic()
                 if self._version_status.now.version > version or (
                     served.version is None and self._version_status.now.version == version
                 ):
-                    break  # the version is past: it will not come, however long the peer waits
+                    # The version is past: it will not come, however long the peer waits.
+                    break
                 if left <= 0:
                     raise NotFound(f"version {version} has not begun here yet")
                 # The version status has a condition of its own, which does not wake this one: look ten times a second.
@@ -226,6 +237,7 @@ class SyncHandler:
         return version_map
 
     def _digests(self, request: DigestRequest) -> DigestReply:
+        """Digest the strips of a request, once their rows are ready."""
         strips = self._known_strips(request)
         if strips is None:
             return DigestReply(digests=None, num_ready=0, is_unknown=True)
@@ -233,8 +245,10 @@ class SyncHandler:
             strips,
             version=request.version,
             generation=request.generation,
-            wait_s=min(request.wait_s, MAX_WAIT_S),  # the wait occupies a thread of the server
+            # The wait occupies a thread of the server.
+            wait_s=min(request.wait_s, MAX_WAIT_S),
         )
+        # Little-endian on the wire, whatever the host is.
         encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
         return DigestReply(digests=encoded, num_ready=answer.num_ready)
 
@@ -247,7 +261,7 @@ class SyncHandler:
                 return strips
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
         # Names are shared by all peers: a peer that sends other columns under a name must not change them for the rest.
-        if name_of(*columns) != request.strips:
+        if name_of_strips(*columns) != request.strips:
             return None
         at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
@@ -261,6 +275,7 @@ class SyncHandler:
 
 def _number(query: Mapping[str, list[str]], name: str) -> int:
     value = int(query.get(name, ["0"])[0])
-    if value < -1:  # -1 stands for the newest version
+    # -1 stands for the newest version.
+    if value < -1:
         raise FormatError(f"the query parameter {name} cannot be {value}")
     return value

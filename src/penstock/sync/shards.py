@@ -1,4 +1,4 @@
-"""Declaration of the boxes of tensors in a rank's memory. Views only; nothing is copied.
+"""Declaration of the boxes of tensors in a rank's memory, as views.
 
 In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `Row`s; the regions of memory behind them;
 the `Layout` that a planner needs.
@@ -34,6 +34,7 @@ Runs = list[tuple[int, int]]
 """The index ranges `[start, stop)` of one dim that a rank has, in the order in which they lie in its memory."""
 
 
+# `eq=False`, here and below: rows compare by identity, because torch compares tensors element by element.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Row:
     """A box of one tensor in this rank's memory."""
@@ -74,7 +75,7 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, .
     Ownership: rows view the live memory and keep it alive.
     Order: for FSDP2 between steps; this reshards the module, as its `state_dict` does.
     """
-    require_type("what is published", params, (torch.nn.Module, Mapping), _DECLARABLE)
+    require_type("params", params, (torch.nn.Module, Mapping), _DECLARABLE)
     tensors = _state(params) if isinstance(params, torch.nn.Module) else params
     return tuple(row for name, value in tensors.items() for row in _rows(name, value))
 
@@ -88,6 +89,7 @@ def row_of(
         PlanError: as `declared`.
     """
     tensor = tensor.detach()
+    # Wrappers (quantised, nested, sparse tensors) have several memories, or one that is not the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="declare its parts")
     # Torch conjugates and negates lazily, by a bit on the tensor: a peer that reads the bytes would miss it.
@@ -99,6 +101,7 @@ def row_of(
     try:
         form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
+        # `form_of` is cached over tensors, so it cannot know the name.
         error.tensor = name
         raise
     return Row(name=name, tensor=tensor, form=form)
@@ -142,14 +145,15 @@ def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
             split factor: 1 for a plain shard; with factor k the dim is cut into k pieces, and the shard is this rank's
             chunk of each, joined.
     """
+    # Each mesh axis cuts what the axes before it have left, as DTensor applies its placements.
     runs: Runs = [(0, num)]
     for size, coordinate, split_factor in parts:
         total = sum(stop - start for start, stop in runs)
-        parts_held: Runs = []
+        mine: Runs = []
         for first, last in _chunks(0, total, split_factor):
             low, high = _chunks(first, last, size)[coordinate]
-            parts_held += _taken(runs, low, high)
-        runs = parts_held
+            mine += _select(runs, low, high)
+        runs = mine
     return runs
 
 
@@ -185,11 +189,13 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
     nbytes = np.array([region.nbytes for region in regions], np.int64)
     first = (np.cumsum(nbytes) - nbytes)[order]
+    # A form for each kind of row, and a number for each row: the layout is sent to other processes.
     numbers: dict[Form, int] = {}
     form = np.fromiter((numbers.setdefault(row.form, len(numbers)) for row in rows), np.int64, len(rows))
     span = np.array([form.span_bytes for form in numbers] or [0], np.int64)[form]
     address_of = np.fromiter((row.tensor.data_ptr() for row in rows), np.uint64, len(rows))
     offset = np.zeros(len(rows), np.int64)
+    # Rows without elements have no address, and keep offset 0.
     some = np.flatnonzero(span)
     at = np.searchsorted(begin, address_of[some], side="right") - 1
     outside = at < 0 if len(regions) else np.ones(len(some), bool)
@@ -240,6 +246,7 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _rows(name: str, value: Declarable) -> Iterator[Row]:
+    """Yield the rows of one declared value."""
     if isinstance(value, Shard):
         yield row_of(name, value.tensor, value.global_shape, value.offset, tag=value.tag)
     elif not isinstance(value, torch.Tensor):
@@ -258,8 +265,10 @@ def _sharded(name: str, value: DTensor) -> Iterator[Row]:
         local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
     shape = tuple(value.shape)
     coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh: other ranks have the tensor
+    # This rank is not in the mesh: other ranks have the tensor.
+    if coordinate is None:
         return
+    # For each dim, the mesh axes that shard it: size, this rank's coordinate, split factor.
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(value.placements):
         if placement.is_replicate():
@@ -287,6 +296,7 @@ def _sharded(name: str, value: DTensor) -> Iterator[Row]:
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
     """Return each run and its start in memory; one empty run where there are no runs."""
+    # The empty run keeps the product over dims from vanishing: a tensor without elements still has a row.
     placed, at = [], 0
     for start, stop in runs or [(0, 0)]:
         placed.append((start, stop, at))
@@ -300,12 +310,12 @@ def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
     return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
 
 
-def _taken(runs: Runs, low: int, high: int) -> Runs:
+def _select(runs: Runs, low: int, high: int) -> Runs:
     """Return the elements `[low, high)` of the joined runs, as runs."""
-    taken, at = [], 0
+    selected, at = [], 0
     for start, stop in runs:
         first, last = max(low - at, 0), min(high - at, stop - start)
         if first < last:
-            taken.append((start + first, start + last))
+            selected.append((start + first, start + last))
         at += stop - start
-    return taken
+    return selected

@@ -26,7 +26,7 @@ from penstock.plan.sync import Part, SyncPlan, plan_sync
 from penstock.sync.local_version import LocalVersion, Regions, VersionStatus
 from penstock.sync.membership import Membership
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
-from penstock.sync.receive.sources import LocalLink, SourceFailed, SourceLink, open_links
+from penstock.sync.receive.sources import LocalLink, SourceFailed, open_links
 from penstock.sync.receive.transfer import Transfer
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Row, layout_of, regions_of
@@ -53,17 +53,23 @@ class BoundaryPlanner:
         # can report their needs while a plan is made.
         self._lock = threading.Lock()
         self._planning = threading.Lock()
-        self._held: dict[str, Layout] = {ours.member: ours}
+        # By member: the layouts of all rows, and of the required rows with their digest.
+        self._layouts: dict[str, Layout] = {ours.member: ours}
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._ranks: tuple[SyncMember, ...] = ()
-        self._version, self._why = -1, ""
+        self._version = -1
+        # The reason of a failure of this version; empty: none.
+        self._why = ""
         self._plan: SyncPlan | None = None
-        self._of: tuple[str, ...] = ()
+        # The members and digests that `_plan` was made of.
+        self._plan_token: tuple[str, ...] = ()
 
     def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
         """Start to serve parts of this version to these ranks."""
         with self._lock:
-            self._version, self._ranks, self._why = version, tuple(ranks), ""
+            self._version = version
+            self._ranks = tuple(ranks)
+            self._why = ""
 
     def fail(self, why: str) -> None:
         """End the version with a reason; later requests for its parts fail with it."""
@@ -109,6 +115,7 @@ class BoundaryPlanner:
             return PartReply(not_yet=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
             plan = self._planned(ranks)
+        # A rank whose shards end at blocks needs nothing, and still takes part as a source.
         if asker not in plan.receivers:
             return PartReply(version=request.version, key=plan.key)
         same = request.have_key == plan.key
@@ -116,21 +123,21 @@ class BoundaryPlanner:
         return PartReply(version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
+        """Return the plan for these ranks, made again only after a change. Order: one thread at a time."""
         members = [rank.member for rank in ranks]
         with self._lock:
             # Drop ranks that were replaced since the last version: the token below names the processes.
-            self._held = {name: layout for name, layout in self._held.items() if name in members}
+            self._layouts = {name: layout for name, layout in self._layouts.items() if name in members}
             self._wants = {name: want for name, want in self._wants.items() if name in members}
             wants = [self._wants[name] for name in members if self._wants[name][1].names]
             token = (*members, *(digest for digest, _ in wants))
+        # Without `_lock`: a request to another rank can take as long as the stall deadline.
         for name in members:
-            if name not in self._held:
-                self._held[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
-        if self._plan is None or token != self._of:
-            self._plan, self._of = (
-                plan_sync([self._held[name] for name in members], [want for _, want in wants]),
-                token,
-            )
+            if name not in self._layouts:
+                self._layouts[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
+        if self._plan is None or token != self._plan_token:
+            self._plan = plan_sync([self._layouts[name] for name in members], [want for _, want in wants])
+            self._plan_token = token
         return self._plan
 
     def table(self) -> TableReply:
@@ -172,23 +179,26 @@ class BoundaryExchange:
         self._world_size = world_size
         self._stall_s = stall_s
         self.moved_bytes = 0
-        memories, into = regions_of(rows), regions_of(wants)
-        self._membership, self._version_status = Membership(member, name, stall_s, handler=HANDLER), VersionStatus()
+        memories = regions_of(rows)
+        into = regions_of(wants)
+        self._membership = Membership(member, name, stall_s, handler=HANDLER)
+        self._version_status = VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
+        # The other ranks are to this rank 0 what subscribers are to a live publish.
         self._peers = SubscriberProgress() if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
-            self._held = LocalVersion(layout, memories, member.links)
-            stack.callback(self._held.close)
+            self._local_version = LocalVersion(layout, memories, member.links)
+            stack.callback(self._local_version.close)
             self._into = Regions(into, member.links)
             stack.pop_all()
         self._planner = BoundaryPlanner(self._membership, layout)
         member.server.handlers[HANDLER] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            local_version=lambda: self._held,
+            local_version=lambda: self._local_version,
             version_status=self._version_status,
             planner=self._planner,
             subscriber_progress=self._peers,
@@ -206,8 +216,8 @@ class BoundaryExchange:
 
         Order: while the parameters are the version's, on every rank.
         """
-        self._held.begin(version)
-        self._held.ready()
+        self._local_version.begin(version)
+        self._local_version.ready()
         self._version_status.post(run, version, is_open=True)
         try:
             self._begin(version, run)
@@ -215,7 +225,8 @@ class BoundaryExchange:
             yield
         except BaseException as error:
             if isinstance(error, PenstockError):
-                error.mutated = False  # only the exchange's own buffers were written
+                # Only the exchange's own buffers were written.
+                error.mutated = False
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
             # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
@@ -230,7 +241,8 @@ class BoundaryExchange:
             self._report(version, run, "")
             self._settle(version, run)
         finally:
-            self._held.fence()
+            # The parameters change from here on.
+            self._local_version.fence()
             self._version_status.post(run, version, is_open=False)
 
     def _begin(self, version: int, run: str) -> None:
@@ -282,16 +294,14 @@ class BoundaryExchange:
         assert self._transfer is not None
         part = self._transfer.part
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
-        links: dict[str, SourceLink] = {}
+        others = [source for source in used if source != self._member.id]
         try:
-            links |= open_links(
-                self._membership, [source for source in used if source != self._member.id], version, self._stall_s
-            )
+            links = open_links(self._membership, others, version, self._stall_s)
         except SourceFailed as failed:
             raise failed.error from failed
         # A box can lie in this rank's own rows: read it in place instead of through its own server.
         if self._member.id in used:
-            links[self._member.id] = LocalLink(self._held)
+            links[self._member.id] = LocalLink(self._local_version)
         self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, run: str) -> bool:
@@ -310,6 +320,7 @@ class BoundaryExchange:
                 raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
             else:
                 time.sleep(_ASK_S)
+            # Rank 0 waits here for ranks that have not reported: it must notice one that died.
             if self._peers is not None and time.monotonic() - looked > _PEER_LOOK_S:
                 looked = time.monotonic()
                 for rank in self._planner.lacking():
@@ -323,11 +334,13 @@ class BoundaryExchange:
         return bool(self._want.names)
 
     def _request_part(self, request: PartRequest, run: str) -> PartReply:
+        """Request this rank's part; rank 0 asks its own planner."""
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
             return self._membership.ask(run, lambda sync_client: sync_client.part(request))
         except StaleDescriptor as error:
+            # The planner's word for a failed version. For the trainer it is the loss of a rank, not of a descriptor.
             raise PeerLost(error.message, uri=f"penstock:{run}") from error
 
     def _settle(self, version: int, run: str) -> None:
@@ -340,12 +353,13 @@ class BoundaryExchange:
             raise _undone(version, decision)
 
     def _is_gone(self, member: str) -> bool:
-        known = [other for other in self._membership.look(max_age_s=_PEER_LOOK_S) if other.member == member]
-        return not known or self._membership.is_gone(known[0])
+        members = self._membership.look(max_age_s=_PEER_LOOK_S)
+        known = next((other for other in members if other.member == member), None)
+        return known is None or self._membership.is_gone(known)
 
     def close(self) -> None:
         """End the registrations and connections. Idempotent."""
-        self._held.close()
+        self._local_version.close()
         self._into.close()
         self._membership.close()
 

@@ -24,7 +24,7 @@ from penstock.sync.membership import Membership
 # With jitter below: hundreds of ranks start together, and would ask the hub in step.
 _LOOK_S = 0.2
 ASK_S = 1.0
-"""How long another rank waits for rank 0's decision before it asks again."""
+"""How long one request for rank 0's decision waits there, before it is repeated."""
 
 
 def claim(membership: Membership) -> str:
@@ -35,13 +35,14 @@ def claim(membership: Membership) -> str:
     Raises:
         ConfigError: another group publishes the name, and lives. HubUnavailable: the hub does not answer.
     """
-    heard: dict[str, float] = {}
+    # When each rival had last reported to the hub, as this rank first saw it.
+    first_seen: dict[str, float] = {}
     while True:
         others = _earlier(membership, membership.look())
         for other in others:
             # An earlier rank 0 that still beats lives and keeps the name. One that is listed but does not beat may be
             # a host that died without a word: wait until the hub drops it.
-            if other.seen > heard.setdefault(other.member, other.seen):
+            if other.seen > first_seen.setdefault(other.member, other.seen):
                 raise taken(membership.name, other)
         if not others:
             return membership.member.id
@@ -50,6 +51,7 @@ def claim(membership: Membership) -> str:
 
 def check_alone(membership: Membership) -> None:
     """Raise ConfigError if another live group publishes the name; return if there is none, or the hub is away."""
+    # At every version: two groups that started while they could not see each other must not both go on.
     for other in _earlier(membership, membership.look()):
         raise taken(membership.name, other)
 
@@ -75,11 +77,13 @@ def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: 
         # By world_size too: ranks of an old trainer that was restarted with another size must not mix with the new.
         same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.run == zero.member]
         rivals = []
-        for zero in sorted(same, key=lambda one: -one.since):
+        # The newest first: a trainer that was restarted is listed twice until the hub drops the old run.
+        for zero in sorted(same, key=lambda zero: -zero.since):
             rival = _holder(membership, members, zero.member, rank)
             if rival is None and not membership.is_gone(zero):
                 return zero.member
-            rivals += [rival] if rival is not None else []
+            if rival is not None:
+                rivals.append(rival)
         if time.monotonic() > deadline:
             if rivals:
                 raise ConfigError(
@@ -107,7 +111,7 @@ def decided(membership: Membership, run: str, version: int, stall_s: float) -> D
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
             return decision
-        # Once the version has begun, rank 0 itself enforces the deadline for its subscribers.
+        # Once the version has begun, rank 0 itself enforces the deadline for its subscribers: hours may be right.
         if decision.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -147,7 +151,10 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Listener:
+    """A subscriber that a publish waits for."""
+
     seen: float
+    """The time of its last progress."""
     moved_bytes: int = -1
 
 
@@ -162,6 +169,7 @@ class _Showing:
     is_over: bool = False
 
     def decision(self) -> Decision:
+        # Copies: the lists grow while the answer is encoded by another thread.
         return Decision(
             is_over=self.is_over,
             is_begun=True,
@@ -187,6 +195,7 @@ class SubscriberProgress:
         """Start to wait for the expected subscribers of a version."""
         now = time.monotonic()
         with self._changed:
+            # A subscriber that was late once would cost the trainer the stall deadline at every version.
             waited = {member: _Listener(now) for member in expected if member not in self.absent}
             self._shown[version] = _Showing(waited)
             while len(self._shown) > _KEPT:
@@ -196,7 +205,7 @@ class SubscriberProgress:
         """Note a receiver's request for its part as a sign of life."""
         with self._changed:
             self.absent.discard(member)
-            # The request may ask for "the newest" without a number: it counts for every version.
+            # The request may be for "the newest" without a number: it counts for every version.
             for showing in self._shown.values():
                 if member in showing.waited:
                     showing.waited[member].seen = time.monotonic()
@@ -208,6 +217,7 @@ class SubscriberProgress:
             # A receiver that failed before it knew the version's number reports -1.
             newest = next(reversed(self._shown), -1)
             showing = self._shown.get(progress.version if progress.version >= 0 else newest)
+            # After the decision a report changes nothing: the other ranks may have acted on it.
             if showing is None or showing.is_over:
                 return
             listener = showing.waited.get(member)
@@ -220,7 +230,8 @@ class SubscriberProgress:
                 elif member not in showing.committed:
                     showing.committed.append(member)
                 self._changed.notify_all()
-            # A report without new bytes is no progress: else a receiver whose source hangs would be waited for forever.
+            # A report without new bytes is no progress: else a publish would wait forever for a receiver whose source
+            # hangs.
             elif listener is not None and progress.moved_bytes != listener.moved_bytes:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
@@ -242,9 +253,9 @@ class SubscriberProgress:
                     return showing.decision()
                 self._changed.wait(min(PROBE_S, stall_s))
                 now = time.monotonic()
-                # Only silent ones are probed: a probe opens a connection and can take `ALIVE_S`.
+                # Only silent members are probed: a probe opens a connection and can take `ALIVE_S`.
                 silent = [name for name, listener in showing.waited.items() if now - listener.seen > PROBE_S]
-            # Without the lock, because reports arrive meanwhile; so the member may be done by now.
+            # Without the lock, because reports arrive meanwhile; so the member may be done by the time it is removed.
             for member in silent:
                 if is_gone(member):
                     with self._changed:
