@@ -352,7 +352,7 @@ class LocalVersion:
         self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
-        # Not the version alone: a version that is begun again after a failure may have other bytes.
+        # Not the version alone: after a fence the same version may begin again, and a read across the fence is void.
         self.generation = 0
         self.changed = threading.Condition()
         self._rows = _RowSpans(layout)

@@ -1,7 +1,8 @@
 """A publisher's tensors under tags: quantised or cast into memory of their own, in addition to the parameters.
 
 In: a rank's rows, and the tags to offer them under. Out: rows of codes and scales, filled batch after batch.
-Not here: formats (`transform`), reading other ranks' elements (`boundary_exchange`), the moment (`publisher`).
+Not here: formats (`transform`), reading other ranks' elements (`boundary_exchange`), the moment of a fill
+(`publisher`).
 
     row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) is read in place
                                                       [256, 384) is read from a boundary buffer: [256, 300) of this
@@ -79,10 +80,12 @@ def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     Raises:
         ConfigError: an unknown tag. PlanError: a format with one scale per tensor, and this rank has only a part.
     """
+    # None stands for the usual tensors of the format; see `_reasons_plain`.
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
         form = format_of(tag)
+        # Rows with a tag of the user's own are transformed already.
         plain = [row for row in rows if not row.form.tag]
         kept_plain = _reasons_plain(form, plain, patterns)
         for row in plain:
@@ -143,6 +146,7 @@ class Transformed:
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
             for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
+        # By identity: one row may be chosen in several formats.
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))
@@ -204,6 +208,7 @@ def _lay_out(
 
 
 def _outputs(choice: Chosen, box: Box) -> tuple[Output, ...]:
+    """Return the stored parts of a box of whole blocks: codes, and scales where the format has them."""
     return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
@@ -223,6 +228,7 @@ def _arena_bytes(specs: Sequence[_Spec]) -> int:
 
 def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
     """Allocate memory for tensors: one arena per device, which is one registration."""
+    # Placeholders, replaced below: devices take turns, and the order of `specs` must stay.
     tensors: list[torch.Tensor] = [torch.empty(0)] * len(specs)
     for device in dict.fromkeys(device for device, _, _ in specs):
         here = [i for i, spec in enumerate(specs) if spec[0] == device]
@@ -250,6 +256,7 @@ def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
 
 
 def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
+    """Yield the rows of the boundary buffers for elements that are not on this rank."""
     for edge, buffer in boundary:
         for box in foreign(choice.row.form.box, edge):
             yield row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
@@ -268,7 +275,6 @@ def _batches(
     bucket_bytes: int,
 ) -> Iterator[_Batch]:
     """Cut the chosen rows, in order, into batches of about equal bytes."""
-    # Boundary buffers are found by the identity of the choice: one row may be chosen in several formats.
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     jobs: dict[tuple[str, torch.device], list[Job]] = {}
@@ -280,6 +286,7 @@ def _batches(
         return _Batch(np.array(rows, np.int64), tuple(copies), fusions)
 
     for choice in mine:
+        # Codes alone; codes and scales; or those and the scale of the whole tensor.
         count = 1 if choice.form.scaling == "none" else 3 if choice.form.global_suffix else 2
         outs = tensors[first : first + count]
         key = choice.form.tag, choice.row.tensor.device
@@ -288,6 +295,7 @@ def _batches(
             jobs.setdefault(key, []).append(_job(choice, inside, cut(choice.row.tensor, _from(inside, box)), outs))
         for edge, buffer in boundary.get(id(choice), ()):
             jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
+            # Of a boundary block this rank copies its own elements; the exchange reads the others.
             if common := meet(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)
@@ -302,8 +310,8 @@ def _batches(
 
 def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> Job:
     """Return the job that quantises a box of whole blocks into its place among this rank's codes and scales."""
-    name, dtype, shape = choice.row.name, choice.row.form.dtype, choice.row.form.shape
-    whole, parts = (outputs(choice.form, name, dtype, shape, some) for some in (choice.owned, box))
+    whole = _outputs(choice, choice.owned)
+    parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
     return Job(source=source, outputs=places)
 
@@ -320,6 +328,7 @@ def _events(batch: _Batch) -> list[torch.cuda.Event]:
 
 
 def _wait(events: Iterable[torch.cuda.Event], stall_s: float) -> None:
+    """Wait for a batch. Not by `synchronize`, which would wait without a bound for a device that hangs."""
     deadline = time.monotonic() + stall_s
     for event in events:
         while not event.query():

@@ -1,8 +1,8 @@
-"""Steps of a part: reads from one source, bounded in bytes, in the order of the buckets.
+"""The cut of a part into steps: reads from one source, bounded in bytes, in the order of the buckets.
 
-In: a `Part`, the regions of both ends, a bound.
-Out: `Step`s, each with pieces of one window from one source, and windows of whole buckets.
-Not here: running them (`transfer`).
+In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each with pieces of one window from one source, and
+windows of whole buckets.
+Not here: running the steps (`transfer`).
 
     buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
 """
@@ -22,6 +22,7 @@ from penstock.sync.local_version import locate
 from penstock.types import I64, U64
 
 
+# `eq=False`: steps are keys of dicts, by identity, in a run and from one version to the next.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
     """Strips that are read from one source at once."""
@@ -62,7 +63,8 @@ class Windows:
     def digest_requests(self, source: int, ask_bytes: int) -> list[DigestRequest]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
-        taken = ask_bytes  # as if a request were full: the first step opens one
+        # As if a request were full: the first step opens one.
+        taken = ask_bytes
         for step in self.steps:
             if step.source == source:
                 if taken + step.nbytes > ask_bytes:
@@ -91,9 +93,11 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piec
     # A part can have millions of segments: everything here is columns, and the loop below runs once per step.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
+    # By window, then by source, and within those in the part's own order.
     order = np.lexsort((np.arange(len(segment_window)), part.source, segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
+    # A step begins where the window or the source changes, and within those after every `piece_bytes`.
     stop = np.cumsum(table.nbytes)
     fresh = np.ones(len(at), bool)
     fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
@@ -104,21 +108,22 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piec
     steps = []
     for start, end in pairwise(edges):
         mine = slice(start, end)
-        who = int(source[start])
-        steps.append(_step(int(window[start]), who, part.row[at[mine]], table[mine], theirs[who], ours))
+        giver = int(source[start])
+        steps.append(_step(int(window[start]), giver, part.row[at[mine]], table[mine], theirs[giver], ours))
     return Windows(bucket_first=tuple(windows), steps=_by_turns(steps))
 
 
 def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     """Return the segments in this order, cut to at most `piece_bytes`, and the segment of each piece."""
+    # Long runs are cut into columns, and then many rows into blocks.
     run = part.run_bytes[order]
-    counts = -(-run // piece_bytes)  # long runs are cut into columns, ...
+    counts = -(-run // piece_bytes)
     at = np.repeat(order, counts)
     skipped = spread(np.zeros(len(order), np.int64), counts) * piece_bytes
     width = np.minimum(part.run_bytes[at] - skipped, piece_bytes)
     rows_each = np.maximum(piece_bytes // width, 1)
     total = part.num_rows[at]
-    blocks = -(-total // rows_each)  # ... and then many rows into blocks
+    blocks = -(-total // rows_each)
     again = np.repeat(np.arange(len(at)), blocks)
     row = spread(np.zeros(len(at), np.int64), blocks) * rows_each[again]
     at, skipped = at[again], skipped[again]
@@ -134,9 +139,11 @@ def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
 
 
 def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
+    """Return the step of these pieces, with a table for each pair of regions that they lie in."""
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
+    # A read is between one region of each end: those are the units of registration.
     pair = from_region * len(ours) + to_region
     reads, places = [], []
     for region_pair in np.unique(pair).tolist():
@@ -190,6 +197,7 @@ def some_of(step: Step, which: I64) -> Step:
 
 
 def _joined(some: Sequence[Strips]) -> Strips:
+    """Return the strips of several sequences as one, in order."""
     return Strips(
         at=np.concatenate([strips.at for strips in some]),
         run_bytes=np.concatenate([strips.run_bytes for strips in some]),

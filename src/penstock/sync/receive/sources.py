@@ -75,7 +75,9 @@ class LocalLink:
     same_host = True
 
     def __init__(self, local_version: LocalVersion, *, same_process: bool = True) -> None:
-        self.local_version, self.map, self.same_process = local_version, local_version.map(), same_process
+        self.local_version = local_version
+        self.map = local_version.map()
+        self.same_process = same_process
         self.member = local_version.layout.member
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
@@ -107,8 +109,13 @@ class PeerLink:
     same_process = False
 
     def __init__(self, membership: Membership, member: str, version_map: VersionMap, *, same_host: bool) -> None:
-        self._membership, self.member, self.map, self.same_host = membership, member, version_map, same_host
-        self._channels, self._num_channels = list[str](), itertools.count()
+        self._membership = membership
+        self.member = member
+        self.map = version_map
+        self.same_host = same_host
+        # Channels that no thread uses now.
+        self._channels: list[str] = []
+        self._num_channels = itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
         """See `SourceLink.digests`."""
@@ -132,9 +139,12 @@ class PeerLink:
 class SourceFailed(Exception):
     """Failure of one source, so that the caller can go on without it; `error` is the reason."""
 
+    # No PenstockError: it never leaves the update, which raises `error` when no source is left.
+
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
-        self.member, self.error = member, error
+        self.member = member
+        self.error = error
 
 
 def open_links(membership: Membership, members: Sequence[str], version: int, stall_s: float) -> dict[str, SourceLink]:
@@ -156,6 +166,7 @@ def _open(membership: Membership, member: str, version: int, stall_s: float) -> 
                 version_map = membership.ask(member, lambda sync_client: sync_client.version_map(version, ASK_S))
                 break
             except NotFound as error:
+                # Publisher ranks begin a version within milliseconds of each other, and this one is not there yet.
                 if time.monotonic() > deadline:
                     message = f"the source did not begin version {version} within {stall_s:g} s"
                     raise SourceStalled(message, uri=f"penstock:{member}") from error
@@ -180,14 +191,16 @@ class SourceRead:
     """
 
     def __init__(self, link: SourceLink, into: Regions) -> None:
-        self.link, self._into = link, into
+        self.link = link
         self.member = link.member
+        self._into = into
+        # By the regions of both ends: transport, descriptor, and why no nearer transport is used.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
         self._lock = threading.Lock()
 
     @property
     def path(self) -> str:
-        """Names of the transports in use, nearest first."""
+        """Return the names of the transports in use."""
         return "+".join(dict.fromkeys(transport.name for transport, _, _ in self._routes.values()))
 
     @property
@@ -197,7 +210,7 @@ class SourceRead:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the source had all rows from the start, so that reads need not wait for its digests."""
+        """Return whether the source had all rows when it sent its map, so that reads need not wait for its digests."""
         return self.link.map.is_ready
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
@@ -208,7 +221,8 @@ class SourceRead:
             Cancelled: the run is over.
             PenstockError: from the link.
         """
-        seen, moved = -1, time.monotonic()
+        seen = -1
+        moved = time.monotonic()
         while not is_over():
             answer = self.link.digests(strips, wait_s=min(WAIT_S, stall_s))
             if answer.digests is not None:
@@ -216,6 +230,7 @@ class SourceRead:
                     message = f"the source answered with {len(answer.digests)} digests for {len(strips)} strips"
                     raise SourceStalled(message, uri=self.member)
                 return answer.digests
+            # Not ready yet, which may take as long as the source makes progress.
             # Rows anywhere count, not only those of these strips: a source that quantises layer by layer reaches the
             # last layers long after the first.
             if answer.num_ready != seen:
@@ -234,6 +249,7 @@ class SourceRead:
         for theirs, ours, rows in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self._into.handles(ours)[transport.name]
+            # In one piece where the transport can: a table of all runs takes milliseconds per GiB to make.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
             else:
@@ -260,6 +276,7 @@ class SourceRead:
             return route
 
     def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
+        """Return the nearest transport among these handles that reaches a region of the source."""
         link = self.link
         return self._into.links.choose(
             handles, link.map.regions[theirs], same_host=link.same_host, same_process=link.same_process
@@ -308,7 +325,7 @@ class TransferReport:
 
 @dataclass(slots=True)
 class _Span:
-    """Time during which at least one thread is inside."""
+    """Time during which at least one thread is inside: reads overlap, so a sum over threads would exceed the run."""
 
     inside: int = 0
     since: float = 0.0
@@ -327,22 +344,25 @@ class _Span:
 
 @dataclass(slots=True)
 class _Counts:
+    """The figures of one source."""
+
     wire: _Span = field(default_factory=_Span)
     nbytes: int = 0
     ready_s: float = 0.0
 
 
 class TransferStats:
-    """See the module.
+    """Bytes of each source, and seconds of waiting, on the wire and in digests. Used by several threads.
 
     Attributes:
-        peak_bytes: set by the run.
+        peak_bytes: most bytes being read or not yet verified at one time; set by the run.
     """
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
         self._reads = {read.member: read for read in reads.values()}
         self._counts = {member: _Counts() for member in self._reads}
-        self._wire, self._begun = _Span(), time.perf_counter()
+        self._wire = _Span()
+        self._begun = time.perf_counter()
         self._digest_s = 0.0
         self._lock = threading.Lock()
         self.peak_bytes = 0
@@ -350,6 +370,7 @@ class TransferStats:
     @contextmanager
     def reading(self, member: str) -> Iterator[None]:
         """Count the time of the body as a read from this source."""
+        # Of all sources together, and of this one.
         spans = (self._wire, self._counts[member].wire)
         with self._lock:
             for span in spans:

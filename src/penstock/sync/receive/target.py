@@ -57,22 +57,21 @@ def shown(checkpoint: TableReply, requested: str | Sequence[str] | None, model: 
     """
     tags = checkpoint.tags or ("",) * len(checkpoint.names)
     offered = tuple(dict.fromkeys(tag for tag in tags if tag))
-    wanted = (
-        (requested,)
-        if isinstance(requested, str)
-        else _fitting(offered, model)
-        if requested is None
-        else tuple(requested)
-    )
-    if missing := [tag for tag in wanted if tag not in offered]:
+    if requested is None:
+        chosen = _fitting(offered, model)
+    else:
+        chosen = (requested,) if isinstance(requested, str) else tuple(requested)
+    if missing := [tag for tag in chosen if tag not in offered]:
         message = f"no publisher offers tensors as {', '.join(missing)}; offered are {', '.join(offered) or 'none'}"
         raise PlanError(message, hint="pass transforms= to the publisher")
+    # The plain tensors first; codes and scales then take the place of the tensors that they were made of.
     rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
     for name, _, _, tag in _rows(checkpoint, tags):
-        if tag in wanted:
+        if tag in chosen:
             rows.pop(name.removesuffix(_suffix(tag)), None)
     for name, dtype, shape, tag in _rows(checkpoint, tags):
-        if tag in wanted:
+        if tag in chosen:
+            # Two of the requested tags store a tensor under one name.
             if name in rows:
                 raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
@@ -101,8 +100,10 @@ def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
     """Return whether a parameter has the codes' dtype, with a parameter for their scales."""
+    # A cast leaves no scales to tell it by: any BF16 model would ask for `cast:BF16`.
     if form.scaling == "none":
         return False
+    # Engines keep F4 codes as bytes: few kernels take torch's own dtype.
     codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)
     for name, tensor in live.items():
         scale = live.get(name.removesuffix(form.values_suffix) + form.scales_suffix)
@@ -126,6 +127,7 @@ def wanted_of(
             parameters that no tensor of the checkpoint fills; lists them.
     """
     if isinstance(target, torch.nn.Module):
+        # Loaders compare devices: the recording tensors must report the one of the model.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
         recording = record(target, table, load=load, device=device)
         if strict:
@@ -142,6 +144,7 @@ def _tagged(row: Row, tag: str) -> Row:
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
     """Raise PlanError if no published tensor fills some of the parameters."""
+    # Parameters alone: buffers such as rotary tables are computed by the model itself.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
     # Tensors that pass through the loader at each update may fill the rest: that cannot be known before.
@@ -190,6 +193,7 @@ class ReceiveBuffers:
         needed = sum(memory.nbytes for memory in memories)
         if staged and memory_bytes is not None and needed > memory_bytes:
             raise BudgetTooSmall(f"the staging copy of a version needs {needed} bytes", minimum_bytes=needed)
+        # Rows in scratch are staged as well: others read the version from its regions, scratch among them.
         self.wanted = requirements
         # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)

@@ -1,14 +1,9 @@
-"""Recorded copies of a loader as values: from a box of a checkpoint tensor to a box of a parameter.
+"""Recorded copies of a loader as values, and their use: boxes to fetch, the reference fill, the reversed declaration.
 
-In: the copies that `record` observed. Out: the boxes needed of each checkpoint tensor; `fill`, which applies the
-records to real tensors and is the reference for every transfer.
-Not here: the recording itself (`record`), the plan of a transfer (`plan`).
-
-Declaration of a model's own parameters as the checkpoint's tensors: the recording of its loader, reversed.
-
-In: a model's parameters, sharded or not, and the recording of its loader. Out: `Shard`s by the checkpoint's names, of
-the same memory.
-Not here: recording (`record`), declaring parameters (`sync.shards`).
+In: the copies that `record` observed; real tensors; a trainer's own parameters. Out: the boxes needed of each
+checkpoint tensor; `fill`, which applies the records and is the reference for every transfer; `checkpoint_shards`, which
+declares parameters as `Shard`s of the checkpoint's tensors, in the same memory.
+Not here: the recording itself (`requirements.record`), the plan of a transfer (`plan`), rows (`sync.shards`).
 
     transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
     has a shard of the merged tensor, and engines request the separate ones
@@ -119,6 +114,7 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _inside(box: Box, other: Box) -> bool:
+    """Return whether a box lies in another."""
     return all(a >= b for a, b in zip(box.start, other.start, strict=True)) and all(
         a <= b for a, b in zip(box.stop, other.stop, strict=True)
     )
@@ -126,6 +122,7 @@ def _inside(box: Box, other: Box) -> bool:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and buffers under all their names, detached, with the same memory."""
+    # Under all names: a loader may fill a tied weight by either, and buffers that no state dict has too.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach() for name, tensor in named}
 
@@ -149,6 +146,7 @@ def fill(
         hint = "pass the model's loader as load="
         raise PlanError(f"{len(recording.unrecorded)} tensors are unrecorded: {some}", hint=hint)
     if recording.unrecorded and load is not None:
+        # First, as in an update: records and constants may overwrite some of what the loader writes.
         load((name, source[name]) for name in recording.unrecorded)
     targets = live_tensors(model)
     with torch.no_grad():
@@ -160,6 +158,7 @@ def fill(
 
 def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a record's source box, on any device and of that box's shape, to its place in the target."""
+    # The inverse of the recorded view: the source's runs, in the target's order.
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))
@@ -211,7 +210,9 @@ def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]
         # A shard declares values of one dtype; bits under another dtype would be sent as wrong values.
         raise PlanError(f"its loader reads its bits as another dtype in {record.target}", tensor=record.source)
     shown = torch_shape(row.form.dtype, shape)
-    strides, first = row.tensor.stride(), int(row.tensor.storage_offset())
+    strides = row.tensor.stride()
+    first = int(row.tensor.storage_offset())
+    # The recorded map, restricted to the part of the target that is on this rank, and cut until both ends are boxes.
     for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
         inside = zip(part.target_start, box.start, strides, strict=True)
         begin = first + sum((at - start) * step for at, start, step in inside)
@@ -230,6 +231,7 @@ def _torch_box(row: Row) -> Box:
 
 def _map_of(record: Record) -> StrideMap:
     """Return the stride map that a record was made from."""
+    # A record keeps shapes, not steps: those follow from the boxes, whose digits fill each dim from the outer one.
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}

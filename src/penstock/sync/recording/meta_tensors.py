@@ -1,16 +1,12 @@
 """Tensors without storage, and the effect of each torch operator on the known provenance of their elements.
 
 In: operators, as torch dispatches them. Out: for each buffer, live or temporary, the pieces that it consists of.
-Not here: running a loader and turning pieces into records (`record`), copies by strides (`stride_map`).
+Not here: running a loader and turning pieces into records (`requirements.record`), copies by strides (`stride_map`).
 
 A buffer is a list of pieces that do not overlap: a box of a checkpoint tensor, a number, or unknown with a reason.
 Views need no rule each: a meta tensor's storage, offset and strides say what a view shows. Operators that allocate
-(`MAKE`) or copy elements (`RULES`) have a rule; all others make the elements that they write unknown.
-
-Provenance of each allocation that a loader reads or writes, as pieces that do not overlap.
-
-In: pieces in the order in which they are written. Out: the pieces that remain.
-Not here: the effect of operators (`meta_tensors`).
+(`MAKE`) or copy elements (`RULES`) have a rule; all others make the elements that they write unknown. So a loader that
+is not understood costs time at each update, and never correctness.
 """
 
 from __future__ import annotations
@@ -48,7 +44,8 @@ class Buffer:
     """An allocation: of a live tensor, or of a temporary one."""
 
     def __init__(self, tensor: torch.Tensor, *, name: str = "", piece: Piece | None = None) -> None:
-        self.tensor = tensor.detach()  # keeps the storage, whose identity is the key
+        # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
+        self.tensor = tensor.detach()
         self.name = name
         self.dtype = tensor.dtype
         self.grid = Grid(tensor.shape, tensor.stride())
@@ -57,6 +54,7 @@ class Buffer:
         self.start_bytes = self.offset * tensor.itemsize
         self.stop_bytes = self.start_bytes + (span + 1) * tensor.itemsize
         self.pieces: list[Piece] = [] if piece is None else [piece]
+        # Still the one piece that it was made with.
         self.untouched = piece is not None
         self._boxes: list[Box] = []
 
@@ -79,9 +77,10 @@ class Buffer:
             self._boxes.append(box)
 
 
-def _meet(one: Box, other: Box) -> bool:
+def _meet(box: Box, other: Box) -> bool:
+    """Return whether two boxes have a common element."""
     # `stride_map.meet` without allocating a box: an expert's parameter has hundreds of pieces, each compared with all.
-    for a, b, c, d in zip(one.start, one.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
+    for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
         if a >= d or c >= b:
             return False
     return True
@@ -99,6 +98,7 @@ def _without(piece: Piece, box: Box) -> Iterator[Piece]:
     if meet(whole, box) is None:
         yield piece
         return
+    # Dim by dim the parts before and after the box are cut off; what remains in the end is inside the box.
     start, stop = list(whole.start), list(whole.stop)
     for dim in range(len(start)):
         for low, high in ((start[dim], box.start[dim]), (box.stop[dim], stop[dim])):
@@ -155,9 +155,11 @@ class Recorded(torch.Tensor):
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
-        recorded._meta, recorded._recorder = meta, recorder
+        recorded._meta = meta
+        recorded._recorder = recorder
         return recorded
 
+    # The dispatcher sees every operator: at this level each would only be seen twice.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -203,7 +205,8 @@ class LoadRecorder:
         """Tensors that were copied to an unknown place, with the reason."""
         # Loaders copy from several threads. Re-entrant, because an operator may decompose into others.
         self._lock = threading.RLock()
-        self._made: dict[int, Buffer] = {}
+        # By storage: temporaries, of which each has its own, and live tensors, of which several may share one.
+        self._temporary: dict[int, Buffer] = {}
         self._live: dict[int, list[Buffer]] = {}
         # The largest first: a tensor inside another's memory is written to as part of that.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
@@ -229,6 +232,7 @@ class LoadRecorder:
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record that the loader put the tensor `new` in the place of `old`."""
         names = self.names([new])
+        # Without names the new tensor is not the checkpoint's: its values are unknown.
         if old.shape == new.shape and names:
             self.write(old, new)
         else:
@@ -250,14 +254,14 @@ class LoadRecorder:
         if shown.layout is not torch.strided:
             return None
         key = _storage(shown)
-        if key in self._made:
-            return self._made[key]
+        if key in self._temporary:
+            return self._temporary[key]
         buffers = self._live.get(key)
         if buffers is None:
             return None
         # In bytes: a storage can have several parameters, and a view may have another dtype than its buffer.
         start = shown.storage_offset() * shown.itemsize
-        at = bisect.bisect_right(buffers, start, key=lambda one: one.start_bytes) - 1
+        at = bisect.bisect_right(buffers, start, key=lambda buffer: buffer.start_bytes) - 1
         return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
 
     def _view(self, tensor: torch.Tensor) -> View | None:
@@ -288,6 +292,7 @@ class LoadRecorder:
         return buffer is not None and bool(buffer.pieces)
 
     def _lose(self, names: Iterable[str], why: str) -> None:
+        """Note checkpoint tensors whose elements can no longer be followed."""
         self.lost |= dict.fromkeys(names, why)
 
     def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
@@ -295,6 +300,7 @@ class LoadRecorder:
         for tensor in tensors:
             buffer = self._buffer(tensor) if tensor.numel() else None
             if buffer is None:
+                # A tensor that is not followed: where its elements go from there cannot be known.
                 self._lose(names, why)
                 continue
             try:
@@ -335,10 +341,13 @@ class LoadRecorder:
                 self.unknown([target], names, str(error))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the pieces of a source to a target, with the conversions on the way. NotBoxes: they are no boxes."""
+        # `copy_` broadcasts its source.
         spread = self.shown(source, lambda meta: meta.expand(target.shape))
         to, view = self._view(target), self._view(spread)
         if to is None or view is None:
             return
+        # The conversion of the values, and on either side the view of a buffer's bits as another dtype.
         steps: list[Step] = []
         if view.dtype != view.buffer.dtype:
             steps.append(("view", dtype_of(view.dtype)))
@@ -363,13 +372,14 @@ class LoadRecorder:
     def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
         """Return a new recording tensor, with one piece for all of it, or without known elements."""
         if meta.numel():
-            self._made[_storage(meta)] = Buffer(meta, piece=piece)
+            self._temporary[_storage(meta)] = Buffer(meta, piece=piece)
         return Recorded(meta, self, device)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
         with self._lock:
             packet = func.overloadpacket
+            # Views first: they are most of a loader's operators, and write nothing.
             if packet in VIEWS:
                 if not isinstance(args[0], Recorded):
                     return func(*args, **kwargs)
@@ -379,6 +389,7 @@ class LoadRecorder:
                 return make(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
+            # A loader's own arithmetic, with shapes, indices or expert maps: run as usual.
             if not writes and not any(self.is_tracked(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             rule = RULES.get(packet)
@@ -414,10 +425,12 @@ class LoadRecorder:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, by which tensors on the meta device can be told apart too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _stepped(piece: Piece, steps: list[Step]) -> Piece:
+    """Return a piece with further conversions; numbers and unknown elements need none."""
     return piece if piece.value is not None or piece.why else dataclasses.replace(piece, steps=(*piece.steps, *steps))
 
 
@@ -470,9 +483,11 @@ def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
+    # The loader made it without storage itself, so it cannot become a weight.
     if device.type == "meta":
         return func(*args, **kwargs)
     # Loaders compute with integers, such as expert maps: those values are needed during the recording.
+    # `like` may be a recording tensor, which has no real counterpart: an empty one of its shape takes its place.
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
@@ -514,8 +529,9 @@ def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(meta.ndim, 1)
     out, at = recorder.made(meta, args[0][0].device), 0
     for part in args[0]:
+        # Torch's `cat` ignores an empty tensor of one dim.
         if part.ndim != meta.ndim:
-            continue  # torch's `cat` ignores an empty tensor of one dim
+            continue
         extent = part.shape[dim]
         recorder.write(recorder.shown(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
         at += extent
@@ -535,12 +551,14 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
+    # All of it is padding first; the source is then written over its middle.
     out = recorder.made(meta, source.device, Piece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
         return out
 
     def inside(m: torch.Tensor) -> torch.Tensor:
+        # Torch lists paddings from the last dim on, as pairs of before and after.
         for i, before in enumerate(pads[::2]):
             m = m.narrow(-1 - i, before, source.shape[-1 - i])
         return m
@@ -564,6 +582,7 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
+    # Known only because the loader made the index itself: its values are real.
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
     shape = (*source.shape[:dim], len(rows), *source.shape[dim + 1 :])
     out = recorder.made(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)

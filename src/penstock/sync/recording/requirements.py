@@ -1,24 +1,19 @@
-"""The rows that a receiver requires, and the steps after their arrival; each element is received once, in one place.
+"""A receiver's requirements of a checkpoint: `record` runs the model's own loader once, `wanted` derives rows from it.
 
-In: a live model, the recording of its loader, the recorded table. Out: `Requirements`: rows for the planner, in live
-parameters where these store the same bytes, else in scratch; `install` and `finish` for the arrived rows.
-Not here: recording (`record`), the plan of a transfer (`plan`), staging copies of live memory
-(`sync.receive.staging_copy`).
+In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is unchanged, bit for bit. Then
+`Requirements`: rows for the planner, each element once, in live parameters where these store the same bytes, else in
+scratch; `install` and `finish` for the arrived rows.
+Not here: copies by strides (`stride_map`), the effect of operators on tensors without storage (`meta_tensors`), records
+as values (`layout`), the plan of a transfer (`plan`), staging copies of live memory (`sync.copy_plan`).
+
+    names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
+                                                                                               caught, not carried out
 
     record in order, dtype of the wire  -> row in the parameter itself
     permuted or cast                    -> row in scratch  -> install: into the parameter
     elements used twice                 -> one row         -> install: copied
     unrecorded                          -> whole, scratch  -> finish: through the loader
     constants                                              -> finish
-
-Recording of a model's own loader, run once with tensors that have no storage.
-
-In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is unchanged, bit for bit.
-Not here: copies by strides (`stride_map`), the use of a recording (`layout`), the effect of operators
-(`meta_tensors`).
-
-    names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
-                                                                                               caught, not carried out
 """
 
 from __future__ import annotations
@@ -77,6 +72,7 @@ def record(
         try:
             specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
         except PlanError as error:
+            # Torch cannot hold it, so no loader gets it; it may be one that this model does not use.
             left_out[name] = error.message
     # Each run leaves out at least one more tensor, so this ends.
     while True:
@@ -92,6 +88,7 @@ def record(
 
 def own_loader(model: torch.nn.Module) -> Load:
     """Return the model's own loader: its `load_weights`, else `load_state_dict`."""
+    # `load_weights` is the convention of vLLM and SGLang: it takes the checkpoint's own names.
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -105,8 +102,9 @@ class _Pass:
         self._recorder = recorder
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
-        self._held = [(group, dict(group)) for group in groups]
-        self._data = [(t, t.data) for _, saved in self._held for t in saved.values() if t is not None]
+        # The model's tensors and their memory before the run, to be put back.
+        self._saved = [(group, dict(group)) for group in groups]
+        self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
 
     def tensors(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the recording tensors, one by one."""
@@ -130,7 +128,7 @@ class _Pass:
 
     def _put_back(self) -> None:
         """Restore the model's tensors; record a tensor that replaced a parameter as that parameter's values."""
-        for group, saved in self._held:
+        for group, saved in self._saved:
             for name, old in saved.items():
                 new = group.get(name)
                 if old is not None and new is not None and new is not old:
@@ -146,6 +144,7 @@ class _Pass:
 def _recording(
     model: torch.nn.Module, table: TensorTable, recorder: LoadRecorder, left_out: Mapping[str, str]
 ) -> Recording:
+    """Turn the pieces of the live tensors into records, constants, and names that must pass through the loader."""
     unrecorded = {**left_out, **recorder.lost}
     records: list[Record] = []
     constants: list[Constant] = []
@@ -154,6 +153,7 @@ def _recording(
         for piece in pieces:
             box = piece.map.target_box()
             if piece.why:
+                # Not counted as filled: what the loader makes of unrecorded tensors cannot be known here.
                 unrecorded |= dict.fromkeys(piece.names, piece.why)
                 continue
             filled[target] = filled.get(target, 0) + box.num_elements
@@ -174,6 +174,7 @@ def _recording(
             )
     used = {entry.source for entry in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
+    # Tied parameters, and those inside another's memory, are recorded under that one's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
@@ -211,8 +212,8 @@ class _Step:
 class Requirements:
     """The rows that a receiver needs, and serves once it has a version.
 
-    Staged: rows of live memory arrive in the staging copy and are flipped; rows of scratch arrive in scratch, which no
-    engine computes with. Then `install` and `finish`, as in direct mode.
+    Staged, all rows arrive in the staging copy and are flipped to live memory and scratch; direct, they arrive there at
+    once. Then `install` and `finish`.
     """
 
     rows: tuple[Row, ...]
@@ -256,6 +257,7 @@ class Requirements:
         Order: once all rows of a tensor have a verified version, in live memory; on the current stream; after every
             update.
         """
+        # Names may lack steps: their rows arrived in the parameters themselves.
         with torch.no_grad():
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
@@ -280,6 +282,8 @@ class Requirements:
                     hint = "use a loader that copies into the parameters"
                     message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
+            # After the loader, which may write to the same tensors: a recording of it alone would not show the final
+            # values.
             for target, value in self._constants:
                 target.fill_(value)
             for step in self._last:
@@ -323,7 +327,8 @@ def wanted(
         if name in by_source or name in recording.unrecorded:
             source = _Source(name=name, kind=torch_dtype(dtype), shape=torch_shape(dtype, shape))
             places.lay(source, by_source.get(name, []), whole=name in recording.unrecorded)
-    requirements = places.made(recording, run, tags or {})
+    requirements = places.requirements(recording, run, tags or {})
+    # At the first update and not only in the report: these tensors cost memory and time at each one.
     for line in requirements.why():
         warnings.warn(line, RuntimeWarning, stacklevel=2)
     return requirements
@@ -359,7 +364,9 @@ class _Destinations:
     """The destinations of all required boxes, tensor after tensor; scratch is allocated when all are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
-        self._model, self._live, self._touched = model, live_tensors(model), touched
+        self._model = model
+        self._live = live_tensors(model)
+        self._touched = touched
         self._device = next((t.device for t in self._live.values()), torch.device("cpu"))
         self._places: list[_Place] = []
         self._whole: dict[str, _Place] = {}
@@ -370,11 +377,13 @@ class _Destinations:
     def lay(self, source: _Source, records: Sequence[Record], *, whole: bool) -> None:
         """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_Place] = []
+        # The loader gets the whole tensor, from scratch; records of the same tensor are copied from there too.
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
             self._rows.append((mine[0], mine[0].box))
             self._whole[source.name] = mine[0]
         views = [(entry, None if whole else self._direct(entry, source)) for entry in records]
+        # The larger first, so that a box inside another needs no row; of equal ones first those read into directly.
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
         # The experts of a layer are hundreds of boxes: where one dim separates them all, the comparison of each with
         # each is skipped.
@@ -411,14 +420,16 @@ class _Destinations:
         if target.shape != record.source_box.shape:
             try:
                 target = target.view(record.source_box.shape)
-            except RuntimeError:  # raised by torch if the strides do not allow the view
+            except RuntimeError:
+                # Raised by torch if the strides do not allow the view.
                 return None
         # The innermost dim must be contiguous, else every element would be a read of its own.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
         return target.view(source.kind) if inner == 1 else None
 
-    def made(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
+    def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """Allocate scratch, and return the requirements."""
+        # Before scratch gets its tensors, by which the two kinds are told apart here.
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
@@ -472,6 +483,7 @@ def _apart(boxes: Sequence[Box]) -> bool:
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Return the address of each live tensor."""
     return {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}
 
 
@@ -503,6 +515,8 @@ def _touched(model: torch.nn.Module, recording: Recording, table: TensorTable, l
     """
     if not recording.unrecorded:
         return frozenset()
+    # By running the loader on the unrecorded tensors alone, again without values. This watch is inside the recorder's,
+    # so it sees each operator before the recorder replaces it.
     seen = _Watch()
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -516,6 +530,7 @@ def _touched(model: torch.nn.Module, recording: Recording, table: TensorTable, l
 
 
 def _meeting(live: Mapping[str, tuple[int, int, int]], spans: Iterable[tuple[int, int, int]]) -> Iterator[str]:
+    """Yield the names of live tensors whose bytes meet one of the spans."""
     by_storage: dict[int, list[tuple[int, int]]] = {}
     for storage, start, stop in spans:
         by_storage.setdefault(storage, []).append((start, stop))

@@ -2,7 +2,7 @@
 
 In: two strided views of one extent, each of a tensor of known shape and strides. Out: `StrideMap`s, cut until both ends
 are boxes; their restriction to a box, and their composition.
-Not here: the tensors themselves (`record`). No torch.
+Not here: the tensors themselves (`meta_tensors`). No torch.
 
     W [heads * 4, n] viewed as [heads, 4, n], transposed to P [4, heads * n]: three digits
     (heads: dim 0 step 4 -> dim 1 step n)  (4: dim 0 step 1 -> dim 0 step 1)  (n: dim 1 step 1 -> dim 1 step 1)
@@ -63,6 +63,7 @@ class StrideMap:
 
 
 def _box(start: tuple[int, ...], runs: Iterator[tuple[int, int]]) -> Box:
+    """Return the box from `start` whose extent in each dim is the product of the runs (extent, dim) in it."""
     extent = [1] * len(start)
     for n, dim in runs:
         extent[dim] *= n
@@ -73,11 +74,14 @@ class Grid:
     """A tensor's shape and strides, to locate element offsets in it. Not for tensors without elements."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.shape, self.strides = tuple(shape), tuple(strides)
+        self.shape = tuple(shape)
+        self.strides = tuple(strides)
+        # Dims of extent 1 have arbitrary strides, which would confuse the order.
         wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
         self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
 
     def _start(self, offset: int) -> tuple[int, ...]:
+        """Return the index of the element at an offset."""
         start, rest = [0] * len(self.shape), offset
         for dim in self._outer_first:
             if self.strides[dim] < 1:
@@ -105,6 +109,7 @@ class Grid:
         return start, placed
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
+        """Return the digits of one dim of a view, the outer first; their target halves are 0."""
         if extent == 1:
             return []
         if stride == 0:
@@ -112,6 +117,8 @@ class Grid:
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
             raise NotBoxes("a view that steps inside an element")
+        # The inner digit lies in the dim with the largest stride that is not above the view's. Where the view goes on
+        # past the end of that dim, the rest is a digit of the dim around it, if the two are dense together.
         inner: list[Digit] = []
         while True:
             dim = self._outer_first[level]
@@ -141,6 +148,7 @@ def between(
     Raises:
         NotBoxes: a view steps unevenly.
     """
+    # The source's digits first; then each of them is located in the target, which may split it again.
     source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
     for digits, stride in zip(placed, target_strides, strict=True):
@@ -177,6 +185,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     turned = [whole.digits[i] for i in sorted(loops)]
     if (count := math.prod(digit[0] for digit in turned)) > MAX_BOXES:
         raise NotBoxes(f"a copy of {count} separate boxes")
+    # The digits with gaps become loops: one map for each combination of their values.
     maps = []
     for values in itertools.product(*(range(digit[0]) for digit in turned)):
         source, target = list(whole.source_start), list(whole.target_start)
@@ -191,6 +200,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
     """Return the digits that leave gaps in a dim at either end, without those in `loops`."""
     uneven: set[int] = set()
+    # At 1 and 3 a digit has the dims of its source and its target, each followed by the step.
     for dim_at in (1, 3):
         run: dict[int, int] = {}
         for i in sorted(range(len(digits)), key=lambda i: digits[i][dim_at + 1]):
@@ -204,10 +214,10 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
     return uneven
 
 
-def meet(one: Box, other: Box) -> Box | None:
+def meet(box: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes; None if it is empty."""
-    start = tuple(map(max, one.start, other.start))
-    stop = tuple(map(min, one.stop, other.stop))
+    start = tuple(map(max, box.start, other.start))
+    stop = tuple(map(min, box.stop, other.stop))
     return Box(start=start, stop=stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
@@ -224,6 +234,7 @@ def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
 
 
 def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator[StrideMap]:
+    """Yield the parts of a map that write to `[start, stop)` of one target dim."""
     mine = sorted((digit for digit in whole.digits if digit[3] == dim), key=lambda digit: -digit[4])
     first = whole.target_start[dim]
     if (start, stop) == (first, first + math.prod(digit[0] for digit in mine)):
@@ -245,6 +256,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
     if not extents:
         yield []
         return
+    # As with numbers of several digits: a first part up to a whole step of the outer digit, whole steps, and a rest.
     below = math.prod(extents[1:])
     edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
     for low, high in itertools.pairwise(sorted(edges)):
@@ -270,6 +282,7 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
             if writer.target_box() == reader.target_box():
                 yield _joined(writer, reader)
             else:
+                # The reader's box was cut at the writer's digits: cut the writer's at the new ones in turn.
                 yield from chain(writer, reader.flipped())
 
 
@@ -278,6 +291,7 @@ def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
     joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
+        # Digits of both ends by turns, the inner first: each pair is cut to the smaller of the two.
         while left and right:
             (n, d, s), (m, e, t) = left.pop(), right.pop()
             common = min(n, m)
