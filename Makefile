@@ -14,6 +14,8 @@ EXTRAS ?= torch,hub,redis,dev,docs
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
+# Without Playwright, on which it depends: the file of axe is all that the tests need.
+AXE    ?= axe-playwright-python==0.1.8
 # What nobody imports is not worth compiling: that takes a third of the set-up's time.
 PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
@@ -49,6 +51,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(VENV)/bin/$(PIP) --no-deps $(NIXL) \
 		|| echo "NIXL does not install here: its tests are skipped" >&2
+	@$(VENV)/bin/$(PIP) --no-deps $(AXE) \
+		|| echo "axe does not install here: accessibility is not tested" >&2
 	@$(VENV)/bin/$(PIP) -c constraints.txt $(RAY) \
 		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
@@ -62,6 +66,7 @@ storage-servers:
 	@if [ -x scripts/setup_swift.sh ]; then PYTHON=$(PYTHON) scripts/setup_swift.sh; fi
 	@if [ -x scripts/setup_radosgw.sh ]; then \
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
+	@scripts/setup_chromium.sh || echo "chromium could not be set up here: tests of the fleet page are skipped" >&2
 	@scripts/setup_redis.sh || echo "redis could not be set up here: its tests are skipped" >&2
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)

@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --ray --rates --hub --token-file --listen --dry-run --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
+    "ui": "--hub --token-file --port",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
     "doctor": "--path --calibrate --format",

@@ -1,4 +1,4 @@
-"""`penstock hub`: serve the directory of a fleet until SIGTERM or SIGINT.
+"""`penstock hub` and `penstock ui`: serve the directory of a fleet, or its page, until SIGTERM or SIGINT.
 
 In: the address, tokens and certificates. Out: its URL on stdout once it listens.
 Not here: serving (`hub.server`).
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.terminal import note, option
+from penstock.cli.terminal import Hub, TokenFile, connection_of, note, option
 
 
 def hub(
@@ -70,6 +70,25 @@ def hub(
         run_hub(Directory(store), listen or own_address(), auth, ready=ready)
     finally:
         store.close()
+
+
+def ui(
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On 127.0.0.1; 0 takes any free one.")] = 0,
+) -> None:
+    """Show the fleet in a browser: prints the page's address, and serves it on loopback until Ctrl-C."""
+    from penstock.hub.client import HubClient, resolve_connection
+    from penstock.hub.server import run_page
+
+    connection = resolve_connection(connection_of(hub, token_file))
+
+    def ready(url: str) -> None:
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+
+    with HubClient.connect(connection.hub, connection.token) as client:
+        run_page(client.status, port, ready=ready)
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:

@@ -211,9 +211,11 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         MissingExtra: FastAPI or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
     auth = auth or Auth()
     metrics = Metrics(directory)
+    feed = FleetFeed(directory.status)
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)
@@ -222,19 +224,48 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        beating = asyncio.create_task(_beat(directory, auth))
+        tasks = [asyncio.create_task(_beat(directory, auth)), asyncio.create_task(keep_sampling(feed))]
         yield
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     app = FastAPI(title="Penstock hub", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for operation in OPERATIONS:
         # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
         app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
     _add_pages(app, directory, auth, metrics)
+    add_page(app, feed, lambda request: _check_caller(request, auth))
     app.state.on_unauthorized = on_unauthorized
     app.openapi = lambda: document(OPERATIONS, FAULTS, auth)  # type: ignore[method-assign]
-    _map_faults(app, metrics)
+    _map_faults(app, metrics.refused)
+    return app
+
+
+def create_page_app(status: Callable[[], Status], auth: Auth) -> FastAPI:
+    """Create an app that serves the fleet page and nothing else.
+
+    Args:
+        status: returns the members of the fleet.
+        auth: authenticates the page's requests.
+    """
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling
+
+    feed = FleetFeed(status)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        sampling = asyncio.create_task(keep_sampling(feed))
+        yield
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+
+    app = FastAPI(
+        title="Penstock fleet", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    add_page(app, feed, lambda request: _check_caller(request, auth))
+    app.state.on_unauthorized = lambda path, client: None
+    _map_faults(app, lambda status: None)
     return app
 
 
@@ -398,11 +429,11 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _map_faults(app: FastAPI, metrics: Metrics) -> None:
+def _map_faults(app: FastAPI, count_refusal: Callable[[int], None]) -> None:
     """Register handlers that answer every error with a `Fault` and its status."""
 
     def answer(status: int, fault: Fault, headers: dict[str, str] | None = None) -> Response:
-        metrics.refused(status)
+        count_refusal(status)
         return Response(msgspec.json.encode(fault), status, headers, "application/json")
 
     async def refused(_: Request, error: Exception) -> Response:

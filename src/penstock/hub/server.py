@@ -11,10 +11,12 @@ import gc
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
+from penstock.hub.messages import Status
 from penstock.lifecycle import let_go_in_children
 from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit, raise_descriptor_limit
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi import FastAPI
 
 START_S = 20.0
 """Deadline of a start: importing FastAPI on a busy machine takes some seconds."""
@@ -135,12 +139,11 @@ def _refusal(auth: Auth) -> bytes:
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvicorn.Server:
+def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
     try:
         import uvicorn
     except ImportError as error:
         raise MissingExtra("the hub needs uvicorn", hint="pip install 'penstock[hub]'") from error
-    from penstock.hub.app import create_app
     from penstock.hub.connection import protocol_for
 
     class Server(uvicorn.Server):
@@ -171,7 +174,7 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
             listener.admission.sweep(most=_CUTS_A_TICK)
             return await super().on_tick(counter)
 
-    app = create_app(directory, auth)
+    app = make_app()
     config = uvicorn.Config(
         app,
         # Not uvloop, even if it is installed: it accepts by itself, past the listener's limits.
@@ -197,6 +200,45 @@ def _server(directory: Directory, auth: Auth, listener: GuardedListener) -> uvic
     return Server(config)
 
 
+def _hub_app(directory: Directory, auth: Auth) -> Callable[[], FastAPI]:
+    """Return a function that creates the hub's app: the import of FastAPI is the server's to report."""
+
+    def create() -> FastAPI:
+        from penstock.hub.app import create_app
+
+        return create_app(directory, auth)
+
+    return create
+
+
+def run_page(status: Callable[[], Status], port: int, *, ready: Callable[[str], None]) -> None:
+    """Serve the fleet page on loopback until SIGINT or SIGTERM, for a user whose browser cannot reach the hub itself.
+
+    Order: from the main thread.
+
+    Args:
+        status: returns the members of the fleet.
+        port: on 127.0.0.1; 0 takes any.
+        ready: called once it listens with the page's URL, whose fragment is the token that the page sends.
+
+    Raises:
+        ConfigError: the port is taken. MissingExtra: a package is not installed.
+    """
+    # Every user of this host can connect to loopback, and the page would show them a hub that only this user reaches.
+    with tempfile.TemporaryDirectory() as directory:
+        token = secrets.token_urlsafe(24)
+        token_file = Path(directory) / "token"
+        token_file.write_text(f"{token}\n", encoding="utf-8")
+        auth = Auth.of(token_file=token_file)
+
+        def create() -> FastAPI:
+            from penstock.hub.app import create_page_app
+
+            return create_page_app(status, auth)
+
+        _run(create, f"127.0.0.1:{port}", auth, ready=lambda url: ready(f"{url}/#{token}"))
+
+
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; then answer running requests and return. SIGHUP reads the token file again.
 
@@ -212,12 +254,17 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
     """
     auth = auth or Auth()
+    _run(_hub_app(directory, auth), listen, auth, ready=ready)
+
+
+def _run(make_app: Callable[[], FastAPI], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
+    """Serve an app until a signal, as `run_hub` says."""
     bound = bind(listen, auth)
     limits = ConnectionLimits.for_descriptors(raise_descriptor_limit(), idle_s=_KEEP_ALIVE_S)
     url = url_of(bound, auth)
     listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
     try:
-        server = _server(directory, auth, listener)
+        server = _server(make_app, auth, listener)
     except BaseException:
         listener.close()
         raise
@@ -280,7 +327,7 @@ class HubThread:
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
         try:
-            self._server = _server(directory, auth, self._listener)
+            self._server = _server(_hub_app(directory, auth), auth, self._listener)
         except BaseException:
             self._listener.close()
             raise

@@ -1,0 +1,289 @@
+"""The fleet page: static files for a browser, and a stream of changes of the fleet's status.
+
+In: a function that returns the status. Out: routes `/`, `/assets/NAME` and `/v1/events` of an app.
+Not here: the status itself (`snapshot`), what the page draws (`assets/app.js`), authentication (`auth`, `connection`).
+
+    browser --GET /--> files of this package; nothing from another origin
+            --GET /v1/events?since=N, bearer token--> rows that changed since N, again after each interval
+
+The page sends the token itself, because a browser's event source cannot: it reads the stream by `fetch`. A stream ends
+after `STREAM_S`, before the hub's deadline for an answer; the page then asks for what changed since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from penstock.errors import MissingExtra, PenstockError
+from penstock.hub.auth import Caller
+from penstock.hub.messages import HoldingState, MemberStatus, Status, SyncState
+
+try:
+    from fastapi import FastAPI, Request, Response
+    from fastapi.concurrency import run_in_threadpool
+    from starlette.responses import StreamingResponse
+except ImportError as error:
+    raise MissingExtra("the fleet page needs FastAPI", hint="pip install 'penstock[hub]'") from error
+
+INTERVAL_S = 1.0
+"""Between two looks at the status while somebody watches."""
+SLOW_INTERVAL_S = 2.0
+"""The same for more than `MANY` members: a look at 1,000 members takes some tens of milliseconds."""
+MANY = 200
+STREAM_S = 50.0
+"""Length of one stream. Reason: the hub ends an answer that takes more than 60 s (`connection.REQUEST_S`)."""
+HISTORY_S = 3600.0
+SAMPLE_S = 5.0
+"""Between two points of the charts: 720 in an hour."""
+MAX_VIEWERS = 32
+"""Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second."""
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_log = logging.getLogger("penstock.hub")
+_ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+_SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
+
+Row = dict[str, Any]
+"""One member as the page has it: plain values of JSON, without clocks that run."""
+
+
+def shares(path: str) -> list[dict[str, Any]]:
+    """Return the parts of a path, `75% shm <- MEMBER, 25% storage URI`, as transport, source and percent."""
+    return [
+        {"percent": int(percent), "transport": transport, "source": source or ""}
+        for percent, transport, source in _SHARE.findall(path)
+    ]
+
+
+def row_of(member: MemberStatus, ttl_s: float = 10.0) -> Row:
+    """Return a member as the page draws it.
+
+    Args:
+        member: from the hub.
+        ttl_s: seconds of silence after which it is shown as silent.
+    """
+    return {
+        "id": member.member,
+        "name": member.name,
+        "host": member.host,
+        "rack": member.rack,
+        "silent": member.silent_s > ttl_s / 2,
+        "complaints": member.complaints,
+        "holdings": [_holding_row(holding) for holding in member.holdings],
+        "syncs": [_sync_row(state) for state in member.syncs],
+    }
+
+
+def _holding_row(holding: HoldingState) -> Row:
+    # A draining holder may have been whole, and then lists no ranges.
+    is_whole = holding.state == "whole" or (holding.state == "draining" and not holding.have)
+    have = holding.num_chunks if is_whole else sum(stop - start for start, stop in holding.have)
+    return {
+        "model": holding.identity.model,
+        "revision": holding.revision or holding.identity.revision,
+        "state": holding.state,
+        "share": have / max(1, holding.num_chunks),
+        "nbytes": holding.nbytes,
+        "device": holding.device,
+        "tier": holding.tier,
+        "kept": holding.kept,
+        "readers": holding.num_readers,
+        "max_readers": holding.max_readers,
+        "parent": holding.parent,
+        "path": shares(holding.path),
+        "why": holding.why,
+        "gb_per_s": round(holding.gb_per_s, 3),
+    }
+
+
+def _sync_row(state: SyncState) -> Row:
+    return {
+        "name": state.name,
+        "side": state.side,
+        "rank": state.rank,
+        "world_size": state.world_size,
+        "version": state.version,
+        "state": state.state,
+        "nbytes": state.nbytes,
+        "path": shares(state.path),
+    }
+
+
+def totals(rows: Mapping[str, Row]) -> Row:
+    """Return the figures of the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
+    holdings = [holding for row in rows.values() for holding in row["holdings"]]
+    saved = 0.0
+    for holding in holdings:
+        from_storage = sum(part["percent"] for part in holding["path"] if part["transport"] == "storage")
+        if holding["path"]:
+            saved += holding["nbytes"] * holding["share"] * (1 - from_storage / 100)
+    return {
+        "members": len(rows),
+        "held_bytes": int(sum(holding["nbytes"] * holding["share"] for holding in holdings)),
+        "gb_per_s": round(sum(holding["gb_per_s"] for holding in holdings if holding["state"] == "filling"), 3),
+        "saved_bytes": int(saved),
+    }
+
+
+class FleetFeed:
+    """The status as the viewers have it: rows with the serial number of their last change, and an hour of totals.
+
+    Thread-safe. Any number of viewers share one look at the status.
+
+    Args:
+        status: returns the members; may raise what the hub's store raises.
+        clock: seconds.
+    """
+
+    def __init__(self, status: Callable[[], Status], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._status = status
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rows: dict[str, Row] = {}
+        self._changed: dict[str, int] = {}
+        self._gone: deque[tuple[int, str]] = deque(maxlen=10_000)
+        self._serial = 0
+        self._looked_s = float("-inf")
+        self._history: deque[Row] = deque(maxlen=int(HISTORY_S / SAMPLE_S))
+        self._sampled_s = float("-inf")
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two looks, by the number of members."""
+        return SLOW_INTERVAL_S if len(self._rows) > MANY else INTERVAL_S
+
+    def look(self) -> None:
+        """Compare the status with the rows, unless somebody did so within the interval."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._looked_s < self.interval_s * 0.9:
+                return
+            rows = {member.member: row_of(member) for member in self._status().members}
+            self._looked_s = now_s
+            changed = [name for name, row in rows.items() if self._rows.get(name) != row]
+            gone = [name for name in self._rows if name not in rows]
+            if changed or gone:
+                self._serial += 1
+            for name in changed:
+                self._changed[name] = self._serial
+            for name in gone:
+                del self._changed[name]
+                self._gone.append((self._serial, name))
+            self._rows = rows
+            if now_s - self._sampled_s >= SAMPLE_S * 0.9:
+                self._sampled_s = now_s
+                self._history.append({"at": time.time(), **totals(rows)})
+
+    def changes(self, since: int, caller: Caller) -> tuple[int, bytes]:
+        """Return the present serial number, and a message with what changed since; empty if nothing did.
+
+        Args:
+            since: the serial number that the viewer has; 0: nothing yet, and the message has everything.
+            caller: rows are limited to the models that it may see.
+        """
+        with self._lock:
+            if since > self._serial:
+                since = 0  # of another life of this hub
+            if since == self._serial and since:
+                return since, b""
+            rows = [self._rows[name] for name, serial in self._changed.items() if serial > since]
+            message = {
+                "serial": self._serial,
+                "full": since == 0,
+                "rows": [visible for row in rows if (visible := visible_to(row, caller)) is not None],
+                "gone": [] if since == 0 else [name for serial, name in self._gone if serial > since],
+            }
+            if caller.models is None:
+                # Totals of all models are not for a caller that may see some of them.
+                message["totals"] = totals(self._rows)
+                message["history"] = list(self._history) if since == 0 else list(self._history)[-1:]
+            return self._serial, msgspec.json.encode(message)
+
+
+def visible_to(row: Row, caller: Caller) -> Row | None:
+    """Return the part of a row that a caller may see; None if that is nothing."""
+    if caller.models is None:
+        return row
+    visible = {
+        **row,
+        "holdings": [holding for holding in row["holdings"] if caller.may_ask((holding["model"],))],
+        "syncs": [state for state in row["syncs"] if caller.may_ask((state["name"],))],
+    }
+    return visible if visible["holdings"] or visible["syncs"] else None
+
+
+async def keep_sampling(feed: FleetFeed) -> None:
+    """Look at the status for the charts, also while nobody watches; a store that does not answer leaves a gap."""
+    while True:
+        try:
+            await run_in_threadpool(feed.look)
+        except (PenstockError, OSError) as error:
+            _log.warning("the status for the fleet page cannot be read: %s", error)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:
+    """Add the page's files and its stream to an app.
+
+    Args:
+        app: of the hub, or of `penstock ui`.
+        feed: the status.
+        caller_of: authenticates a request, or raises what the app answers with 401.
+    """
+    assets = files("penstock.hub") / "assets"
+    viewers = 0
+
+    async def index() -> Response:
+        return Response((assets / "index.html").read_bytes(), media_type="text/html", headers=SECURITY_HEADERS)
+
+    async def asset(name: str) -> Response:
+        if name not in _ASSETS:
+            return Response(status_code=404, headers=SECURITY_HEADERS)
+        return Response((assets / name).read_bytes(), media_type=_ASSETS[name], headers=SECURITY_HEADERS)
+
+    async def events(request: Request) -> Response:
+        nonlocal viewers
+        caller = caller_of(request)
+        since = request.query_params.get("since", "0")
+        if not since.isascii() or not since.isdigit() or len(since) > 18:
+            return Response(status_code=422, headers=SECURITY_HEADERS)
+        if viewers >= MAX_VIEWERS:
+            return Response(status_code=503, headers={**SECURITY_HEADERS, "Retry-After": "10"})
+
+        async def stream() -> AsyncIterator[bytes]:
+            nonlocal viewers
+            viewers += 1
+            try:
+                serial, end_s = int(since), time.monotonic() + STREAM_S
+                while time.monotonic() < end_s:
+                    # In a thread: Redis may be behind the status, and 1,000 rows are compared.
+                    await run_in_threadpool(feed.look)
+                    serial, message = await run_in_threadpool(feed.changes, serial, caller)
+                    # A comment line keeps the connection alive, and shows the viewer that the hub answers.
+                    yield b"data: " + message + b"\n\n" if message else b":\n\n"
+                    await asyncio.sleep(feed.interval_s)
+            finally:
+                viewers -= 1
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=SECURITY_HEADERS)
+
+    app.add_api_route("/", index, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/assets/{name}", asset, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/v1/events", events, methods=["GET"], include_in_schema=False)

@@ -1,0 +1,161 @@
+"""The fleet page: the changes that a viewer gets, what a limited token sees, and the files as they are served."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from penstock.hub.auth import Auth, Caller
+from penstock.hub.directory import Directory
+from penstock.hub.messages import HoldingState, Identity, MemberStatus, Status, SyncState
+from penstock.hub.page import FleetFeed, row_of, shares, totals
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+
+TOKEN, LIMITED = "a-token-of-this-hub", "a-token-for-one-model"
+ALL = Caller()
+
+
+def member(name: str, *, model: str = "llama", have: tuple[tuple[int, int], ...] = (), state="filling", **more):
+    holding = HoldingState(
+        key="0" * 32, identity=Identity(model=model), num_chunks=10, nbytes=1000, have=have, state=state, **more
+    )
+    return MemberStatus(
+        member=name, name="w", host="h", rack="", doors=(), age_s=1.0, silent_s=0.1, holdings=(holding,)
+    )
+
+
+class Fleet:
+    """A status that a test changes, and a clock that it moves."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, MemberStatus] = {}
+        self.now_s = 0.0
+        self.feed = FleetFeed(lambda: Status(members=tuple(self.members.values())), clock=lambda: self.now_s)
+
+    def look(self, since: int, caller: Caller = ALL) -> tuple[int, dict | None]:
+        self.now_s += 10
+        self.feed.look()
+        serial, message = self.feed.changes(since, caller)
+        return serial, json.loads(message) if message else None
+
+
+def test_a_path_is_parted() -> None:
+    assert shares("75% shm <- 3f9c02ab, 25% storage s3://b/m/") == [
+        {"percent": 75, "transport": "shm", "source": "3f9c02ab"},
+        {"percent": 25, "transport": "storage", "source": "s3://b/m/"},
+    ]
+    assert shares("") == []
+
+
+def test_a_viewer_gets_everything_once_and_then_what_changed() -> None:
+    fleet = Fleet()
+    fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
+    serial, message = fleet.look(0)
+    assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["a", "b"]
+    assert fleet.look(serial) == (serial, None)
+    fleet.members["b"] = member("b", have=((0, 10),))
+    later, message = fleet.look(serial)
+    assert message is not None and not message["full"]
+    assert [(row["id"], row["holdings"][0]["share"]) for row in message["rows"]] == [("b", 1.0)]
+    del fleet.members["a"]
+    _, message = fleet.look(later)
+    assert message is not None and (message["rows"], message["gone"]) == ([], ["a"])
+
+
+def test_clocks_that_run_are_no_change() -> None:
+    first = member("a")
+    second = MemberStatus(**{name: getattr(first, name) for name in first.__struct_fields__} | {"age_s": 9.0})
+    assert row_of(first) == row_of(second)
+
+
+def test_a_serial_number_of_another_hub_begins_anew() -> None:
+    fleet = Fleet()
+    fleet.members = {"a": member("a")}
+    _, message = fleet.look(1_000)
+    assert message is not None and message["full"]
+
+
+def test_a_limited_caller_sees_its_models_only() -> None:
+    fleet = Fleet()
+    fleet.members = {"a": member("a"), "b": member("b", model="secret")}
+    _, message = fleet.look(0, Caller(models=("llama",)))
+    assert message is not None and [row["id"] for row in message["rows"]] == ["a"]
+    assert "totals" not in message and "secret" not in json.dumps(message)
+
+
+def test_bytes_from_peers_count_as_saved() -> None:
+    rows = {
+        "a": row_of(member("a", state="whole", path="100% storage /m")),
+        "b": row_of(member("b", have=((0, 5),), path="80% shm <- aaaaaaaa, 20% storage /m", gb_per_s=1.5)),
+    }
+    assert totals(rows) == {"members": 2, "held_bytes": 1500, "gb_per_s": 1.5, "saved_bytes": 400}
+
+
+def test_a_sync_is_shown_with_its_version() -> None:
+    state = SyncState(name="policy", side="subscriber", version=7, rank=1, world_size=2)
+    known = MemberStatus(
+        member="a", name="", host="h", rack="", doors=(), age_s=0, silent_s=9.0, holdings=(), syncs=(state,)
+    )
+    row = row_of(known)
+    assert row["silent"] and row["syncs"][0]["version"] == 7
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubThread]:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n{LIMITED} llama*\n")
+    auth = Auth.of(token_file=tokens)
+    thread = HubThread(Directory(MemoryStore()), bind("127.0.0.1:0", auth), auth)
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def ask(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
+    """Ask the hub for a path, with a token or without, each time by a connection of its own."""
+    with ExitStack() as stack:
+
+        def get(path: str, token: str = "") -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection(hub.url.removeprefix("http://"), timeout=10)
+            stack.callback(connection.close)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            answer = connection.getresponse()
+            stack.callback(answer.close)
+            return answer
+
+        yield get
+
+
+def test_the_files_come_without_a_token_and_allow_no_other_origin(ask) -> None:
+    for path in ("/", "/assets/app.js", "/assets/style.css", "/assets/icon.svg"):
+        answer = ask(path)
+        assert answer.status == 200
+        policy = answer.getheader("Content-Security-Policy") or ""
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        text = answer.read().decode()
+        # A name space is no address that a browser loads.
+        assert not re.search(r"(?:src|href|url\(|fetch\()=?[\"'`]?(?:https?:)?//", text)
+
+
+def test_other_names_are_no_files(ask) -> None:
+    for path in ("/assets/index.html", "/assets/..%2f__init__.py", "/assets/nothing"):
+        assert ask(path).status == 404
+
+
+def test_the_stream_asks_for_a_token(ask) -> None:
+    assert ask("/v1/events").status == 401
+    assert ask("/v1/events", "a-token-of-another-hub").status == 401
+    assert ask("/v1/events?since=x", TOKEN).status == 422
+    for token in (TOKEN, LIMITED):
+        answer = ask("/v1/events", token)
+        assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream; charset=utf-8")
