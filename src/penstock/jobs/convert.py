@@ -192,6 +192,7 @@ def convert(
                 storage_options=storage_options,
             )
             request.job.check_budget(request.job_spec.memory_bytes, "one task")
+        # One stack for everything: sources, staging files and workers end together, after the result is published.
         run = _Run(stack=stack, stages=stages, launcher=launcher, devices=devices, settings=settings, progress=progress)
         result = _make(request, destination, run)
         end = stack.pop_all()
@@ -261,6 +262,7 @@ def plan_request(
     if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
         raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
     require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
+    # `to` is one more operation, the last: a chain of them never writes what lies between.
     specs = [*operation_specs(operations), *([{"op": "store", "format": to}] if to is not None else [])]
     specs = completed(specs, opened, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
@@ -302,6 +304,7 @@ def plan_request(
 
 
 def _uris(sources: Uris) -> list[str]:
+    """Return one or several sources as texts, in order."""
     several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
     return [text_of(uri) for uri in several]
 
@@ -355,7 +358,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The means to run a staged request: workers, and what the user sees of them."""
+    """The means to run a staged request: workers, and the progress and stages that the user sees."""
 
     stack: ExitStack
     """Ends the workers, after the result is published."""
@@ -375,6 +378,7 @@ class _Run:
         if staged.job_spec.in_memory and self.launcher.listen is not None:
             message = "workers on other hosts cannot write to memory of this host"
             raise ConfigError(message, uri=staged.into, hint="leave out ray=, or convert to a directory")
+        # All files, since the prediction has no rate for a store, wherever one of them is.
         uris = [*(source.uri for weights in staged.request.opened for source in weights.sources), staged.into]
         job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
         is_over = threading.Event()
@@ -385,6 +389,7 @@ class _Run:
             room = pool.submit(_make_room, staged.out, stages, is_over)
             shown = self.stack.enter_context(Progress(self.progress, staged.into, unit="tasks"))
             with stages.stage("workers"):
+                # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
                 counted = self.launcher.gpus if isinstance(self.launcher, LocalLauncher) else gpus
                 where = devices_of(self.devices, self.settings.num_workers, counted)
                 coordinator = self.stack.enter_context(
@@ -395,6 +400,7 @@ class _Run:
                 coordinator.begin()
             here = where if self.launcher.listen is None else ()
             predicted = predict(job, journal.kept, uris, here, self.settings.rates)
+            # No task before there is room for it: a disk that is too small fails here, and not hours later.
             room.result()
         with stages.stage("run"):
             coordinator.run()
@@ -403,6 +409,7 @@ class _Run:
 
 
 def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
+    """Allocate the output's disk space until it is all there, or the run is over."""
     with stages.stage("room"):
         out.allocate(is_over.is_set)
 
@@ -471,7 +478,7 @@ def _begin(staged: _Staged) -> str | None:
     job, journal, into, out = staged.request.job, staged.journal, staged.into, staged.out
     settings, options = staged.request.settings, staged.job_spec.storage_options
     if revision := published(job, into, settings, options):
-        # The report counts every task as done by an earlier run.
+        # The report then counts every task as done by an earlier run.
         journal.kept = frozenset(range(len(job.tasks)))
         journal.remove()
         out.remove()
@@ -514,6 +521,7 @@ def _fill(request: ConvertRequest, target: MemoryDestination, run: _Run) -> _Mad
 
     def make(out: OutputRegion, notes: Notes) -> None:
         """Run every task into this memory."""
+        # Workers map the same memory by its path, as they would open the files of a directory.
         job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
         staged = _Staged(request=request, job_spec=job_spec, into=target.uri, out=out, journal=notes)
         results.append((staged, run.run(staged)))
@@ -526,10 +534,12 @@ def _fill(request: ConvertRequest, target: MemoryDestination, run: _Run) -> _Mad
 
 
 def _report(made: _Made, began: float) -> ConvertReport:
+    """Return the report of a conversion that began at this monotonic time."""
     request, resumed = made.staged.request, made.staged.journal.kept
     job, coordinator = request.job, made.ran.coordinator if made.ran else None
     predicted_s, predicted_by = made.ran.predicted if made.ran else (None, "nothing was left to do")
     stats = () if coordinator is None else tuple(coordinator.stats)
+    # This process reads too, where sources have a cache: headers, and leaves to compute missing digests.
     came_here = bytes_read(request.opened)
     fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
     asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)

@@ -66,6 +66,7 @@ class WorkerTrace:
 def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
     """Return all spans by the clock of this process: a row for each worker's stages, and one for each executor."""
     rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
+    # A worker whose clock was never compared has infinity here, but then it sent no spans either.
     for trace in traces:
         for name, what, thread, start, stop, nbytes in trace.spans:
             rows[f"{trace.row} {name}"].append(
@@ -187,6 +188,7 @@ def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str
         devices: the device of each worker, if they are on this host; else none.
         rates: of this machine's stages; None: the known rates of its GPUs.
     """
+    # Only what is left to do: an earlier run's tasks take no time now.
     rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
     if not len(rows):
         return None, "nothing was left to do"
@@ -199,6 +201,7 @@ def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str
     # Imported only now: most runs are on a processor without measured rates, and nothing is simulated for them.
     from penstock.plan.simulate_convert import simulate_convert
 
+    # The same number of tasks ahead as the coordinator gives: it decides how well stages overlap.
     read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
     simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *machine, depth=depth)
     return simulated.predicted_s, f"the rates of {machine[1].name}, a disk that keeps up"
@@ -235,6 +238,7 @@ def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
 def _gpus() -> set[str]:
     """Return the models of this host's NVIDIA GPUs from /proc: initialising CUDA for it would take seconds."""
     models = set()
+    # Without NVIDIA's driver the directory is not there, and the glob finds nothing.
     for path in GPUS.glob("*/information"):
         facts = dict(line.partition(":")[::2] for line in path.read_text(encoding="utf-8").splitlines())
         models.add(facts.get("Model", "").strip())

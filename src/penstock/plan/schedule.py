@@ -153,18 +153,10 @@ def plan_load(
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
     is_boxed = wanted.count(None) < len(wanted)
     boxed = np.array([b is not None for b in wanted], bool) if is_boxed else np.zeros(len(rows), bool)
+    runs = _box_runs_of(rows, wanted) if is_boxed else {}
     row_nbytes = rows.nbytes.copy()
-    runs: dict[int, Runs] = {}
-    for i in np.flatnonzero(boxed).tolist():
-        box = wanted[i]
-        assert box is not None
-        try:
-            runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
-        except PlanError as error:
-            # `box_runs` knows shapes only; a user needs the name.
-            error.tensor = rows.names[i]
-            raise
-        row_nbytes[i] = runs[i].nbytes
+    for i, of_box in runs.items():
+        row_nbytes[i] = of_box.nbytes
     # Places first, then reads: memory is allocated by slab before the first read begins.
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.
@@ -181,6 +173,21 @@ def plan_load(
         slab_nbytes=slab_nbytes,
         **reads,
     )
+
+
+def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Runs]:
+    """Return the byte runs of each row that has a box. PlanError, naming the tensor, where a box does not fit."""
+    runs = {}
+    for i, box in enumerate(boxes):
+        if box is None:
+            continue
+        try:
+            runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
+        except PlanError as error:
+            # `box_runs` knows shapes only; a user needs the name.
+            error.tensor = rows.names[i]
+            raise
+    return runs
 
 
 def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I64, I64, I64]:

@@ -120,6 +120,7 @@ def operation_spec(text: str) -> dict[str, Any]:
     # `module:function` has no `=`, and no built-in operation has a module's name.
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
+    # Raises for an unknown name, before its options are looked at.
     maker_of(name)
     spec = {"op": name}
     for part in rest.split(";") if rest else ():
@@ -267,6 +268,7 @@ def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[
     """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
     table = source.manifest.tensors
     config = _quantization(source, settings, options)
+    # Tensors too: some checkpoints store codes and scales without declaring it anywhere.
     stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
     return {"quantization": config} if config is not None or stored.any else None
 
@@ -342,6 +344,7 @@ def _tied(config: dict[str, Any]) -> bool | None:
 
 def _digested(source: WeightSet) -> Manifest:
     """Return a source's manifest with digests; if it has none, read the whole source to compute them."""
+    # Computed with leaves of another size if need be: leaves can only be compared with leaves of the same bytes.
     stated = source.manifest
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
@@ -408,6 +411,7 @@ def code_of(operation: Operation) -> str:
     """
     if isinstance(operation, Chain):
         return "".join(map(code_of, operation.operations))
+    # A plain function is called by the class below, whose own module says nothing of it.
     modules = [type(operation).__module__]
     if isinstance(operation, Function):
         modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
@@ -461,6 +465,7 @@ class Function(Unchanged):
         if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
             return [tensor]
         result = self.call(tensor, spec.name)
+        # Checked here, where the function's path is known; the worker would only name the tensor.
         if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (tensor.dtype, tensor.shape):
             returned = (
                 f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
