@@ -1,6 +1,6 @@
 """Penstock: model weights to GPUs at the speed of the link, verified, in bounded memory.
 
-The public names stand in `__all__`; the verbs are imported (and torch with them) when first used.
+The public names are in `__all__`; verbs are imported, and torch with them, when they are first used.
 """
 
 from __future__ import annotations

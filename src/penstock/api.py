@@ -1,4 +1,4 @@
-"""The public verbs and what they return, nothing else; each room is imported when its first name is used.
+"""The public verbs and their results, nothing else; each room is imported when its first name is used.
 
 `inspect`, `verify`, `manifest`, `status` and `why` need no torch; the others do.
 """

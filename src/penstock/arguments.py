@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 
 def wrong(what: str, value: object, expected: str) -> ConfigError:
     """Return the error for an argument of another type than expected."""
+    # Cut: the value may be a dict of thousands of tensors.
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"give {expected}")
@@ -21,6 +22,7 @@ def wrong(what: str, value: object, expected: str) -> ConfigError:
 
 def require_type(what: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Raise ConfigError unless a value is of one of these types. A bool counts as bool only."""
+    # To Python True is the int 1: as a number of bytes or readers it is always a mistake.
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise wrong(what, value, expected)
@@ -55,10 +57,11 @@ def require_hub_address(value: object) -> None:
     require_type("hub", value, str, "the URL of a hub")
     try:
         parts = urlsplit(str(value))
-        # No host is this host by TCP, which nobody means: a token would be sent to whatever listens there.
+        # Without a host the URL would mean this host by TCP, and a token would be sent to any process listening there.
         is_address = bool(parts.hostname) if parts.scheme in {"http", "https"} else str(value).startswith("unix:///")
         is_address = is_address and (parts.scheme == "unix" or parts.port != 0)
-    except ValueError:  # the port is none
+    # The port is not a number, or out of range.
+    except ValueError:
         is_address = False
     if not is_address:
-        raise ConfigError(f"{value!r} is no address of a hub", hint="write http(s)://host:port or unix:///path")
+        raise ConfigError(f"{value!r} is not the address of a hub", hint="write http(s)://host:port or unix:///path")

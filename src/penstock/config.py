@@ -1,7 +1,7 @@
 """Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
 
-In: the process environment. Out: a frozen `Settings`. Arguments given by a caller win over both. Also
-`ConnectionSettings`, the argument of every verb that uses a hub (`hub.client.resolve_connection` adds the environment).
+In: the process environment. Out: a frozen `Settings`; a caller's arguments win over both. Also `ConnectionSettings`,
+the argument of every verb that uses a hub (`hub.client.resolve_connection` adds the environment).
 Not here: credentials of object stores, which obstore reads by the ecosystem's names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
 """
 
@@ -26,17 +26,21 @@ _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"256M"`, `"1.5GiB"`, `"4096"` or an int as bytes; suffixes are powers of 1024. ConfigError if it is none."""
+    """Return the bytes of `"256M"`, `"1.5GiB"`, `"4096"` or an int; suffixes are powers of 1024.
+
+    Raises:
+        ConfigError: it is not a number of bytes.
+    """
     if not isinstance(text, str | int) or isinstance(text, bool):
         message = f"{text!r} is not a number of bytes: it is a {type(text).__name__}, not an int or a str"
         raise ConfigError(message, hint="write it as 268435456, 256M or 1.5G")
     try:
-        found = text if isinstance(text, int) else _bytes_of(text.strip().upper())
+        nbytes = text if isinstance(text, int) else _bytes_of(text.strip().upper())
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text!r} is not a number of bytes", hint="write it as 268435456, 256M or 1.5G") from error
-    if found < 0:
+    if nbytes < 0:
         raise ConfigError(f"{text!r} is below 0 bytes")
-    return found
+    return nbytes
 
 
 def _bytes_of(text: str) -> int:
@@ -59,7 +63,7 @@ def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a run from outside; `Settings.read()` overlays the environment on the defaults."""
+    """The settings of a process; `Settings.read()` overlays the environment on the defaults."""
 
     memory_bytes: int = _env("PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host staging of one load, in bytes")
     chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "unit of I/O; see docs/tuning.md")
@@ -99,19 +103,20 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-        """Defaults, then the environment, then `overrides` that are not None.
+        """Return the defaults, overlaid by the environment, then by `overrides` that are not None.
 
         Raises:
             ConfigError: a variable or override does not parse, or is out of range; nothing was started.
         """
         environ = os.environ if environ is None else environ
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for item in fields(cls):
             text = environ.get(item.metadata["env"], "")
+            # Empty counts as not set: shells and container specs cannot easily unset a variable.
             if text:
-                found[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
-        found |= {name: value for name, value in overrides.items() if value is not None}
-        settings = replace(cls(), **found)
+                values[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        settings = replace(cls(), **values)
         for name in ("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"):
             if getattr(settings, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(settings, name)}")
@@ -200,31 +205,35 @@ def _check_token(token: object) -> None:
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return what CUDA_VISIBLE_DEVICES names, up to the first that is none, as `-1`; None: nothing is hidden."""
+    """Return the devices in CUDA_VISIBLE_DEVICES; None: it is not set, so no device is hidden."""
+    # CUDA ignores everything after the first entry that names no device, such as `-1`.
     shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
 
-SHARED_TMP = Path("/tmp")  # only directories of mode 700 that this user owns are used in it  # nosec B108
+# Only directories of mode 700 that this user owns are used in it.
+SHARED_TMP = Path("/tmp")  # nosec B108
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
-    """Return where the sockets and locks of this user's hub are; it may not be there yet.
+    """Return the directory of the sockets and locks of this user's hub; it may not exist yet.
 
-    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; where another user took
-    that name, the oldest `/tmp/penstock-UID-*` that is this user's, which is made if there is none.
+    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; if another user took that
+    name, this user's oldest `/tmp/penstock-UID-*`, which is made if there is none.
 
     Args:
+        environ: the environment; None: this process's.
         shared: the directory that all users write to.
 
     Raises:
         ConfigError: a directory of another name cannot be made there.
     """
     environ = os.environ if environ is None else environ
-    found = Settings.read(environ).runtime_dir
-    if found is not None:
-        return found
+    configured = Settings.read(environ).runtime_dir
+    if configured is not None:
+        return configured
     session = environ.get("XDG_RUNTIME_DIR", "")
+    # After `su` or `sudo` the variable may name another user's directory.
     if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
         return Path(session) / "penstock"
     return _own_directory(shared, f"penstock-{os.geteuid()}")
@@ -258,25 +267,25 @@ def _own_directory(shared: Path, name: str) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether it is a directory, not a link to one, that only this user can enter."""
+    """Return whether a path is a directory, not a link to one, that only this user can enter."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
-    """Return every variable Penstock reads, as (name, value in force or None, what it is); for `penstock doctor`."""
+    """Return every variable that Penstock reads: name, value in force or None, and meaning; for `penstock doctor`."""
     environ = os.environ if environ is None else environ
-    found = []
+    variables = []
     for item in fields(Settings):
         name = item.metadata["env"]
         value = environ.get(name)
         if value is not None and item.name in {"redis_url", "hub"}:
             value = without_password(value)
-        found.append((name, value, item.metadata["doc"]))
-    return found
+        variables.append((name, value, item.metadata["doc"]))
+    return variables
 
 
 def without_password(url: str) -> str:
@@ -286,13 +295,13 @@ def without_password(url: str) -> str:
 
 
 def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables in force of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`), by name; empty ones left out."""
+    """Return the variables of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`) that are set and not empty, by name."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
 
 
 _UCX = {
-    # What they say of failures, our errors say.
+    # Our errors report their failures.
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "FATAL",
     # Fewer and larger turns of the threads that serve TCP: 0.95 of a 10 Gb/s link instead of 0.5 to 0.9, and half the
@@ -306,12 +315,12 @@ _UCX = {
 
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """For the time of starting NIXL: quiet logs, TCP in large pieces, UCX's transports, no RDMA modules without RDMA.
+    """Set the variables under which NIXL starts: quiet logs, TCP in large pieces, UCX's transports.
 
-    Those modules, where Debian's ibverbs-providers are installed, crash the process when it exits. What the user has
-    set stays unchanged, except that `tls` wins.
+    Variables that the user has set stay unchanged, except that `tls` wins. UCX reads them once, when it starts.
     """
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
+    # Without RDMA devices UCX's modules for them, with Debian's ibverbs-providers, crash the process when it exits.
     if not any(Path("/sys/class/infiniband").glob("*")):
         wanted["UCX_MODULES"] = os.environ.get("UCX_MODULES", "^ib,rdmacm")
     if tls:
@@ -335,16 +344,16 @@ class RunaiSettings:
     fetch_threads: int | None
     chunk_bytes: int | None
     memory_bytes: int | None
-    """The limit, where it is below Penstock's own default; the default is far below Run:ai's 40 GB already."""
+    """The limit if it is below Penstock's own default, which is far below Run:ai's 40 GB already."""
     distributed: Literal["auto", "on", "off"]
     storage_options: Mapping[str, str]
-    """Of S3, by obstore's names."""
+    """Options of S3, by obstore's names."""
 
 
 def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
     """Read `RUNAI_STREAMER_*`: concurrency, chunk and memory bounds, distribution, S3 endpoint and addressing.
 
-    `RUNAI_STREAMER_MEMORY_LIMIT` of -1 (no limit) and 0 (the largest tensor) ask for nothing: staging is bounded.
+    `RUNAI_STREAMER_MEMORY_LIMIT` of -1 (no limit) and 0 (the largest tensor) change nothing: staging is bounded anyway.
 
     Raises:
         ConfigError: a variable does not parse or is out of range.
@@ -362,7 +371,7 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
     spread = environ.get("RUNAI_STREAMER_DIST", "") or "auto"
     words: dict[str, Literal["auto", "on", "off"]] = {"auto": "auto", "1": "on", "0": "off"}
     if spread not in words:
-        raise ConfigError(f"environment variable RUNAI_STREAMER_DIST={spread!r} is none of auto, 0, 1")
+        raise ConfigError(f"environment variable RUNAI_STREAMER_DIST={spread!r} is not one of auto, 0, 1")
     options: dict[str, str] = {}
     if endpoint := environ.get("RUNAI_STREAMER_S3_ENDPOINT", ""):
         options["endpoint"] = endpoint

@@ -1,6 +1,6 @@
 """Entry points by which installed packages add storages, transports and formats.
 
-In: a group, and a name. Out: what the entry points name, or why one cannot be loaded.
+In: a group, and a name. Out: the objects that they name, or why one cannot be loaded.
 Not here: what may be registered (`storage.registry`, `transport.choose`, `transform.formats`).
 """
 
@@ -13,16 +13,16 @@ from penstock.errors import ConfigError
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
-    """Return the entry points of a group, of one name or all. Takes milliseconds: it looks through all packages."""
-    found = importlib.metadata.entry_points(group=group)
-    return iter(found if name is None else found.select(name=name))
+    """Return the entry points of a group, of one name or all. Cost: milliseconds, for a look at every package."""
+    in_group = importlib.metadata.entry_points(group=group)
+    return iter(in_group if name is None else in_group.select(name=name))
 
 
 def load(entry: importlib.metadata.EntryPoint) -> object:
     """Import what an entry point names.
 
     Raises:
-        ConfigError: its module or the name in it is not there; says which package has the entry point.
+        ConfigError: its module, or the name in it, does not exist; names the package that declares it.
     """
     try:
         return entry.load()

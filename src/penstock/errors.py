@@ -1,21 +1,21 @@
-"""Every error Penstock raises: whose fault, was the destination touched, what to do next.
+"""Every error Penstock raises, with its cause, the state of the destination, and a hint.
 
 PenstockError
   ConfigError             config       an argument, option or environment variable is wrong
     MissingExtra                       an optional package is not installed
-  FormatError             source       a file is not what its format says (names file, tensor, fault)
+  FormatError             source       a file breaks its format (names file, tensor, fault)
   SourceError             source
     NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled  StaleDescriptor
-    SourceBusy                         a holder has as many readers as it takes; ask another
-      GrantRefused                     (a PermissionDenied) a grant is forged, expired, replayed or for another read
-    HubUnavailable  UnknownMember      the directory of the fleet; what peers hold and give is not touched by it
+    SourceBusy                         a holder has its maximum number of readers; ask another
+    GrantRefused                       (a PermissionDenied) a grant is forged, expired, replayed or for another read
+    HubUnavailable  UnknownMember      the directory of the fleet; peers and their weights stay usable
   IntegrityError          source       bytes differ from their digest, revision or signature
   PlanError               plan         names, shapes or dtypes of the two sides do not fit
     BudgetTooSmall                     `minimum_bytes` is the least that would do
   DestinationError        destination
     DeviceOutOfMemory  DiskFull
-  OperationFailed         config       an operation raised, or gave other tensors than it said
-  PeerLost                source       another rank or process failed or fell silent
+  OperationFailed         config       an operation raised, or gave other tensors than it declared
+  PeerLost                source       another rank or process failed or stopped answering
   Cancelled               config       the caller cancelled, or abandoned an iterator
 
 Four are also the class of Python that a caller would catch: ConfigError is a ValueError, MissingExtra an ImportError,
@@ -36,25 +36,23 @@ _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>;]*", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the parts of its URLs that hold secrets: user and password, and a web URL's query.
-
-    A query may be a signature (`X-Amz-Signature`, `sig`, `token`); none is worth telling apart.
-    """
+    """Return a text without the parts of its URLs that hold secrets: user and password, and a web URL's query."""
+    # Every query, not only those with known names: any of them may be a signature (`X-Amz-Signature`, `sig`, `token`).
     if "://" not in text:
         return text
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
 class PenstockError(Exception):
-    """Root of the tree.
+    """The root of all errors.
 
     Attributes:
-        blame: whose fault it is.
-        mutated: whether the destination was touched. True means it must not be used until loaded again.
-        uri: the file, object or peer concerned, if one is.
-        tensor: the tensor concerned, if one is.
-        byte_range: `(start, stop)` in `uri`, if one range is concerned.
-        hint: what to do next, one sentence.
+        blame: the side at fault: `source`, `destination`, `plan` or `config`.
+        mutated: True if the destination was touched; it must not be used until it is loaded again.
+        uri: the file, object or peer, if the error is about one.
+        tensor: the tensor, if the error is about one.
+        byte_range: `(start, stop)` in `uri`, if the error is about a range.
+        hint: the next step for the user, one sentence.
     """
 
     blame: ClassVar[Blame] = "config"
@@ -69,6 +67,7 @@ class PenstockError(Exception):
         byte_range: tuple[int, int] | None = None,
         hint: str | None = None,
     ) -> None:
+        # Errors are logged, and shown to other members: no message may carry credentials.
         message = without_secrets(message)
         super().__init__(message)
         self.message = message
@@ -92,7 +91,7 @@ class PenstockError(Exception):
 
 
 def without_frames(error: PenstockError) -> PenstockError:
-    """Drop the frames of an error that is kept, and of its causes: they keep alive all that was on the stack."""
+    """Drop the frames of an error and its causes, for an error that is stored: frames keep all of the stack alive."""
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -112,7 +111,7 @@ class MissingExtra(ConfigError, ImportError):
 
 
 class OperationFailed(PenstockError):
-    """An operation of a conversion (a user's function, perhaps) raised, hung, or gave other tensors than it said."""
+    """An operation of a conversion (a user's function, perhaps) raised, hung, or gave other tensors than declared."""
 
 
 class Cancelled(PenstockError):
@@ -120,7 +119,7 @@ class Cancelled(PenstockError):
 
 
 class FormatError(PenstockError):
-    """A header, index or manifest is malformed or lies; nothing was allocated from its numbers."""
+    """A header, index or manifest is malformed or contradicts its file; nothing was allocated from its numbers."""
 
     blame: ClassVar[Blame] = "source"
 
@@ -140,7 +139,7 @@ class PermissionDenied(SourceError, PermissionError):
 
 
 class SourceBusy(SourceError):
-    """A holder has as many readers as it takes; those have or will have the same bytes."""
+    """A holder has its maximum number of readers; each of them has, or will have, the same bytes."""
 
 
 class GrantRefused(PermissionDenied):
@@ -152,7 +151,7 @@ class HubUnavailable(SourceError):
 
 
 class UnknownMember(SourceError):
-    """The hub does not know this member: it was silent too long, or the hub is new; say hello again."""
+    """The hub does not know this member: it was silent too long, or the hub is new; register again."""
 
 
 class SourceChanged(SourceError):
@@ -172,17 +171,17 @@ class SourceStalled(SourceError):
 
 
 class StaleDescriptor(SourceError):
-    """The peer released its memory, or changed what is in it, since it gave this descriptor."""
+    """The peer released its memory, or changed its content, after it issued this descriptor."""
 
 
 class IntegrityError(PenstockError):
-    """Bytes differ from their digest, a revision from the one asked for, or a signature does not hold."""
+    """Bytes differ from their digest, a revision from the requested one, or a signature is not valid."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class PlanError(PenstockError):
-    """Names, shapes, dtypes or boxes of source and destination do not fit; lists the offenders."""
+    """Names, shapes, dtypes or boxes of source and destination do not match; the message lists them."""
 
     blame: ClassVar[Blame] = "plan"
 
@@ -210,7 +209,7 @@ class DeviceOutOfMemory(DestinationError):
 
 
 class DiskFull(DestinationError):
-    """The file system that is written to has no room left."""
+    """The destination's file system has no room left."""
 
 
 class PeerLost(PenstockError):

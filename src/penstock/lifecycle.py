@@ -1,27 +1,15 @@
-"""Closing of objects at the end of a `with` block.
+"""Lifecycle of objects and calls in a process: closing, forked children, Ctrl-C, and settings of the process.
 
-In / Out: nothing. Not here: what closing means (each class), blocks that end otherwise than by `close`.
+In / Out: nothing. Not here: what an object releases (each class), signals other than SIGINT.
 
-Release, in a forked child, of the locks, sockets, pages and transports that belong to its parent.
-
-In: a function that releases one object. Out: a set of the live objects, in which each puts itself.
-Not here: what they release.
-
-Ctrl-C (SIGINT) at moments when the program can act on it, so that an interrupted call leaves nothing behind.
-
-In / Out: nothing. Not here: other signals, handlers that the program installed itself (they stay as they are).
-
-Python raises KeyboardInterrupt between any two steps of the main thread: after a descriptor was opened and before it
-was stored, after a thread was started and before it was noted, or in a finalizer, where it is printed and lost. So the
-verbs run inside `deferred`: the handler only notes the signal, waits ask `raise_if_noted`, the end of the block raises.
-All of it does nothing in other threads, and where SIGINT has another handler than Python's own.
-
-Two settings of the whole process, held while a load needs them: the cyclic garbage collector, the switch interval.
-
-In / Out: nothing. Not here: anything else.
-
-Making 60,000 tensors sets off full collections of everything the process holds: 5 us a tensor instead of 1
-(measured on 2 CPU cores, torch 2.13, with little else in the process).
+- `Closing`: a context manager for classes that have a `close`.
+- `let_go_in_children`: in a forked child, release of locks, sockets, pages and transports that belong to its parent.
+- `deferred` and its kin: Ctrl-C only at moments when the program can act on it. Python raises KeyboardInterrupt between
+  any two steps of the main thread: after a descriptor was opened and before it was stored, after a thread was started
+  and before it was noted, or in a finalizer, where it is printed and lost. So the verbs run inside `deferred`: the
+  handler only notes the signal, waits call `raise_if_noted`, the end of the block raises. All of it does nothing in
+  other threads, and where SIGINT has another handler than Python's own.
+- `paused_gc`, `quick_handover`: settings of the whole process, while a load needs them.
 """
 
 from __future__ import annotations
@@ -46,7 +34,7 @@ class _Closes(Protocol):
 
 
 class Closing:
-    """A context manager, for classes that have a `close`."""
+    """A context manager for classes that have a `close`."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +47,8 @@ T = TypeVar("T")
 
 
 def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
-    """Return a set; `let_go` is called for its members in every child that is forked from now on."""
+    """Return a set of live objects; `let_go` is called for each in every child that is forked from now on."""
+    # Weak: the set must not keep alive what its owner has dropped.
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:
@@ -71,10 +60,8 @@ def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
     return alive
 
 
-# The C functions: `signal.signal` spends 7 us on making an enum of the handler before.
-
 LOOK_S = 0.2
-"""Longest wait inside `deferred` between two looks for a signal: what feels immediate to a user."""
+"""Longest wait inside `deferred` between two looks for a signal: it feels immediate to a user."""
 
 _INSISTS_S = 2.0
 """A signal so long after the first one raises at once: the user still waits, so something hangs (a dead NFS server).
@@ -117,7 +104,7 @@ class postponed(deferred):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_outermost and _end():
-            # No thread can be started while the interpreter ends: the signal has nothing left to end then.
+            # RuntimeError: no thread can be started while the interpreter ends; nothing is left to be interrupted then.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=_send_again, name="penstock-interrupt", daemon=True).start()
 
@@ -125,7 +112,7 @@ class postponed(deferred):
 class let_through:
     """A part of a `deferred` block in which SIGINT raises at once: around a library's call that may take long.
 
-    The call must free by itself what it holds when it is interrupted.
+    When it is interrupted, the call must release its resources by itself.
     """
 
     __slots__ = ("_is_inside",)
@@ -137,7 +124,8 @@ class let_through:
         if is_deferring():
             raise_if_noted()
             self._is_inside = True
-            if _end():  # it came since the line before the last
+            # A signal may have come since `raise_if_noted`.
+            if _end():
                 _begin()
                 raise KeyboardInterrupt
         return self
@@ -163,38 +151,41 @@ def raise_if_noted() -> None:
 
 
 def longest_wait_s(seconds: float) -> float:
-    """Return how long a wait of `seconds` may last between two calls of `raise_if_noted`."""
+    """Return the part of a wait of `seconds` that may pass before `raise_if_noted` must be called again."""
     return min(seconds, LOOK_S) if is_deferring() else seconds
 
 
 def _begin() -> bool:
-    """Note signals from now on; False if that is so already, or is not for this thread or program to do."""
+    """Note signals from now on; return False if they are noted already, or this thread or program does not do that."""
     global _is_deferring
     if threading.current_thread() is not threading.main_thread() or _is_deferring:
         return False
     if _signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
+    # `_signal`'s functions: those of `signal` spend 7 us on making an enum of the handler before.
     _signal.signal(signal.SIGINT, _note)
     _is_deferring = True
     return True
 
 
 def _end() -> bool:
-    """Let signals raise again; whether one was noted."""
+    """Let signals raise again, and return whether one was noted."""
     global _is_deferring, _noted_at, _is_raised
     is_noted = False
     try:
         before = _signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A library that was called inside the block has installed a handler: it stays.
         if before is not _note and before is not signal.default_int_handler:
-            _signal.signal(signal.SIGINT, before)  # something called inside the block installed a handler
+            _signal.signal(signal.SIGINT, before)
     finally:
-        # Also when the very next signal raises in the line above: else the next block would end by this one's signal.
+        # Also when another signal raises in the lines above: else the next block would end by this one's signal.
         is_noted, _noted_at = _noted_at is not None, None
         _is_deferring = _is_raised = False
     return is_noted
 
 
 def _note(number: int, frame: FrameType | None) -> None:
+    """Note a signal; raise if the user sends one again well after the first: the handler inside `deferred`."""
     global _noted_at
     now = time.monotonic()
     if _noted_at is None:
@@ -205,14 +196,17 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again() -> None:
+    """Send SIGINT to the main thread: the body of a thread."""
     time.sleep(_SEND_AGAIN_S)
     identity = threading.main_thread().ident
     if identity is not None:
-        signal.pthread_kill(identity, signal.SIGINT)  # not to the process: this also ends a system call it waits in
+        # To the thread, not the process: this also ends a system call that it waits in.
+        signal.pthread_kill(identity, signal.SIGINT)
 
 
 def _forked() -> None:
-    """End the block in a forked child of another thread: its parent's main thread, which is in it, does not exist."""
+    """End the block in a forked child."""
+    # A fork by another thread: the main thread of the parent, which is inside the block, does not exist in the child.
     if _is_deferring:
         _end()
 
@@ -228,6 +222,8 @@ _was_enabled = False
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Stop automatic collection inside the block; nests, and several threads may be inside at once."""
+    # Making 60,000 tensors sets off full collections of everything in the process: 5 us a tensor instead of 1 (measured
+    # on 2 CPU cores, torch 2.13, with little else in the process).
     global _depth, _was_enabled
     with _lock:
         # Only the outermost block looks: an inner one would find collection disabled, and leave it so.

@@ -10,18 +10,19 @@ import dataclasses
 import enum
 import html
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 
-class Summarised:
+class Summarised(ABC):
     """A report: `str()` is its summary, `to_dict()` its fields as JSON has them."""
 
     __slots__ = ()
 
+    @abstractmethod
     def summary(self) -> str:
         """Return a few lines for people."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as plain values that JSON has."""
@@ -35,7 +36,8 @@ class Summarised:
 
 
 def plain(value: Any) -> Any:
-    """Return dataclasses, enums, paths and numpy scalars as what JSON has."""
+    """Return dataclasses, enums, paths and numpy scalars as JSON's types."""
+    # Enums before str: a StrEnum is both, and its value is the plain text.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -48,6 +50,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
+    # What is left is a numpy scalar; anything else fails here, in tests, and not in a user's JSON parser.
     return value.item()
 
 

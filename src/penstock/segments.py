@@ -1,7 +1,9 @@
-"""Byte copies as columns: many short runs of one address space that go to another.
+"""Byte copies as columns: many short runs of one address space that are copied to another.
 
 In: offsets and lengths of bytes. Out: the same bytes joined, cut, checked, as runs or as rectangles of runs.
-Not here: who copies them (`transport`, `cuda`), how they were planned (`plan`).
+Not here: copying them (`transport`, `cuda`), planning them (`plan`).
+
+Columns of numpy, because a plan has millions of runs: no function here loops over them in Python.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ class Segments:
     nbytes: I64
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Segments:
-        """Return those rows."""
+        """Return the chosen rows."""
         return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
         """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
         if not len(self.src) == len(self.dst) == len(self.nbytes):
             raise PlanError(f"columns of {len(self.src)}, {len(self.dst)} and {len(self.nbytes)} segments")
+        # A peer may have sent these numbers. Compared without sums: a sum of hostile numbers could wrap around.
         outside = self.nbytes < 0
         for offset, total in ((self.src, src_nbytes), (self.dst, dst_nbytes)):
             outside |= (offset < 0) | (offset > total) | (self.nbytes > total - np.clip(offset, 0, total))
@@ -50,7 +53,7 @@ class Segments:
             raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
 
     def joined(self, *, padding_bytes: int = 0) -> Segments:
-        """Return the same bytes as few segments, by destination: empty ones left out, neighbours at both ends made one.
+        """Return the same bytes as few segments, by destination: without empty ones, neighbours at both ends joined.
 
         Args:
             padding_bytes: neighbours may be this far apart, equally at both ends; the bytes between are read too. Use
@@ -86,7 +89,8 @@ class Rectangles:
     """Equal runs at a pitch, as columns: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of the peer's memory to
     `dst[i]` of ours, `src_pitch[i]` apart there and `dst_pitch[i]` here.
 
-    Destinations of one read do not overlap. Not changed: a transport may keep what it made of them while they live.
+    Destinations of one read do not overlap. The columns are never changed: a transport may keep what it prepared for
+    them as long as this object lives.
     """
 
     src: I64
@@ -100,12 +104,12 @@ class Rectangles:
         return len(self.src)
 
     def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Rectangles:
-        """Return those rows."""
+        """Return the chosen rows."""
         return Rectangles(**{name: getattr(self, name)[which] for name in _COLUMNS})
 
     @property
     def nbytes(self) -> I64:
-        """Bytes of each."""
+        """Return the bytes of each rectangle."""
         return self.run_bytes * self.num_rows
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
@@ -116,7 +120,7 @@ class Rectangles:
         for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
             room = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
             outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (room < 0) | (pitch < 0)
-            # By division: the product of a hostile pitch and rows could wrap.
+            # By division: the product of a hostile pitch and rows could wrap around.
             outside |= (self.num_rows > 1) & (self.num_rows - 1 > room // np.maximum(pitch, 1))
         if outside.any():
             i = int(outside.argmax())
@@ -124,12 +128,12 @@ class Rectangles:
             raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
 
     def longest_runs(self) -> I64:
-        """Return the bytes of each rectangle's runs; all of it where it is in one piece at both ends."""
+        """Return the bytes of each rectangle's runs; a rectangle in one piece at both ends is one run."""
         whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
         return np.where(whole, self.nbytes, self.run_bytes)
 
     def segments(self) -> Segments:
-        """Return the same bytes, a segment a run; those in one piece at both ends are one run."""
+        """Return the same bytes with a segment for each run; a rectangle in one piece at both ends is one run."""
         run = self.longest_runs()
         rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
@@ -145,7 +149,7 @@ class Rectangles:
         return self[~short].segments().joined(), self[short]
 
     def addressed(self, dst_base: int, src_base: int, about_bytes: int) -> Iterator[Rectangles]:
-        """Yield the same with addresses for offsets, about `about_bytes` of them at a time."""
+        """Yield the same with addresses instead of offsets, in batches of about `about_bytes`."""
         for which in gathered(self.nbytes, about_bytes):
             some = self[which]
             yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)

@@ -1,7 +1,7 @@
-"""The values every room speaks in: dtypes, boxes, tensor tables, manifests.
+"""The values that all rooms share: dtypes, boxes, tensor tables, manifests.
 
 In / Out: nothing; plain frozen values. numpy for columns, no torch, no I/O, no clock.
-Not here: how they are read from storage (`storage`), how they are moved (`plan`, `engine`).
+Not here: reading them from storage (`storage`), moving them (`plan`, `engine`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DType(enum.StrEnum):
 
     @property
     def bits(self) -> int:
-        """Bits of one element; 4 and 6 for the packed types."""
+        """Return the bits of one element; 4 and 6 for the packed types."""
         return _BITS[self]
 
 
@@ -87,7 +87,7 @@ _BITS: Mapping[DType, int] = {
 
 
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
-    """Return bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
+    """Return the bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
     bits = num_elements * dtype.bits
     if bits % 8:
         raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
@@ -96,7 +96,7 @@ def bits_to_bytes(num_elements: int, dtype: DType) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Axis-aligned region of a global tensor: per dim `[start, stop)`, in elements."""
+    """An axis-aligned region of a global tensor: per dim `[start, stop)`, in elements."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -114,27 +114,26 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of the region, in elements."""
+        """Return the extent of the region, in elements."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def num_elements(self) -> int:
-        """Elements in the region; 1 for a scalar's box."""
+        """Return the number of elements in the region; 1 for a scalar's box."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TensorTable:
-    """Tensors as columns; row i is one tensor. Names are unique.
+    """Tensors as columns; row i is one tensor. Names are unique."""
 
-    Columns because an MoE checkpoint has 60,000 rows: planning them must not cost Python per row.
-    """
+    # Columns, because an MoE checkpoint has 60,000 rows: planning must not run Python code for each.
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
     file_index: I64
-    """Which of the manifest's files holds the row."""
+    """Index of the row's file in the manifest."""
     offset: I64
     """Absolute byte offset of the row's bytes in its file."""
     nbytes: I64
@@ -163,12 +162,13 @@ class FileEntry:
     """A file or object of a weight set."""
 
     name: str
-    """Relative to the manifest's own place; `/` separates."""
+    """Path relative to the manifest; `/` separates."""
     nbytes: int
     identity: str = ""
-    """ETag of an object, `dev:inode:mtime_ns:size` of a file; what "changed" is judged by. Not part of the revision."""
+    """ETag of an object, `dev:inode:mtime_ns:size` of a file: a file with another one has changed. Not part of the
+    revision."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The file's own `__metadata__`."""
+    """The `__metadata__` of the file's header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -184,9 +184,9 @@ class Manifest:
     leaf_bytes: int
     leaves: U64 | None
     revision: str
-    """`w1-...`: root over names, dtypes, shapes and leaves, whatever the files are called. `h1-...`: headers only."""
+    """`w1-...`: root over names, dtypes, shapes and leaves, independent of the files. `h1-...`: of the headers only."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors (headers and gaps not counted)."""
+        """Return the bytes of all tensors, without headers and gaps."""
         return int(self.tensors.nbytes.sum())

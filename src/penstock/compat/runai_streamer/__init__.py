@@ -1,8 +1,8 @@
 """The names that code written for Run:ai Model Streamer imports, with its signatures, over Penstock.
 
-In: `from penstock.compat.runai_streamer import SafetensorsStreamer` in place of `from runai_model_streamer import ...`;
-or `install()` before an engine is imported, and the engine's own import finds this. Out: tensors, chunks, files.
-Not here: its native library and the knobs of its buffers; see docs/engines.md for what differs.
+In: `from penstock.compat.runai_streamer import ...` instead of `from runai_model_streamer import ...`; or `install()`
+before an engine is imported, so that the engine's own import finds this package. Out: tensors, chunks, files.
+Not here: its native library and the settings of its buffers; docs/engines.md lists the differences.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _MODULES = {
     "safetensors_streamer": safetensors,
     "safetensors_streamer.safetensors_streamer": safetensors,
 }
-"""Where code looks that imports a name from the module that defines it."""
+"""The modules of the real package: some code imports a name from the module that defines it."""
 
 
 def install() -> None:
     """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
 
     Raises:
-        ConfigError: the real runai_model_streamer was imported already; what holds its names would keep them.
+        ConfigError: the real runai_model_streamer was imported already; modules that did so would keep its names.
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:

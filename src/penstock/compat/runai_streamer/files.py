@@ -1,4 +1,4 @@
-"""Ranges of files and objects, read in parallel and given as they arrive: `FileStreamer` and `FileChunks`.
+"""Ranges of files and objects, read in parallel and yielded as they arrive: `FileStreamer` and `FileChunks`.
 
 In: files with offsets and sizes. Out: `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
 Not here: tensors (`safetensors`).
@@ -29,11 +29,11 @@ from penstock.errors import ConfigError
 from penstock.storage import Source, open_source, text_of
 
 _THREADS = 16
-"""Reading threads where RUNAI_STREAMER_CONCURRENCY does not say. Source: `storage.objects.FETCH_THREADS`."""
+"""Reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
 
 
 class FileChunks:
-    """A file and the ranges wanted of it; they may lie anywhere, in any order. `id` is the caller's."""
+    """A file and ranges of it, anywhere and in any order. The caller chooses `id`."""
 
     def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
         if len(offsets) != len(sizes):
@@ -45,15 +45,15 @@ class FileChunks:
 
     @staticmethod
     def contiguous(id: int, path: str, offset: int, sizes: list[int]) -> FileChunks:
-        """Ranges of these sizes one after the other from `offset` on."""
+        """Return ranges of these sizes, one after the other from `offset` on."""
         return FileChunks(id, path, list(itertools.accumulate(sizes[:-1], initial=offset))[: len(sizes)], sizes)
 
     def total_size(self) -> int:
-        """Bytes of all ranges."""
+        """Return the bytes of all ranges."""
         return sum(self.sizes)
 
     def max_chunk_size(self) -> int:
-        """Bytes of the largest range."""
+        """Return the bytes of the largest range."""
         return max(self.sizes)
 
     def __repr__(self) -> str:
@@ -61,9 +61,9 @@ class FileChunks:
 
 
 class FileStreamer:
-    """Reads ranges in parallel; a context manager.
+    """A reader of ranges in parallel; a context manager.
 
-    What was read and not yet taken is bounded by the memory limit (or one range, if that is larger).
+    Bytes that were read and not yet taken are bounded by the memory limit (or one range, if that is larger).
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,7 @@ class FileStreamer:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # None first: an iterator of `get_chunks` that is still alive must not start more reads.
         pool, self._pool = self._pool, None
         self._drain()
         if pool is not None:
@@ -95,7 +96,7 @@ class FileStreamer:
         memory_limit: int | None = None,
         owned: bool = True,
     ) -> None:
-        """Begin reading. `owned` is accepted: what is yielded is always the caller's own.
+        """Begin reading. `owned` is accepted and ignored: yielded tensors are always the caller's own.
 
         Raises:
             ValueError: not inside `with`, another stream has not been read to its end, paths of different stores, an
@@ -104,7 +105,7 @@ class FileStreamer:
         if self._pool is None:
             raise ValueError("Streamer not initialized")
         if self._running or self._left:
-            raise ValueError("cannot start a new stream before the one before it was read to its end or closed")
+            raise ValueError("cannot start a new stream before the last one was read to its end or closed")
         with raising_value_errors():
             for request in file_stream_requests:
                 text_of(request.path)
@@ -114,15 +115,16 @@ class FileStreamer:
         self._drain()
         with raising_value_errors():
             settings = Settings.read()
-            asked = runai_settings()
+            limits = runai_settings()
             try:
                 self._device = torch.device("cpu" if device is None else device)
             except (RuntimeError, TypeError) as error:
                 raise ConfigError(f"unusable device {device!r}") from error
-            limit = asked.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
+            limit = limits.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
             self._limit_bytes = limit or settings.memory_bytes
             for request in file_stream_requests:
                 options = storage_options(request.path, credentials)
+                # Opened here and not by the reading threads, so that a missing file is an error of this call.
                 source = open_source(request.path, settings=settings, storage_options=options)
                 self._sources.append(source)
                 ranges = zip(request.offsets, request.sizes, strict=True)
@@ -130,7 +132,7 @@ class FileStreamer:
             self._submit()
 
     def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
+        """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
 
         Raises:
             ValueError: not inside `with`, or a range cannot be read; the others are dropped.
@@ -144,6 +146,7 @@ class FileStreamer:
                     id, index, _nbytes = self._running.pop(future)
                     with raising_value_errors():
                         tensor = future.result()
+                    # Before the yield: the next reads run while the caller uses this range.
                     self._submit()
                     yield id, index, tensor.to(self._device).view(1, -1)
         finally:
@@ -156,7 +159,7 @@ class FileStreamer:
         allow_patterns: list[str] | None = None,
         ignore_patterns: list[str] | None = None,
     ) -> list[tuple[str, int]]:
-        """Objects under a prefix (or files in a directory) with their sizes; needs no `with`."""
+        """Return the objects under a prefix (or the files in a directory) with their sizes; needs no `with`."""
         with raising_value_errors():
             settings = Settings.read()
             if not is_object(prefix):
@@ -171,7 +174,7 @@ class FileStreamer:
             return sizes
 
     def _submit(self) -> None:
-        """Start reads while the bytes under way and not taken stay within the limit; one at least."""
+        """Start reads while the bytes under way and not taken stay within the limit, at least one."""
         assert self._pool is not None
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
@@ -180,7 +183,7 @@ class FileStreamer:
             under_way += nbytes
 
     def _drain(self) -> None:
-        """Forget what is left, wait for what runs, close the files."""
+        """Drop the reads that have not started, wait for the others, and close the files."""
         self._left.clear()
         for future in self._running:
             future.cancel()
@@ -192,10 +195,9 @@ class FileStreamer:
 
 
 class DistributedStreamer:
-    """`FileStreamer` with `is_distributed`, which raw ranges do not need: each rank reads what it asks for.
+    """A `FileStreamer` whose `stream_files` takes `is_distributed`, which has no effect on raw ranges."""
 
-    `SafetensorsStreamer` shares the reading of tensors between ranks.
-    """
+    # Each rank reads its own ranges. `SafetensorsStreamer` shares the reading of tensors between ranks.
 
     def __init__(self) -> None:
         self.file_streamer = FileStreamer()
@@ -226,7 +228,7 @@ class DistributedStreamer:
 
 
 def _read(source: Source, offset: int, nbytes: int) -> torch.Tensor:
-    """`[nbytes]` uint8, host."""
+    """Return bytes of a source as a `[nbytes]` uint8 tensor on the host."""
     tensor = torch.empty(nbytes, dtype=torch.uint8)
     source.readv(offset, [tensor.numpy().data])
     return tensor
@@ -235,12 +237,14 @@ def _read(source: Source, offset: int, nbytes: int) -> torch.Tensor:
 def _list_local(
     prefix: str, recursive: bool, allow: Sequence[str] | None, ignore: Sequence[str] | None
 ) -> list[tuple[str, int]]:
-    found = []
+    """Return the files in a directory that match, with their sizes."""
+    files = []
     for folder, folders, names in os.walk(prefix):
+        # `os.walk` descends into what is left in this list.
         if not recursive:
             folders.clear()
         for name in names:
             path = os.path.join(folder, name)
-            found.append((path, os.path.getsize(path)))
-    keep = set(matching([path for path, _ in found], allow, ignore))
-    return sorted((path, nbytes) for path, nbytes in found if path in keep)
+            files.append((path, os.path.getsize(path)))
+    matched = set(matching([path for path, _ in files], allow, ignore))
+    return sorted((path, nbytes) for path, nbytes in files if path in matched)

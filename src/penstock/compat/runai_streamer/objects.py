@@ -7,6 +7,7 @@ Not here: weights (`safetensors`, `files`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import glob
@@ -30,7 +31,7 @@ _PIECE_BYTES = 8 * MIB
 
 @dataclass(slots=True)
 class S3Credentials:
-    """Credentials of an S3 store; what is None is found by the ecosystem's own means."""
+    """Credentials of an S3 store; fields that are None are found by the ecosystem's own means."""
 
     access_key_id: str | None = None
     secret_access_key: str | None = None
@@ -38,35 +39,36 @@ class S3Credentials:
     region_name: str | None = None
     endpoint: str | None = None
 
+    # Without the keys: arguments are logged.
     def __repr__(self) -> str:
         return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
 
 
 def is_object(path: str) -> bool:
-    """Whether `path` names something in an object store."""
+    """Return whether a path is one of an object store."""
     return path.startswith(_SCHEMES)
 
 
 def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, str] | None:
-    """Options of the store that `path` is in: the environment's of Run:ai, then the credentials given."""
+    """Return the options of a path's store: those of Run:ai's environment variables, overlaid by the credentials."""
     if not path.startswith("s3://"):
         return None
     options = dict(runai_settings().storage_options)
     if credentials is not None:
-        given = {
+        fields = {
             "access_key_id": credentials.access_key_id,
             "secret_access_key": credentials.secret_access_key,
             "session_token": credentials.session_token,
             "region": credentials.region_name,
             "endpoint": credentials.endpoint,
         }
-        options |= {name: value for name, value in given.items() if value is not None}
+        options |= {name: value for name, value in fields.items() if value is not None}
     return options
 
 
 @contextlib.contextmanager
 def raising_value_errors() -> Iterator[None]:
-    """Penstock's errors also as ValueError, which is what code written for Run:ai Model Streamer catches."""
+    """Make Penstock's errors also ValueErrors: code written for Run:ai Model Streamer catches those."""
     try:
         yield
     except PenstockError as error:
@@ -74,12 +76,12 @@ def raising_value_errors() -> Iterator[None]:
 
 
 def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:
-    """The `*.safetensors` directly in a directory or under a prefix; empty where there are none."""
+    """Return the `*.safetensors` files directly in a directory or under a prefix; empty if there are none."""
     if not is_object(path):
         return glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
     with raising_value_errors():
-        found = _list(path, s3_credentials, recursive=False)
-    return [uri for uri in found if uri.endswith(".safetensors")]
+        uris = _list(path, s3_credentials, recursive=False)
+    return [uri for uri in uris if uri.endswith(".safetensors")]
 
 
 def list_objects(
@@ -90,15 +92,16 @@ def list_objects(
     allow: Sequence[str] | None,
     ignore: Sequence[str] | None,
 ) -> list[str]:
-    """Objects under a prefix whose keys match one of `allow` and none of `ignore`, as fnmatch reads them."""
-    found = _list(path, credentials, recursive=recursive)
+    """Return the objects under a prefix whose keys match one of `allow` and none of `ignore`, fnmatch patterns."""
+    uris = _list(path, credentials, recursive=recursive)
+    # Patterns are over the whole key, without the bucket, as in the original.
     bucket = path[: path.index("/", path.index("://") + 3) + 1] if "/" in path.partition("://")[2] else path
-    keys = matching([uri.removeprefix(bucket) for uri in found], allow, ignore)
+    keys = matching([uri.removeprefix(bucket) for uri in uris], allow, ignore)
     return [bucket + key for key in keys]
 
 
 def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence[str] | None) -> list[str]:
-    """The paths that match one of `allow` (None: any) and none of `ignore`, as fnmatch reads patterns."""
+    """Return the paths that match one of `allow` (None: any) and none of `ignore`, fnmatch patterns."""
     return [
         path
         for path in paths
@@ -108,6 +111,7 @@ def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence
 
 
 def _list(path: str, credentials: S3Credentials | None, *, recursive: bool) -> list[str]:
+    """Return the URIs of the objects under a prefix; empty if there are none."""
     prefix = path.rstrip("/")
     options = storage_options(path, credentials)
     try:
@@ -125,13 +129,13 @@ def pull_files(
     ignore_pattern: list[str] | None = None,
     s3_credentials: S3Credentials | None = None,
 ) -> None:
-    """Download every object under a prefix, however deep, that matches one of `allow_pattern` and none of the others.
+    """Download every object under a prefix, at any depth, that matches `allow_pattern` and not `ignore_pattern`.
 
-    A file appears under its name when it is whole. Patterns are fnmatch's, over the whole key.
+    A file appears under its name when it is complete. Patterns are fnmatch's, over the whole key.
 
     Raises:
-        NotImplementedError: `model_path` is no object store's.
-        ValueError (and Penstock's own): the store failed, or a key points outside `dst`; whole files stay.
+        NotImplementedError: `model_path` is not in an object store; the original raises this, too.
+        ValueError (and Penstock's own): the store failed, or a key points outside `dst`; complete files stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
@@ -143,7 +147,7 @@ def pull_files(
 
 
 def _inside(dst: str, key: str, uri: str) -> Path:
-    """Where a key goes under `dst`. PlanError for one that would leave it."""
+    """Return the path of a key under `dst`. PlanError: it would be outside, as a key with `..` in it is."""
     root = Path(dst).resolve()
     place = (root / key.lstrip("/")).resolve()
     if not place.is_relative_to(root) or place == root:
@@ -152,6 +156,7 @@ def _inside(dst: str, key: str, uri: str) -> Path:
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
+    """Download one object to a path, where it appears complete or not at all."""
     source = open_source(uri, settings=Settings.read(), storage_options=options)
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
@@ -163,10 +168,11 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
                 source.readv(offset, [view])
                 file.write(view)
         os.replace(part, place)
-    except PenstockError:  # of the source that is read; NotFound and PermissionDenied are OSErrors too
+    # Errors of the source: NotFound and PermissionDenied are OSErrors too, and not about the destination.
+    except PenstockError:
         raise
     except OSError as error:
-        kind = DiskFull if error.errno == 28 else DestinationError
+        kind = DiskFull if error.errno == errno.ENOSPC else DestinationError
         raise kind(f"cannot write {place}: {error.strerror}", uri=uri) from error
     finally:
         part.unlink(missing_ok=True)
@@ -174,29 +180,30 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
 
 
 class ObjectStorageModel:
-    """Files of a model pulled once into a directory by however many processes of one host; a context manager.
+    """Files of a model, pulled once into a directory by any number of processes of one host; a context manager.
 
-    The first to come downloads, the others wait for it and find all there. A download that failed is begun anew by
-    the next. `dir` is the directory; next to it lies a lock file, in it a mark that it is whole.
+    The first process downloads; the others wait for it and find the files. After a failed download the next process
+    starts again. `dir` is the directory; a lock file is next to it, and a file in it marks it as complete.
 
     Raises:
-        ValueError: `model_path` is no object store's.
+        ValueError: `model_path` is not in an object store.
     """
 
     SENTINEL_NAME = ".runai_complete"
 
     def __init__(self, model_path: str, dst: str, s3_credentials: S3Credentials | None = None) -> None:
         if not is_object(model_path):
-            raise ValueError(f"model_path {model_path!r} is none of s3://, gs://, az://")
+            raise ValueError(f"model_path {model_path!r} does not begin with s3://, gs:// or az://")
         self.dir = dst.rstrip("/") or "/"
         self._model_path = model_path
         self._credentials = s3_credentials
         self._mark = Path(self.dir) / self.SENTINEL_NAME
-        self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115 - held until __exit__
+        # Held until `__exit__`: the kernel releases it even if the process is killed.
+        self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             if not self._mark.exists():
-                # Not promoted in one step: two that both hold the shared lock would wait for each other.
+                # Released in between: two processes that both have the shared lock would wait for each other.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()
@@ -210,7 +217,7 @@ class ObjectStorageModel:
             raise
 
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
-        """`pull_files` into `dir`; nothing where another process has done it."""
+        """Run `pull_files` into `dir`, unless another process has done it."""
         if not self._is_whole:
             pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)
 
@@ -226,7 +233,8 @@ class ObjectStorageModel:
                     raise RuntimeError(f"no files were found under {self._model_path!r}")
                 self._mark.touch()
         finally:
-            self._lock.close()  # which gives the lock back
+            # Closing the file releases the lock.
+            self._lock.close()
 
     def __del__(self) -> None:
         lock = getattr(self, "_lock", None)

@@ -1,4 +1,4 @@
-"""`SafetensorsStreamer`: the tensors of safetensors files as they arrive, as `penstock.stream` gives them.
+"""`SafetensorsStreamer`: the tensors of safetensors files as they arrive, read by `penstock.stream`.
 
 In: paths or URIs. Out: `(name, tensor)`, owned by the caller, and `files_to_tensors_metadata`.
 Not here: the loading itself (`loader`), raw ranges (`files`).
@@ -26,19 +26,19 @@ from penstock.storage.safetensors import Header, read_header
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Where a tensor's bytes are, from the first byte after the header."""
+    """The range of a tensor's bytes, from the first byte after the header."""
 
     start: int
     end: int
 
     def get_diff(self) -> int:
-        """Bytes between."""
+        """Return the number of bytes."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorMetadata:
-    """One tensor of a file, as its header describes it."""
+    """A tensor of a file, as the header describes it."""
 
     name: str
     shape: list[int]
@@ -46,27 +46,27 @@ class SafetensorMetadata:
     offsets: Offsets
 
     def get_bytesize(self) -> int:
-        """Bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return self.offsets.get_diff()
 
     def get_item_count(self) -> int:
-        """Elements of the tensor, by the header's shape."""
+        """Return the number of elements of the tensor, by the header's shape."""
         return math.prod(self.shape)
 
     def get_torch_dtype(self) -> torch.dtype:
-        """Its torch dtype. PlanError (a ValueError too) where torch has none."""
+        """Return the torch dtype. PlanError (a ValueError too) if torch has none."""
         from penstock.types import DType
 
         with raising_value_errors():
             return torch_dtype(DType(self.dtype))
 
     def get_element_size(self) -> int:
-        """Bytes of one element of `get_torch_dtype`."""
+        """Return the bytes of one element of `get_torch_dtype`."""
         return self.get_torch_dtype().itemsize
 
 
 class SafetensorsStreamer:
-    """Streams the tensors of safetensors files; a context manager, used as Run:ai Model Streamer's is.
+    """A stream of the tensors of safetensors files; a context manager, used like Run:ai Model Streamer's.
 
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(paths, device="cuda:0")
@@ -74,9 +74,9 @@ class SafetensorsStreamer:
                 ...
 
     Attributes:
-        files_to_tensors_metadata: for each path's index, its tensors in the order of the file.
-        total_size: bytes of all of them.
-        device_str: the device asked for.
+        files_to_tensors_metadata: path's index -> its tensors in the order of the file.
+        total_size: bytes of all these tensors.
+        device_str: the requested device.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class SafetensorsStreamer:
         tensor_names: Collection[str] | None = None,
         owned: bool = True,
     ) -> None:
-        """`stream_files` of one path."""
+        """Run `stream_files` for one path."""
         self.stream_files([path], s3_credentials, device, is_distributed, tensor_names, owned)
 
     def stream_files(
@@ -126,12 +126,12 @@ class SafetensorsStreamer:
 
         Args:
             paths: local paths or s3://, gs://, az:// URIs.
-            s3_credentials: win over the environment.
-            device: where the tensors are to be.
-            is_distributed: with torch.distributed running and its back end fit for the device, each rank reads a part
-                of the bytes and every rank yields every tensor; RUNAI_STREAMER_DIST as there (auto: NCCL only).
-            tensor_names: only these.
-            owned: accepted; what is yielded is always the caller's own.
+            s3_credentials: they win over the environment.
+            device: device of the tensors.
+            is_distributed: each rank reads a part of the bytes and every rank yields every tensor, if torch.distributed
+                is initialised with a backend for the device; RUNAI_STREAMER_DIST as in the original (auto: NCCL only).
+            tensor_names: only these tensors.
+            owned: accepted and ignored: yielded tensors are always the caller's own.
 
         Raises:
             ValueError (and Penstock's own error): a file is missing, malformed or truncated; a name of `tensor_names`
@@ -148,17 +148,17 @@ class SafetensorsStreamer:
         with raising_value_errors():
             paths = [text_of(path) for path in paths]
             options = storage_options(paths[0], s3_credentials) if paths else None
-            asked = runai_settings()
+            limits = runai_settings()
             self._settings = Settings.read(
-                fetch_threads=asked.fetch_threads, chunk_bytes=asked.chunk_bytes, memory_bytes=asked.memory_bytes
+                fetch_threads=limits.fetch_threads, chunk_bytes=limits.chunk_bytes, memory_bytes=limits.memory_bytes
             )
             place = resolve_device("cpu" if device is None else device)
             headers = [_header(path, self._settings, options) for path in paths]
         self.files_to_tensors_metadata = {i: _metadata(header, wanted) for i, header in enumerate(headers)}
-        tensors = [one for file in self.files_to_tensors_metadata.values() for one in file]
-        self.total_size = sum(one.get_bytesize() for one in tensors)
+        tensors = [tensor for file in self.files_to_tensors_metadata.values() for tensor in file]
+        self.total_size = sum(tensor.get_bytesize() for tensor in tensors)
         self.device_str = "cpu" if device is None else str(device)
-        counts = Counter(one.name for one in tensors)
+        counts = Counter(tensor.name for tensor in tensors)
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if wanted is not None:
             if missing := sorted(wanted - counts.keys()):
@@ -167,15 +167,16 @@ class SafetensorsStreamer:
                 raise ValueError(f"tensor_names appear in more than one file: {repeated}")
         names = None if wanted is None else wanted.__contains__
         self._options = Options(device=place, names=names, storage_options=options, progress=False)
-        self._group = _group(asked.distributed, place) if is_distributed else None
-        # A weight set has every name once; files that share a name are streamed one after the other, as there.
+        self._group = _group(limits.distributed, place) if is_distributed else None
+        # A weight set has every name once: files that share a name are streamed one after the other, as in the
+        # original.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
     def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor asked for, as it arrives. Ownership: the caller's, for as long as it likes.
+        """Yield every requested tensor as it arrives; it belongs to the caller.
 
         Raises:
-            ValueError (and Penstock's own error): not inside `with`, or the bytes could not be had.
+            ValueError (and Penstock's own error): not inside `with`, or the bytes cannot be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
@@ -185,11 +186,12 @@ class SafetensorsStreamer:
                 self._stream = TensorStream(Session(part, self._options, self._settings), self._group)
             try:
                 while True:
+                    # Around `next` only: an error that the caller raises at the yield is not ours to change.
                     with raising_value_errors():
-                        found = next(self._stream, None)
-                    if found is None:
+                        pair = next(self._stream, None)
+                    if pair is None:
                         break
-                    yield found
+                    yield pair
             finally:
                 self._close()
 
@@ -200,6 +202,7 @@ class SafetensorsStreamer:
 
 
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
+    """Read the header of a file."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(source)
@@ -208,6 +211,7 @@ def _header(path: str, settings: Settings, options: dict[str, str] | None) -> He
 
 
 def _metadata(header: Header, wanted: Collection[str] | None) -> list[SafetensorMetadata]:
+    """Return the tensors of a header, all or those with a wanted name."""
     table = header.tensors
     starts = (table.offset - header.data_offset).tolist()
     return [
@@ -220,7 +224,7 @@ def _metadata(header: Header, wanted: Collection[str] | None) -> list[Safetensor
 
 
 def _group(distributed: str, device: torch.device) -> Any:
-    """The process group to share the reading over; None: each rank reads for itself."""
+    """Return the process group whose ranks share the reading; None: each rank reads for itself."""
     import torch.distributed as dist
 
     if distributed == "off" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
