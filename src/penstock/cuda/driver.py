@@ -197,6 +197,7 @@ class CudaDriver:
             waiting, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(f"no CUDA driver: {error}") from error
+        # Two views of one library: calls by CDLL let go of the interpreter's lock, those by PyDLL keep it (`QUICK`).
         self._calls: dict[str, Any] = {}
         for name, signature in SIGNATURES.items():
             call = getattr(quick if name in QUICK else waiting, name)
@@ -244,6 +245,7 @@ class CudaDriver:
             self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _context(self, device: int) -> int:
+        # Retained once and never released: torch uses the same context until the process ends.
         if device not in self._contexts:
             self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", self._ordinal(device))
         return self._contexts[device]
@@ -266,6 +268,7 @@ class CudaDriver:
 
     def ipc_handle(self, base: int) -> bytes | None:
         """Return the handle by which another process opens the allocation; None: its kind has none."""
+        # Any error means that there is no handle: the caller tries file descriptors next, and those say why not.
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
 
@@ -359,6 +362,7 @@ class CudaDriver:
     def is_done(self, event: int) -> bool:
         """Return whether the device has passed the event. Raises the error of the work before it."""
         code = self._calls["cuEventQuery"](event)
+        # An error here is of any work before the event: the driver reports it at the next call.
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
@@ -380,6 +384,7 @@ class CudaDriver:
         Large rectangles of runs of `PITCHED_BYTES` go by copy engines, a call for each; the others by a kernel.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
+        # The driver refuses larger pitches.
         pitched &= np.maximum(rows.src_pitch, rows.dst_pitch) < PITCH_LIMIT
         parts = []
         if pitched.any():
@@ -500,7 +505,7 @@ class StreamPools:
 
     def of(self, device: int) -> StreamPool:
         """Return the pool of a device."""
-        # Made lazily: creating a stream makes a context on the device, which takes hundreds of MB of its memory.
+        # At first use: creating a stream makes a context on the device, which takes hundreds of MB of its memory.
         if device not in self._pools:
             self._pools[device] = StreamPool(self._driver, device, self._num_streams)
         return self._pools[device]

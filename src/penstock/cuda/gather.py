@@ -89,6 +89,8 @@ def run(table: torch.Tensor, is_wide: bool) -> None:
 
 def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
     """Return the runs as two tables of tiles: of 16-byte words, and of the bytes before and after those."""
+    # Words of 16 bytes only where both ends lie alike within 16 bytes; then the bytes before the first whole word and
+    # after the last are copied singly.
     alike = (dst ^ src) % _WIDTH == 0
     head = np.where(alike, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH

@@ -84,6 +84,7 @@ def launch(
     if not num_programs:
         return
     device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+    # A copy holds one of the kernels that Triton compiles: for aligned pointers and 32-bit integers.
     suits = device.type == "cuda" and all(
         argument.data_ptr() % _ALIGNMENT == 0 if isinstance(argument, torch.Tensor) else argument < _INT32_STOP
         for argument in arguments
@@ -154,6 +155,7 @@ def _loaded(shape: tuple[str, str, object, int], device: torch.device) -> _Kerne
 def _store(compiled: Any, path: Path | None) -> None:
     """Store a copy for later processes, if it can be launched without Triton; a full or read-only disk is no fault."""
     metadata = compiled.metadata
+    # Kernels that need more than a plain launch, such as scratch memory or clusters, are left to Triton.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
     ptx: str = compiled.asm["ptx"]
@@ -193,6 +195,7 @@ class _Kernel:
         """Queue a launch on a stream. DestinationError: the driver refuses it."""
         values = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         bits = self._copy.parameter_bits
+        # Triton's own parameters: pointers to scratch memory, which these kernels do not have.
         values += [0] * (len(bits) - len(values))
         boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in zip(values, bits, strict=True)]
         pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(argument) for argument in boxed])

@@ -69,6 +69,7 @@ def plan_copy(
     Cost: tables of 72 bytes a rectangle, and 4 a tile of 16 KiB that are made on the device; up to three launches when
         run; no synchronisation.
     """
+    # Each long run becomes several rectangles, side by side, of the same rows.
     parts = -(-run_bytes // _LONGEST_RUN)
     at = np.repeat(np.arange(len(parts)), parts)
     skipped = (np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)) * _LONGEST_RUN
@@ -91,6 +92,7 @@ def _plan(
     one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
+    # The OR of all numbers of a rectangle: a power of two divides each of them where it divides this.
     odd = np.bitwise_or.reduce(table, axis=0)
     launches = []
     left = np.arange(len(dst))

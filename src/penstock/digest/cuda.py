@@ -248,6 +248,7 @@ def warm_up(device: torch.device) -> None:
 
     Order: while the first reads are under way, so that the first digest does not wait for the compiler.
     """
+    # One leaf for each kernel: aligned, not aligned, and short.
     data = torch.zeros(2048, dtype=torch.uint8, device=device)
     at = data.data_ptr()
     plan_leaves(np.array([at, at + 1, at]), np.array([1024, 1024, 4]), device).digest()
@@ -315,6 +316,7 @@ def plan_strips(
     leaves = torch.empty(len(strip), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
+    # Packed slab by slab, since scratch for all strips with gaps would be as large as the weights.
     slabs = []
     for some, at in _row_slabs(gapped, nbytes[gapped], scratch):
         mine = strips[strip[some]]

@@ -97,11 +97,13 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
     """
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
+    # Buffers for the longest strip, allocated once and used for each.
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
     packed = strips.is_packed().tolist()
     buffer = np.empty(leaf_bytes, np.uint8)
     columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch, counts)
     for i, (at, run, rows, pitch, count) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        # In one piece: digested in place, without a copy.
         if packed[i]:
             leaf_digests(memory[at : at + run * rows].data, leaf_bytes, leaves)
         else:

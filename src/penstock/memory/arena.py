@@ -109,6 +109,7 @@ class Arena:
         _check_room(nbytes)
         # Sealed at its registration: until then the workers of a conversion write to it by its path.
         mapped = create_memfd("penstock-arena", nbytes, sealed=False)
+        # Advice only: many systems allow no huge pages for shared memory, and the first touch is slower there.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return cls("cpu", mapped.address, nbytes, mapped)
@@ -165,6 +166,7 @@ class Arena:
         Raises:
             BudgetTooSmall: they do not fit; nothing was placed. `needed_bytes` says what would do.
         """
+        # All or nothing: a model that fits in part is of no use, and runs are never given back one by one.
         with self._lock:
             offsets, at = offsets_of(nbytes, self._used_bytes)
             if at > self.nbytes:

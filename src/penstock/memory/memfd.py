@@ -110,6 +110,7 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
     # A finalizer, so that the descriptor is closed once, whether by `close` or with the last reference.
     mapped.close_fd = weakref.finalize(mapped, os.close, fd)
+    # By address: a registration knows only where its memory is, and asks `shared_at` for the memfd behind it.
     _shared[mapped.address] = mapped
     return mapped
 
@@ -159,6 +160,7 @@ def open_peer_memfd(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
             raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
     finally:
         os.close(looked_at)
+    # Checked on the opening that is mapped: the length seen before was of the same file, and the seals keep it.
     if not _is_sealed(opened) or state.st_size < min_nbytes:
         os.close(opened)
         raise PeerLost(f"{what} is not sealed memory of {min_nbytes} bytes", uri=uri)

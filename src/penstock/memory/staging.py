@@ -95,6 +95,7 @@ class StagingPool:
             )
         self.buffer_bytes = size
         self.num_buffers = num_buffers
+        # One mapping for all buffers, of which no page exists before its first touch: an unused buffer costs nothing.
         # Private: shared anonymous memory is tmpfs underneath and gets no huge pages.
         self._memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -206,6 +207,7 @@ class StagingPool:
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer to the pool; no copy of it may be under way."""
         with self._lock:
+            # On top: the buffer released last is in the processor's cache, and pinned.
             self._free.append(buffer)
             self._in_use -= 1
             # All waiters, not one: each counts a release as progress, and its stall deadline starts again.

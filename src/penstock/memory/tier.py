@@ -117,6 +117,7 @@ def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -
 
     Cost: no copy between, unless neither room is in host memory: then one piece at a time is.
     """
+    # A room in host memory is itself the buffer of the other room's copies.
     if isinstance(dst, HostRoom):
         _each(_pieces(dst.views()), src.read, num_threads, moved)
         src.settle()
@@ -156,6 +157,7 @@ def _each(
         step(*piece)
         moved(len(piece[1]))
 
+    # As of a GPU, whose copies are queued on one stream: no threads are needed.
     if num_threads == 1:
         for piece in pieces:
             move_piece(piece)

@@ -105,6 +105,7 @@ class ArenaRoom(_ViewedRoom):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
+        # An arena for each block, so that its memory goes back to the system when the block leaves.
         self.arena: Arena | None = Arena.allocate(nbytes)
         # By a look at the room: its close stops the threads, which would otherwise keep the memory alive.
         self.arena.warm(lambda: self.arena is None)
@@ -183,6 +184,7 @@ class PoolTier:
             for _ in range(-(-nbytes // POOL_BUFFER_BYTES)):
                 buffers.append(self._pool.acquire(stall_s=self._stall_s))
         except BaseException:
+            # The buffers acquired so far go back: the caller never gets the room to close it.
             room.close()
             raise
         return room

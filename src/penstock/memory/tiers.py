@@ -151,6 +151,7 @@ class Tiers(Closing):
         try:
             place = self._bring(entry, to, is_new=True)
         except BaseException:
+            # A block that never arrived is not in these tiers: it can be put again.
             self._forget(entry)
             raise
         self._unpin(entry, place)
@@ -271,6 +272,7 @@ class Tiers(Closing):
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Hold the right to move for a `with` block. SourceStalled: another thread's move makes no progress."""
+        # By progress and not by time: a large block may move for minutes, and each piece of it counts.
         while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
             if time.monotonic() - self._progress > self._stall_s:
                 raise SourceStalled(f"another move between these tiers made no progress for {self._stall_s} s")
@@ -307,6 +309,7 @@ class Tiers(Closing):
                     self._state.wait(1.0)
                 if entry.gone:
                     raise NotFound(f"{entry.block} is not in these tiers")
+                # A faster tier than wanted will do: the block is not moved down for one reader.
                 if entry.at <= to and entry.at < self._source:
                     self._hits += 1
                     place = entry.places[entry.at]
@@ -483,6 +486,7 @@ class Tiers(Closing):
             raise BudgetTooSmall(message, minimum_bytes=least)
 
     def _may_leave(self, entry: _Entry) -> bool:
+        # One that cannot be read again stays in the last tier: to forget it would lose it.
         is_free = not entry.busy and not entry.places[entry.at].pins
         return is_free and (entry.again or entry.at + 1 < self._source)
 

@@ -178,6 +178,7 @@ def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion
         if form.scaling == "nv":
             at = next(peak_at) if job.amax is None else job.amax.data_ptr()
         dtype = dtype_of(job.source)
+        # By kind and not by job: thousands of tensors of one kind are one launch.
         for entry in _matrices(form, job, at):
             flat = form.scaling == "none" and entry[3] == 1
             measured = form.scaling == "nv" and job.amax is None
@@ -228,6 +229,7 @@ def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
         if scales is None:
             yield *places, 0, 0, 0
             continue
+        # The scales have strides of their own over the outer dims.
         skipped = sum(i * s for i, s in zip(index, scales.stride(), strict=False))
         yield *places, scales.data_ptr() + scales.element_size() * skipped, scales.stride(-2), peak
 

@@ -114,6 +114,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
     # By the bits: as integers a NaN is above infinity, so a single comparison finds both.
     peak = magnitude(blocks).amax(dim=(-3, -1))
+    # A NaN or an infinity anywhere makes every block's peak one: the global scale would be wrong for all of them.
     whole = None
     if form.scaling == "nv":
         whole = magnitude(source.float() if amax is None else amax).amax()
@@ -195,6 +196,7 @@ def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
 
     In E4M3, which has no infinity, an infinity becomes NaN.
     """
+    # F64 by itself: through FP32 it would lose its own precision.
     if dtype is DType.F64:
         cast = source.double()
         return torch.where(cast.isnan(), math.nan, cast)
@@ -275,6 +277,7 @@ def read_codes(
         packed: codes are E2M1, two a byte.
         first_row: the row of the whole tensor with which the codes begin, in the last dim but one.
     """
+    # By a table of the sixteen codes: bits of E2M1 are no dtype that torch computes with.
     if packed:
         table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
         values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]

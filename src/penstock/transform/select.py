@@ -133,6 +133,7 @@ def reasons(
     only: Sequence[str] = ("*.weight",),
 ) -> dict[str, str]:
     """Return for each tensor why it is kept unchanged; an empty reason: it is quantised. Arguments as of `select`."""
+    # From all tensors first: whether one weight is transposed shows in the biases of others.
     turned = _transposed(tensors)
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:

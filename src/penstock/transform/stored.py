@@ -191,6 +191,7 @@ def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def unreadable(config: Mapping[str, Any]) -> str:
     """Return why no tensor under this `quantization_config` can be read; empty: they may be readable."""
+    # Unknown methods are refused as a whole: names and shapes alone could fit by chance, and values would be wrong.
     method = config.get("quant_method")
     if method not in METHODS:
         return f"its quant_method {method!r} is none of {', '.join(sorted(METHODS))}"

@@ -113,6 +113,7 @@ class Shared:
                 self._look(memory)
 
     def _look(self, memory: Memory) -> None:
+        """Find out the kind of the memory, and its handle or pieces. ConfigError: it cannot be shared."""
         base, nbytes = self._driver.address_range(memory.address)
         self.offset = memory.address - base
         handle = self._driver.ipc_handle(base)
@@ -130,6 +131,7 @@ class Shared:
                 "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
             )
         os.close(fd)
+        # Pieces of one reservation lie one after the other, but are separate memory to the driver.
         while base < memory.address + memory.nbytes:
             base, nbytes = self._driver.address_range(base)
             self.pieces.append((base, nbytes))
@@ -171,7 +173,7 @@ class Mapped:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.nbytes:
             message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.nbytes} bytes"
-            raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
+            raise FormatError(message, uri=source.uri)
         return self.address + offset
 
 
@@ -200,12 +202,14 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
 
 
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    uri = f"{source.transport}:{source.endpoint}"
+    uri = source.uri
     if not 0 < payload.num_pieces <= _MAX_PIECES:
         raise FormatError(f"the descriptor names {payload.num_pieces} pieces of device memory", uri=uri)
+    # After the check: a hostile count would make a list of any length.
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
     total, at = sum(lengths), 0
     with driver.entered(device):
+        # One range for all pieces: offsets count across them as they do at the holder.
         base = driver.reserve(total)
         try:
             fds = receive_fds(payload.door, payload.page.pid, source.generation, len(lengths), uri)
@@ -379,6 +383,7 @@ class CudaIpcTransport:
                 self._streams.of(device).give_event(event)
 
     def _open_fd_server(self) -> str:
+        """Return the name of the server of file descriptors, opened at first use: only virtual memory needs it."""
         with self._lock:
             if self._fd_server is None:
                 self._fd_server = FdServer(self._endpoint.page.name, self._export)
@@ -457,6 +462,7 @@ class CudaIpcTransport:
                     never_freed.append((read,))
                     raise
                 finally:
+                    # Also after an error: `sweep` then watches the copies queued before it, as those of any other read.
                     if read.events:
                         self._flying.add(read)
         return read
@@ -535,6 +541,7 @@ class CudaIpcTransport:
             DestinationError: the device failed; `mutated` is true.
         """
         assert isinstance(pending, CudaRead)
+        # The lock is kept for the whole wait: other waiters of the same read have nothing else to do.
         with pending.lock:
             if not pending.is_checked:
                 try:
@@ -542,6 +549,7 @@ class CudaIpcTransport:
                 except PenstockError as error:
                     # A copy may have written anything before it was seen to be done.
                     error.mutated = pending.nbytes > 0
+                    # The traceback's frames refer to both memories, and would keep them alive with the error.
                     pending.error = error.with_traceback(None)
                     if isinstance(error, StaleDescriptor | PeerLost):
                         with self._lock:
@@ -551,6 +559,7 @@ class CudaIpcTransport:
                 raise pending.error
 
     def _finish(self, read: CudaRead, stall_s: float) -> None:
+        """Wait until the device has passed every event of a read, and check the claim after it."""
         began = moved = time.monotonic()
         seen = read.moved_bytes
         while read.events:
@@ -561,8 +570,9 @@ class CudaIpcTransport:
             if read.moved_bytes != seen:
                 moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
+                # If the holder is gone or fenced the memory, that is the better reason.
                 read.claim.check()
-                raise SourceStalled(f"no byte arrived for {stall_s} s", uri=f"{self.name}:{read.claim.source.endpoint}")
+                raise SourceStalled(f"no byte arrived for {stall_s} s", uri=read.claim.source.uri)
             if read.events:
                 nap_s = min(max(_NAP_S, (read.nbytes - read.moved_bytes) / _FASTEST_BYTES_PER_S), _LONGEST_NAP_S)
                 time.sleep(0 if now - began < _SPIN_S and nap_s == _NAP_S else nap_s)
@@ -582,6 +592,7 @@ class CudaIpcTransport:
                     event, read.moved_bytes = read.events.popleft()
                     self._streams.of(device).give_event(event)
             if not read.events:
+                # The mapping may go now: a finished read that is kept would hold the holder's memory.
                 read.source = None
                 self._flying.discard(read)
 
@@ -594,6 +605,7 @@ class CudaIpcTransport:
         """See `Transport.close`. Waits for copies under way, for at most `SETTLE_S`; what they use is then kept."""
         if not self._endpoint.page.is_mine:
             return
+        # First, so that no read is posted any more and waiters end with Cancelled.
         self._endpoint.close()
         if self._fd_server is not None:
             self._fd_server.close()

@@ -71,6 +71,7 @@ class FdServer:
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(TIMEOUT_S)
         request = peer.recv(_REQUEST.size)
+        # Another length is no reader of ours: it sees the connection end.
         if len(request) != _REQUEST.size:
             return
         fds: list[int] = []
@@ -121,6 +122,7 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
             while received < count:
                 _, fds, _, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
                 received += len(fds)
+                # None: the connection ended early. Too many: not the memory that the descriptor describes.
                 if not fds or received > count:
                     _close_all(fds)
                     raise StaleDescriptor(f"{received} of {count} pieces of memory were received", uri=uri)

@@ -91,6 +91,7 @@ class GenerationTable:
         self.name = name
         self.is_mine = True
         self._mapped = mapped
+        # Words of 8 aligned bytes: a store of one is atomic, so a reader in another process sees the old or the new.
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._free = list(range(NUM_SLOTS))[::-1]
         self._changing = threading.Lock()
@@ -147,6 +148,7 @@ class GenerationTable:
     def close(self) -> None:
         """End the table: no registration is valid any more, and readers find its owner dead. Idempotent."""
         if self.is_mine:
+            # Before the lock goes: a reader that looks in between finds no generation, and not a living owner's.
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
             self.forget()
 
@@ -154,6 +156,7 @@ class GenerationTable:
         """Let go of the page without a change that readers see. Its descriptors are closed now, not on collection."""
         self.is_mine = False
         self._closer()
+        # Now, not by the collector: processes that join and leave in a loop would gather descriptors of each life.
         self._words.release()
         self._mapped.close()
 
@@ -177,7 +180,7 @@ class PeerGenerationTable:
             PeerLost: the process is gone, or another process has its number now.
             PermissionDenied, DestinationError: as `open_peer_memfd`.
         """
-        uri = f"{source.transport}:{source.endpoint}"
+        uri = source.uri
         if address.host != here():
             hint = "run both in one PID namespace of one host, or read by http or nixl"
             raise ConfigError("the peer is on another host or in another PID namespace", uri=uri, hint=hint)
@@ -218,7 +221,8 @@ class PeerGenerationTable:
             PeerLost: the owner is gone.
             StaleDescriptor: it fenced or released the memory, or never made this descriptor.
         """
-        uri = f"{source.transport}:{source.endpoint}"
+        uri = source.uri
+        # Death first: the page of an owner that died keeps its last generations, which would look valid.
         if not self.is_alive():
             raise PeerLost(f"process {self.pid} is gone", uri=uri)
         if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
@@ -399,6 +403,7 @@ class Endpoint:
         with self.changing:
             self.check_open()
             slot = self.page.take_slot()
+            # `describe` is the transport's and may fail: the slot would be lost for good.
             try:
                 handle = FencedHandle(self, memory, describe, slot, keep)
             except BaseException:
@@ -445,6 +450,7 @@ class Endpoint:
         if not self.page.is_mine:
             return
         with self.changing:
+            # A copy: closing a handle takes it out of the set.
             for handle in list(self.handles):
                 handle.close()
             self._peers.clear()

@@ -66,6 +66,7 @@ class HttpHandle:
         self.transport = transport
         self.memory = memory
         self.is_open = True
+        # One view for all reads and answers: they are slices of it, without a copy.
         self.view = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
         self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
         self._region, self.descriptor = self._begin()
@@ -198,7 +199,7 @@ class HttpTransport:
         read = HttpRead(
             generation=source.generation,
             request=ReadRequest(endpoint=source.endpoint, key=payload.key, nbytes=source.nbytes, src=b"", length=b""),
-            uri=f"{self.name}:{source.endpoint}",
+            uri=source.uri,
             nbytes=int(segments.nbytes.sum()),
             owners=(into, into.memory.owner),
         )
@@ -228,6 +229,7 @@ class HttpTransport:
         """See `Transport.close`."""
         if not self.is_mine:
             return
+        # First no more reads and handles, then those that are open fail, then the connections they wait for are cut.
         with self.changing:
             self.is_mine = False
             handles, peers = list(self.handles), list(self._peers.values())
@@ -239,6 +241,7 @@ class HttpTransport:
         for peer in peers:
             peer.close()
         self.server.close()
+        # The kernel leaves the name of a Unix socket behind.
         if self.address.path:
             Path(self.address.path).unlink(missing_ok=True)
         self._leave_home()
@@ -259,6 +262,7 @@ class HttpTransport:
             raise Cancelled("the transport is closed")
 
     def _peer(self, address: Address) -> Peer:
+        # By address and not by endpoint: connections to a member serve all its registrations, in any generation.
         if address not in self._peers:
             self._peers[address] = Peer(
                 address,

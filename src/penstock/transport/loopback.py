@@ -134,7 +134,7 @@ def _find(source: Descriptor) -> LoopbackHandle:
     """Return the registration of a descriptor. StaleDescriptor unless the descriptor is current and unaltered."""
     handle = _regions.get(source.generation)
     if handle is None or handle.descriptor != source:
-        raise StaleDescriptor(f"generation {source.generation} is gone", uri=f"{source.transport}:{source.endpoint}")
+        raise StaleDescriptor(f"generation {source.generation} is gone", uri=source.uri)
     return handle
 
 

@@ -134,7 +134,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
         try:
             self._read(stall_s, into, source, payload, segments)
         except PenstockError as error:
-            error.uri = f"{source.transport}:{source.endpoint}"
+            error.uri = source.uri
             raise
 
     def _read(self, stall_s: float, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:

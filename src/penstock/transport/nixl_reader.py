@@ -84,6 +84,7 @@ class Agent:
             MissingExtra: NIXL is not installed.
             ConfigError: a back end does not start.
         """
+        # UCX reads its variables when it is loaded and when a back end starts; the user's environment stays as it is.
         with ucx_variables(tls):
             try:
                 from nixl import _api as api
@@ -171,6 +172,7 @@ class Agent:
                 here = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 there = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
                 flight = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
+                # Known before it runs: `close` must end it even if this call does not return.
                 self._flights.add(flight)
                 agent.transfer(flight.xfer)
                 return flight
@@ -379,6 +381,7 @@ class Reader:
                 raise
 
     def _move(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+        # Posted up to a window and awaited in order: while one piece arrives, the next is under way already.
         kinds = (place_of(job.memory.device)[0], place_of(job.source.device)[0])
         while job.todo or flights:
             while job.todo and len(flights) < WINDOW:
@@ -460,9 +463,11 @@ class Reader:
         """Yield the peer, connected and counted as read from. StaleDescriptor if the metadata is another's."""
         name = job.source.endpoint
         with self._lock:
+            # Our memory is registered with this agent at its first read, since agents come and go.
             if job.owner not in self._registrations:
                 self._registrations[job.owner] = self._agent.register(job.memory)
             remote = self._remotes.get(name) or _Remote(name)
+            # Two: the word and the memory are two registrations, and NIXL's metadata is of one.
             for metadata in (job.payload.word_agent, job.payload.agent):
                 if metadata not in remote.met:
                     if self._agent.meet(metadata) != name:

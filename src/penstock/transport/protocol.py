@@ -48,6 +48,11 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes = b""
     """The transport's own data: an IPC handle, an agent's metadata. Hostile until that transport has checked it."""
 
+    @property
+    def uri(self) -> str:
+        """Return the name of the peer's transport in errors."""
+        return f"{self.transport}:{self.endpoint}"
+
 
 _DECODER = msgspec.msgpack.Decoder(Descriptor)
 _Payload = TypeVar("_Payload", bound=msgspec.Struct)
@@ -64,6 +69,7 @@ def decode(raw: bytes) -> Descriptor:
     if len(raw) > MAX_DESCRIPTOR_BYTES:
         raise FormatError(f"a descriptor has {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
     try:
+        # Fields that a newer release added are ignored by the decoder: members of two releases read each other.
         return _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed descriptor: {error}") from error
@@ -89,6 +95,7 @@ class Memory:
     @classmethod
     def of_buffer(cls, buffer: bytearray | memoryview) -> Memory:
         """Return the host memory behind a contiguous buffer. ConfigError if it may not be written to."""
+        # By numpy: ctypes takes no read-only buffer, and the array keeps a bytearray from being resized.
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:
             raise ConfigError("memory to register must be writable")

@@ -74,6 +74,7 @@ class MappedMemory:
     """A peer's memfd, mapped read-only until this object is collected."""
 
     def __init__(self, fd: int) -> None:
+        # All of the memfd, once for its registrations. The mapping lives as long as the array or any view of it.
         self.array = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
         self.address = int(self.array.ctypes.data)
 
@@ -81,7 +82,7 @@ class MappedMemory:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
         if offset + source.nbytes > self.array.nbytes:
             message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.array.nbytes} bytes"
-            raise FormatError(message, uri=f"{source.transport}:{source.endpoint}")
+            raise FormatError(message, uri=source.uri)
         return self.address + offset
 
 
@@ -102,6 +103,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
+        # Plain ints: a call of memmove with numpy's scalars takes several times as long.
         srcs, dsts = (rows.src + base).tolist(), (rows.dst + into.memory.address).tolist()
         for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
             at = 0
@@ -186,6 +188,7 @@ class ShmTransport:
         """See `Striding`."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        # A rectangle of one row is a plain segment, which memmove copies without a view.
         short = (rectangles.longest_runs() < SHORT_BYTES) & (rectangles.num_rows > 1)
         return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
 
@@ -226,6 +229,7 @@ class ShmTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
+        # Mappings that reads still use are unmapped with the last of those.
         self._endpoint.close()
         self._mapped.clear()
 
@@ -237,7 +241,7 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
         StaleDescriptor: it is another memfd by now.
         PeerLost, PermissionDenied, DestinationError: as `memory.memfd.open_peer_memfd`.
     """
-    uri = f"{source.transport}:{source.endpoint}"
+    uri = source.uri
     fd = open_peer_memfd(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
     try:
         # The number may belong to another file of the same process by now: the inode tells them apart.
@@ -245,6 +249,7 @@ def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int
             raise StaleDescriptor("the peer has closed that memory", uri=uri)
         return mapping(fd)
     except PenstockError:
+        # Some of them are OSErrors too, and must not become DestinationError.
         raise
     except (OSError, ValueError) as error:
         raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error
