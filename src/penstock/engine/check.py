@@ -135,6 +135,7 @@ class CudaChecker:
 
     def check(self, slabs: Sequence[int]) -> _DigestPending | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
+        # The first batch waits for the kernels here, on the compute thread: bytes go on arriving.
         if self._warming is not None:
             self._warming.result()
             self._warming = None
@@ -142,6 +143,7 @@ class CudaChecker:
         rows = np.concatenate([expected.rows(slab) for slab in slabs])
         if not len(rows):
             return None
+        # One row for each leaf of the batch: its address, its bytes, its digest in the manifest.
         base = np.array([self._slab(slab).data_ptr() for slab in slabs], np.int64)
         at = np.searchsorted(np.sort(slabs), plan.row_slab[rows])
         address = base[np.argsort(slabs, kind="stable")][at] + plan.row_offset[rows]

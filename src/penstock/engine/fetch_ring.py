@@ -103,6 +103,7 @@ class RingFetch:
         with self._state:
             for item in items:
                 heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
+            # Stored once it runs: `close` joins only a thread that was started.
             if self._thread is None and items:
                 thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
                 start_thread(thread)
@@ -172,7 +173,7 @@ class RingFetch:
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
-            # The ring itself failed: nothing more completes, so every read in flight ends here.
+            # The ring itself failed: no completion can be received any more, so every read in flight ends here.
             for flying in self._flying.values():
                 self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
                 flying.item.abandon()

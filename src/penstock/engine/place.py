@@ -96,6 +96,7 @@ class HostPlace:
         with self._lock:
             slab = self._slabs[index]
             if slab is None:
+                # When its first byte arrives, not before: the slabs of a stream are freed as it goes on.
                 try:
                     slab = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
                 except MemoryError as error:

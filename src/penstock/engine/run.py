@@ -55,7 +55,7 @@ E = TypeVar("E", bound=AnyExecutor)
 
 
 class Run(Closing):
-    """One journey's work: its executors, its ticket and its trace. A context manager: leaving it ends every thread.
+    """Base of a journey's run: its executors, ticket and trace. A context manager: leaving it ends every thread.
 
     A journey derives its own class, posts items to the executors, and calls `ticket.finish` after the last one. It may
     override `is_busy` and `received_bytes`.
@@ -158,7 +158,8 @@ class Silence:
             is_paused: whether something is under way that has a deadline of its own.
         """
         now = time.monotonic()
-        passed_s, self._looked = min(now - self._looked, LOOK_S), now
+        passed_s = min(now - self._looked, LOOK_S)
+        self._looked = now
         # A read that failed is no longer counted, so the number can fall: what is received anew must count again.
         self._received = min(self._received, received)
         if moved != self._moved or received >= self._received + LEAST_BYTES:
@@ -253,6 +254,7 @@ class Ticket:
             KeyboardInterrupt: SIGINT came, inside `lifecycle.deferred`.
         """
         with self.changed:
+            # Silence counts from here on: the consumer of a stream may have done other things for long.
             self._silence.begin()
             while not reached() and not self._stopped:
                 if self.look() > stall_s:
@@ -302,7 +304,7 @@ class Pending(Protocol):
 
 
 class WorkItem(Protocol):
-    """One piece of work of one executor.
+    """Piece of work of one executor.
 
     Exactly one of `finish` (after `start`, when its work is complete) and `abandon` is called, from the executor's
     thread; `abandon` must free what the item holds, and never raises.
@@ -409,9 +411,11 @@ class Executor:
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
                 index = len(self._threads)
                 name = f"penstock-{self.name}-{index}"
+                # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
                 thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+                # Without one more thread, those that run do the work, more slowly.
                 if not start_thread(thread, is_needed=not self._threads):
-                    break  # those that run do the work, more slowly
+                    break
                 self._threads.append(thread)
             self._state.notify(len(items))
 
@@ -430,6 +434,7 @@ class Executor:
     def _next(self, in_flight: bool) -> WorkItem | None:
         """Return the next item; None when there is none now (with work in flight) or will be none."""
         with self._state:
+            # A device wakes no thread when it is done, so this one looks again soon.
             if not self._heap and in_flight:
                 self._state.wait(POLL_S)
             while not self._heap:
@@ -447,6 +452,7 @@ class Executor:
             if item is not None:
                 self._running[index] = item
                 self.run_item(item, in_flight)
+                # Still busy while a device works: its deadline is in `retire`, and the ticket's stands still.
                 self._running[index] = in_flight[0].item if in_flight else None
             elif not in_flight:
                 return
@@ -471,6 +477,7 @@ class Executor:
 
     def retire(self, in_flight: deque[InFlight]) -> bool:
         """Look at the oldest item in flight; True when it left the queue."""
+        # The oldest alone: a device carries out the work of one stream in order.
         oldest = in_flight[0]
         item = oldest.item
         now = time.perf_counter()

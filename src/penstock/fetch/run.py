@@ -70,7 +70,7 @@ LITTLE = 0.5
 
 
 class Fetch(Run):
-    """One running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
+    """A running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
 
     Attributes:
         provenance: the source of every byte, and the faults met.
@@ -126,7 +126,8 @@ class Fetch(Run):
         self._hub_answered = threading.Event()
         self._hub_answer = "not asked yet"
         self._others_read_until = 0.0
-        # Two clocks: of the whole fetch, which ends with claims on storage without the hub; of the bytes, for reports.
+        # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
+        # storage without a claim; the second does not stand still, and is reported to the hub.
         self._hunger = Silence()
         self._quiet = Silence()
         self._is_storage_out = False
@@ -158,8 +159,8 @@ class Fetch(Run):
             if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._readers or self._failed_since_progress else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
-                asked = "storage" if self._storage is not None else "no fallback was given; the hub"
-                self.ticket.fail(self.provenance.stall_error(kind, what, f"{asked}: {self._hub_answer}"))
+                last_resort = "storage" if self._storage is not None else "no fallback was given; the hub"
+                self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self._hub_answer}"))
         self.ticket.check()
         return self.provenance
 
@@ -184,7 +185,8 @@ class Fetch(Run):
                     self._hub_answer = f"named {len(reply.upstreams)} members to take from"
                 self._follow(reply.upstreams)
             except PenstockError as error:
-                self._note_hub_failure(error)  # known upstreams stay in use
+                # Known upstreams stay in use: running transfers do not need the hub.
+                self._note_hub_failure(error)
             self._hub_answered.set()
             self._closing.wait(self._rest_s)
             if not self._hub_now.wait(wait_s / 4) and not self._is_idle():
@@ -241,35 +243,33 @@ class Fetch(Run):
             self._weights.parent = self._readers[0].upstream.member if self._readers else ""
 
     def _drop_failed(self) -> None:
-        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones.
-
-        A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned them to be
-        read from storage again: eight cold starters read storage 3.3 to 5.9 times.
-        """
+        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
         now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
                 self._readers.remove(reader)
-                who = reader.upstream.member
+                member = reader.upstream.member
+                # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
+                # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._retry_after[who] = (now + BUSY_S, self._retry_after.get(who, (0.0, FORGIVE_S / 2))[1])
-                    self.provenance.full[who] = str(reader.error)
+                    self._retry_after[member] = (now + BUSY_S, self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1])
+                    self.provenance.full[member] = str(reader.error)
                     continue
-                wait_s = min(2 * self._retry_after.get(who, (0.0, FORGIVE_S / 2))[1], self.stall_s)
+                wait_s = min(2 * self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1], self.stall_s)
                 if isinstance(reader.error, SourceStalled) and self._can_read_storage:
                     # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders
                     # tried in turn, the last chunks were never read, and the fetch failed.
                     wait_s = SILENT_S
-                self._retry_after[who] = (float("inf") if reader.is_too_slow else now + wait_s, wait_s)
-                self.provenance.faults.append(f"{who[:8]}: {reader.fault}")
+                self._retry_after[member] = (float("inf") if reader.is_too_slow else now + wait_s, wait_s)
+                self.provenance.faults.append(f"{member[:8]}: {reader.fault}")
         for reader in failed:
             assert reader.error is not None
             if not isinstance(reader.error, SourceBusy):
-                who = reader.upstream.member
-                if self._member.complain(who, self._weights.key, reader.error, reader.proof):
+                member = reader.upstream.member
+                if self._member.complain(member, self._weights.key, reader.error, reader.proof):
                     with self._lock:
-                        self._reported.add(who)
+                        self._reported.add(member)
             reader.close()
 
     def _poll_claims(self) -> None:
@@ -292,7 +292,8 @@ class Fetch(Run):
             self._closing.wait(wait_s if ranges else max(wait_s, self._rest_s))
         while self._is_storage_out and not self._closing.is_set():
             try:
-                self._member.claim(self._weights, ask=False)  # give the claim back, so that others read its chunks
+                # Give the claim back, so that others read its chunks.
+                self._member.claim(self._weights, ask=False)
                 return
             except PenstockError:
                 self._closing.wait(0.5)
@@ -338,8 +339,9 @@ class Fetch(Run):
             self._storage_reads.post(
                 Item(first, f"storage {first}", self.nbytes_of(chunks), start=partial(self._read_storage, chunks))
             )
+        # No deadline here: storage has its own, and its end sets the event.
         while not (self._claim_wanted.wait(self.stall_s) or self._closing.is_set()):
-            pass  # storage has its own deadline
+            pass
         return True
 
     def _read_storage(self, chunks: I64) -> None:
@@ -385,9 +387,10 @@ class Fetch(Run):
         """Return True while the lack of received bytes is not a stall of the fetch.
 
         That is so while storage is read, bytes are verified, or the missing chunks are being read from storage by other
-        members; and while the hub is merely slow. On a host of two cores 64 starting processes kept the hub from
-        answering for more than half a stall, and those that then read storage without a claim made it slower still.
+        members; and while the hub is merely slow.
         """
+        # A slow hub: on a host of two cores 64 starting processes kept it from answering for more than half a stall,
+        # and those that then read storage without a claim made it slower still.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()

@@ -32,7 +32,7 @@ from penstock.storage.io_uring import Uring
 
 
 class LoadRun(Run):
-    """One running load. A context manager: leaving it drains I/O and device copies.
+    """Run of a load plan. A context manager: leaving it drains I/O and device copies.
 
     Args:
         plan: what to read and where it goes.
@@ -127,7 +127,7 @@ class LoadRun(Run):
         return self.ticket
 
     def slabs(self) -> Iterator[int]:
-        """Slab indices in plan order, each once it is complete and checked.
+        """Yield slab indices in plan order, each once it is complete and checked.
 
         Raises:
             PenstockError: what stopped the run.
@@ -137,15 +137,18 @@ class LoadRun(Run):
             self._awaited = index
             if not ready[index]:
                 if self._window_bytes:
+                    # Reads wait in `admit` for what was consumed, or for this slab's turn.
                     ticket.wake()
-                if self._window_bytes and self._missing[index] == 0:
-                    self._flush_checks()
+                    # Its check may wait for a batch that reads beyond the window would have to fill.
+                    if self._missing[index] == 0:
+                        self._flush_checks()
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
             yield index
             self._consumed_bytes += nbytes
 
     def wait_reads(self, reads: Iterable[int]) -> None:
         """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
+        # Emptied by `placed`, so that only the last of them wakes the waiter.
         awaited = set(reads)
         with self._lock:
             awaited -= self._placed
@@ -276,6 +279,7 @@ class LoadRun(Run):
             done = self._num_unready == 0
         if done:
             self.ticket.finish()
+        # Not for every slab: each wake-up takes the GIL from the threads that move bytes.
         elif self._ready[self._awaited]:
             self.ticket.wake()
 

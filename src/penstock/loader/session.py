@@ -359,6 +359,7 @@ class Session(Closing):
         window_bytes: int = 0,
     ) -> LoadRun:
         """Start the run of `plan` into `place`; the session closes it."""
+        # No staging where every read can go straight to its slabs: host memory, and no byte between them to skip.
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
         if self.intake.pool is None and not (direct and bool(plan.covered().all())):
             self.intake.open_pool(place.registrar)
@@ -482,9 +483,11 @@ class Session(Closing):
     def finish(self, *, num_tensors: int, nbytes: int) -> LoadReport:
         """Check that no source changed meanwhile, end every thread, save the trace, and report."""
         self.phases.enter("finish")
+        # Before anything is reported: bytes of a file that changed meanwhile may be of two versions.
         self.check_unchanged()
         if self._mappings is not None:
             self._mappings.check_unchanged()
+        # The threads have ended before the trace is saved, so that it has every span.
         run = self.run
         if run is not None:
             run.close()

@@ -1,4 +1,4 @@
-"""One worker: it runs tasks of a job through four executors, several at a time, in bounded memory.
+"""A worker of a conversion: it runs tasks of a job through four executors, several at a time, in bounded memory.
 
 In: task numbers. Out: their bytes in the output's files, and their digests, by callback.
 Not here: executors, ticket and closing (`engine.run`), assigning tasks (`plan.placement`, `jobs.coordinator`), messages
@@ -480,6 +480,7 @@ class _OutputInParts:
         self._worker.moved(view.nbytes)
         self._done += view.nbytes
         self._rest += view
+        # Parts end anywhere, but a digest needs all bytes of its piece: the rest waits for the next part.
         at = 0
         for start, stop in self._pieces[self._num_digested :]:
             if len(self._rest) - at < stop - start:
