@@ -79,6 +79,7 @@ NO_TORCH = (
     "http/server.py",
     "http/region_server.py",
     "http/connection.py",
+    "http/region_messages.py",
     "transport/nixl.py",
     "transport/nixl_reader.py",
     "memory/arena.py",

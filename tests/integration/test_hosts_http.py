@@ -28,7 +28,8 @@ from penstock.errors import (
 )
 from penstock.http import region_server
 from penstock.http import server as http_server
-from penstock.http.connection import MAX_RUNS, HttpConnection, ReadRequest
+from penstock.http.connection import HttpConnection
+from penstock.http.region_messages import MAX_RUNS, ReadRequest
 from penstock.net.admission import ConnectionLimits
 from penstock.segments import Segments
 from penstock.testing.transport_suite import sample, segments

@@ -166,7 +166,7 @@ class MessageParser:
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, MalformedMessage):
                 raise error.__context__ from None
-            raise MalformedMessage(f"a malformed message: {error}") from None
+            raise MalformedMessage(f"not HTTP/1.1: {error}") from None
 
     def request(self) -> RequestHead:
         """Return the head of a request. MalformedMessage."""

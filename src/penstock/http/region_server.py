@@ -1,7 +1,7 @@
 """The holder's end of the `http` transport: serve regions of this process's memory to readers that have a key.
 
 In: regions, requests for runs of their bytes. Out: the bytes, sent straight from the memory, or a refusal.
-Not here: connections and limits (`server`), the messages (`connection`), the reader's end (`transport.http_reader`).
+Not here: connections and limits (`server`), messages (`region_messages`), the reader's end (`transport.http_reader`).
 
     POST /v1/regions/GENERATION   ReadRequest -> 200: the bytes of the runs, then a trailer
                                   410: this generation has ended, or the key is not one of its keys
@@ -26,17 +26,15 @@ import numpy as np
 
 from penstock.errors import FormatError
 from penstock.http.compression import BLOCK_BYTES, Planes
-from penstock.http.connection import (
+from penstock.http.connection import HttpConnection, advance, front
+from penstock.http.region_messages import (
     CODING,
     MAX_BODY_BYTES,
     PIECE_BYTES,
     TRAILER,
     TRAILER_WORD,
-    HttpConnection,
     ReadRequest,
-    advance,
     chunk_head,
-    front,
 )
 from penstock.http.server import Exchange, HttpServer, Refused
 

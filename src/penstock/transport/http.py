@@ -1,7 +1,7 @@
 """Reading a peer's host memory over HTTP/1.1: between any two hosts, as long as one can connect to the other.
 
 In / Out: see `protocol`.
-Not here: the holder's end (`http.region_server`), the reader's (`http_reader`), the wire (`http.connection`).
+Not here: the holder's end (`http.region_server`), the reader's (`http_reader`), the messages (`http.region_messages`).
 
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
@@ -27,7 +27,7 @@ import msgspec
 
 from penstock.errors import Cancelled, ConfigError
 from penstock.http.compression import Choice
-from penstock.http.connection import ReadRequest
+from penstock.http.region_messages import ReadRequest
 from penstock.http.region_server import Region, RegionServer
 from penstock.lifecycle import let_go_in_children
 from penstock.net.listener import bound_socket

@@ -25,20 +25,18 @@ from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDeni
 from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, Choice, Planes, block_bytes
 from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
-from penstock.http.connection import (
-    CHUNK_HEAD,
+from penstock.http.connection import HttpConnection, advance, front
+from penstock.http.head import MalformedMessage
+from penstock.http.region_messages import (
+    CHUNK_HEAD_BYTES,
     CODING,
     MAX_RUNS,
     PIECE_BYTES,
     TRAILER,
     TRAILER_WORD,
-    HttpConnection,
     ReadRequest,
-    advance,
     chunk_bytes,
-    front,
 )
-from penstock.http.head import MalformedMessage
 from penstock.net.unix_sockets import connect_unix
 from penstock.segments import Segments, gathered
 from penstock.types import MIB
@@ -357,29 +355,29 @@ class _Carrier:
     def _buffer(self) -> memoryview:
         """For one chunk and the head of the next; made when a first one comes."""
         if not self._coded:
-            self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD))
+            self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
         return self._coded
 
     def _receive_coded(self, wire: HttpConnection, part: Part, left: int) -> bool:
         """The same in frames, a chunk each; a chunk is received with the head of the next. FormatError."""
         read, buffer = part.read, self._buffer
         wire.set_pace(SILENCE_S)
-        wire.fill(buffer[:CHUNK_HEAD])
-        nbytes = chunk_bytes(buffer[:CHUNK_HEAD], MAX_FRAME_BYTES)
+        wire.fill(buffer[:CHUNK_HEAD_BYTES])
+        nbytes = chunk_bytes(buffer[:CHUNK_HEAD_BYTES], MAX_FRAME_BYTES)
         while left and read.error is None:
-            wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD])
+            wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD_BYTES])
             got = block_bytes(buffer[:nbytes])
             if got > left:
                 raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
             _place(front(part.views, got), got, buffer[:nbytes], self._planes)
             left -= got
             self._landed(part, got, nbytes, is_coded=True)
-            nbytes = chunk_bytes(buffer[nbytes + 2 : nbytes + 2 + CHUNK_HEAD], MAX_FRAME_BYTES)
+            nbytes = chunk_bytes(buffer[nbytes + 2 : nbytes + 2 + CHUNK_HEAD_BYTES], MAX_FRAME_BYTES)
         if read.error is not None:
             return False
         if nbytes != TRAILER.size:
             raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
-        wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD + 2])
+        wire.fill(buffer[: TRAILER.size + 2 + CHUNK_HEAD_BYTES + 2])
         self._peer.progress_at = time.monotonic()
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 

@@ -177,8 +177,12 @@ def test_a_head_has_one_deadline_however_it_drips() -> None:
     dripping.start()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        connection.receive_request(0.5, first_s=10)
+        connection.receive_request(0.5, first_s=10, max_bytes=1 << 14)
     assert 0.4 < time.monotonic() - began < 8
+    began = time.monotonic()
+    with pytest.raises((TimeoutError, MalformedMessage)):
+        connection.receive_response(0.5)
+    assert time.monotonic() - began < 8
     stop.set()
     dripping.join()
     connection.close()
@@ -195,5 +199,5 @@ def test_a_connection_that_ends_is_told_from_an_answer_that_does() -> None:
         connection.close()
     connection, theirs = connected()
     theirs.close()
-    assert connection.receive_request(10) is None
+    assert connection.receive_request(10, first_s=10, max_bytes=1000) is None
     connection.close()
