@@ -57,7 +57,7 @@ def load_into(
         arena: first move the target into one arena (`memory.rehome`), so that peers reach it by one registration.
 
     Raises:
-        PlanError: names, shapes or dtypes do not fit (all offenders listed); nothing was touched.
+        PlanError: names, shapes or dtypes do not fit (lists the first ten); nothing was touched.
         PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
 
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
@@ -70,6 +70,7 @@ def load_into(
         raise PlanError(
             "some targets are on the meta device", hint="materialise them first: module.to_empty(device=...)"
         )
+    # One device for one load: staging, streams and the checker are of one. A target without elements has none.
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     if devices:
         raise PlanError("targets are on several devices", hint="call load_into once for the targets of each device")
@@ -102,7 +103,7 @@ def _load_into(
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
                 rows, filled = match_targets(table, targets_of(target), rename, strict)
-        # Tensors without a target are not read.
+        # Tensors without a target, and tied targets' second names, are not read.
         table = table.take(rows)
         if group is not None:
             return _from_group(session, group, table, filled)
@@ -167,6 +168,7 @@ def match_targets(
     if strict:
         missing = [n for n, t in targets.items() if n not in used and t.numel() and _place_of(t) not in places]
         absent.extend(f"{name}: the weight set has no tensor for it" for name in missing)
+    # All offenders before one error: a wrong `rename` is then plain from a single run.
     if misfits := [*faults, *absent]:
         more = f" (and {len(misfits) - 10} more)" if len(misfits) > 10 else ""
         hint = "tensors are filled unchanged: nothing is cast or reshaped" if faults else "or pass strict=False"

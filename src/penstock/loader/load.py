@@ -254,6 +254,7 @@ def stream(
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
     """
+    # Defaults are filled in by `_called_as`, so `options` has every field of `Options`.
     wanted = Options(device=resolve_device(device), **options)
     with deferred_interrupts(group):
         return TensorStream(open_session(uri, wanted, memory_bytes, group), group)
@@ -297,6 +298,8 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     plan, place, begin = _prepare(session, all_at_once=True)
     session.phases.enter("allocate")
+    # A phase of its own on a device: the allocator may have to ask the driver for all of it. Host memory is allocated
+    # slab by slab, when its first bytes arrive.
     if not isinstance(place, HostPlace):
         place.allocate()
     run = begin(0)

@@ -140,6 +140,7 @@ def verify(
                 signature=signature,
             )
         counter = Counter(stated.nbytes)
+        # The leaf size of the manifest, not today's default: other leaves have other digests.
         with showing_progress(progress, weights.uri, counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
     assert measured.leaves is not None

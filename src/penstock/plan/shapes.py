@@ -1,7 +1,7 @@
 """Layouts of both sides of a sync, from names and shapes alone: for models that no rank holds yet.
 
 In: tensors by name and shape, how each side splits them. Out: `Layout`s, as ranks would declare and record them.
-Not here: layouts of live models (`sync.shards`, `sync.recording.record`).
+Not here: layouts of live models (`sync.shards`, `sync.recording.requirements`).
 
     trainer:  experts over groups, an expert's rows over its group; the rest, rows over `shards` ranks, in replicas
     receiver: experts over groups of `tp`, each cut as tensor parallelism does, or whole; the rest tensor parallel

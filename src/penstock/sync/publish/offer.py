@@ -82,6 +82,7 @@ class Offer:
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
+        # Before anything is allocated: a trainer that is refused must not lose memory that its next step needs.
         if memory_bytes is not None and needed > memory_bytes:
             message = (
                 f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "

@@ -422,28 +422,28 @@ def subscriber(
     arena: bool = False,
     memory_bytes: int | str | None = None,
 ) -> Subscriber:
-    """Receive what is published under a name into a live model; a publisher need not be there yet.
+    """Receive the versions published under a name into a live model; the publisher may be started later.
 
     Args:
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each in its own layout.
         connection, arena: see `publisher`.
-        mode: `staged`: received beside the target, which is touched by the flip alone; takes its memory again.
-            `direct`: received into the target itself while the engine is paused; takes no memory.
+        mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
+            they arrive in the target itself while the engine is paused; no further memory is needed.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
-        strict: every parameter of a module must be filled by what is published.
-        transforms: the tags that tensors are taken under where they are offered so (`fp8-block128`); None: the one
-            that the module has codes and scales for, else tensors as they are.
+        strict: every parameter of a module must be filled by published tensors.
+        transforms: the tags under which tensors are received where they are offered (`fp8-block128`); None: the one
+            that the module has codes and scales for, else the plain tensors.
         rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
             torch.distributed where it is initialised, else `(0, 1)`.
-        hooks: what the engine does around a commit.
+        hooks: the engine's callbacks around a commit.
         serve: be a source for other receivers between updates; False, where the engine changes weights in place.
-        memory_bytes: staged, bound of the memory beside the target; direct, of bytes read and not yet verified.
+        memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
 
     Raises:
-        HubUnavailable: there is no hub. ConfigError, MissingExtra: an argument, or a package for it.
-        BudgetTooSmall: direct mode cannot do with so little; staged says so at the first update.
+        HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
+        BudgetTooSmall: `memory_bytes` is too little for direct mode; in staged mode the first update raises this.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
@@ -453,11 +453,12 @@ def subscriber(
     if mode not in ("staged", "direct"):
         raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
     engine_rank, world_size = rank_of(rank)
+    # An unknown tag fails here, and not at the first update, which may be an hour later.
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
-        raise BudgetTooSmall(f"{budget} bytes under way", minimum_bytes=LEAST_BYTES)
+        raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
     options = Options(
         staged=mode == "staged", load=load, strict=strict, transforms=transforms, serve=serve, memory_bytes=budget
     )
@@ -465,7 +466,7 @@ def subscriber(
         to_arenas(target)
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
-        result = Subscriber(
+        this_rank = Subscriber(
             name,
             target,
             member,
@@ -475,5 +476,6 @@ def subscriber(
             hooks=hooks or Hooks(),
             stall_s=stall_s,
         )
+        # From here on `close` leaves.
         stack.pop_all()
-    return result
+    return this_rank

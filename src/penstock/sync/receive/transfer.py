@@ -2,8 +2,8 @@
 
 In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
 Not here: executors, ticket and closing (`engine.run`), choosing sources and version (`subscriber`), cutting the part
-into steps (`batches`), the use of the bytes (`sync.recording.requirements`, `staging_copy`), the planner's use of
-progress reports (`sync.publish.progress`).
+into steps (`batches`), the use of the bytes (`sync.recording.requirements`, `sync.copy_plan`), the planner's
+use of progress reports (`sync.publish.rank_group`).
 
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'

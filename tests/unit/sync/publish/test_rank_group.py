@@ -1,4 +1,4 @@
-"""Whom a live publish waits for, and what it says became of them."""
+"""A live publish waits for its subscribers, and reports the outcome of each."""
 
 from __future__ import annotations
 
