@@ -248,6 +248,11 @@ class Membership:
                 return False
         return False
 
+    def has_left(self, member: str, *, max_age_s: float) -> bool:
+        """Return whether a member left the sync, or its process is gone; the list may be `max_age_s` old."""
+        known = next((other for other in self.look(max_age_s=max_age_s) if other.member == member), None)
+        return known is None or self.is_gone(known)
+
     def close(self) -> None:
         """Close all connections. Idempotent."""
         with self._lock:

@@ -152,13 +152,7 @@ class Planner:
             return True
         if request.layout is None:
             return False
-        # From another process: a layout under another member's id would give that member a wrong part.
-        layout = decode(request.layout, Layout)
-        if layout.member != asker or layout.digest() != request.digest:
-            raise PlanError(
-                f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"
-            )
-        layout.check()
+        layout = layout_in(request, asker)
         with self._lock:
             self._wants[asker] = request.digest, layout
         return True
@@ -302,6 +296,23 @@ class Planner:
         if not layouts:
             raise StaleDescriptor("the members that had this version are gone; update to the next one")
         return layouts
+
+
+def layout_in(request: PartRequest, asker: str) -> Layout:
+    """Return the checked layout in a receiver's request, which has one.
+
+    Raises:
+        PlanError: it belongs to another member, its digest is not that of the request, or it is invalid.
+    """
+    assert request.layout is not None
+    layout = decode(request.layout, Layout)
+    # From another process: a layout under another member's id would give that member a wrong part.
+    if layout.member != asker or layout.digest() != request.digest:
+        raise PlanError(
+            f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"
+        )
+    layout.check()
+    return layout
 
 
 def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:

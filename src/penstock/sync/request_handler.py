@@ -59,7 +59,7 @@ MAX_STRIPS = 4 << 20
 
 
 class Plans(Protocol):
-    """A planner for other members: `planner.Planner`, or among publishers `publish.boundary_exchange.BoundaryPlanner`."""
+    """A planner for other members: a sync's `Planner`, or among publishers a `BoundaryPlanner`."""
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """Return the part that the requester reads."""

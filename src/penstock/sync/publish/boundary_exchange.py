@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import Decision, PartReply, PartRequest, Progress, SyncMember, TableReply
@@ -25,6 +26,7 @@ from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part, SyncPlan, plan_sync
 from penstock.sync.local_version import LocalVersion, Regions, VersionStatus
 from penstock.sync.membership import Membership
+from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
 from penstock.sync.receive.sources import LocalLink, SourceFailed, open_links
 from penstock.sync.receive.transfer import Transfer
@@ -95,13 +97,7 @@ class BoundaryPlanner:
             if known is None or known[0] != request.digest:
                 if request.layout is None:
                     return PartReply(needs_layout=True)
-                layout = decode(request.layout, Layout)
-                if layout.member != asker or layout.digest() != request.digest:
-                    raise PlanError(
-                        f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the "
-                        "request's"
-                    )
-                self._wants[asker] = request.digest, layout
+                self._wants[asker] = request.digest, layout_in(request, asker)
             if request.version != self._version:
                 return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
             if self._why:
@@ -182,6 +178,7 @@ class BoundaryExchange:
         memories = regions_of(rows)
         into = regions_of(wants)
         self._membership = Membership(member, name, stall_s, handler=HANDLER)
+        self._is_gone = partial(self._membership.has_left, max_age_s=_PEER_LOOK_S)
         self._version_status = VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
@@ -351,11 +348,6 @@ class BoundaryExchange:
             decision = decided(self._membership, run, version, self._stall_s)
         if decision.failed or decision.late:
             raise _undone(version, decision)
-
-    def _is_gone(self, member: str) -> bool:
-        members = self._membership.look(max_age_s=_PEER_LOOK_S)
-        known = next((other for other in members if other.member == member), None)
-        return known is None or self._membership.is_gone(known)
 
     def close(self) -> None:
         """End the registrations and connections. Idempotent."""

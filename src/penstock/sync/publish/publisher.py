@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -191,7 +192,8 @@ class Publisher(Closing):
             # Before the version is announced: a receiver's first report must find a version that expects it.
             self._subscriber_progress.begin(version, expected)
             self._begin_live(version)
-            return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+            is_gone = partial(self._membership.has_left, max_age_s=rank_group.ASK_S)
+            return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=is_gone)
         finally:
             # After an error too: the trainer goes on with the next step, and the parameters change.
             self._withdraw()
@@ -239,11 +241,6 @@ class Publisher(Closing):
         self._local_version.fence()
         self._version_status.post(self._run, self.version, is_open=False)
         self.member.beat_now()
-
-    def _is_gone(self, member: str) -> bool:
-        members = self._membership.look(max_age_s=rank_group.ASK_S)
-        known = next((other for other in members if other.member == member), None)
-        return known is None or self._membership.is_gone(known)
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this number of subscribers take part.
