@@ -333,7 +333,7 @@ class CudaIpcTransport:
         )
         """Rectangles that are read again, as a sync's are for each version: the addresses and the copies laid out."""
         self._streams = StreamPools(self._driver, num_streams=num_streams)
-        self._flying: set[CudaRead] = set()
+        self._in_flight: set[CudaRead] = set()
         self._lock = threading.RLock()
         self._mapping = threading.Lock()
         self._fd_server: FdServer | None = None
@@ -464,7 +464,7 @@ class CudaIpcTransport:
                 finally:
                     # Also after an error: `sweep` then watches the copies queued before it, as those of any other read.
                     if read.events:
-                        self._flying.add(read)
+                        self._in_flight.add(read)
         return read
 
     def reach(self, into: Handle, source: Descriptor) -> None:
@@ -594,11 +594,11 @@ class CudaIpcTransport:
             if not read.events:
                 # The mapping may go now: a finished read that is kept would hold the holder's memory.
                 read.source = None
-                self._flying.discard(read)
+                self._in_flight.discard(read)
 
     def _reap(self) -> None:
         """Release reads that the device has finished although their waiters gave up."""
-        for read in list(self._flying):
+        for read in list(self._in_flight):
             self._advance(read)
 
     def close(self) -> None:
@@ -611,16 +611,16 @@ class CudaIpcTransport:
             self._fd_server.close()
         deadline = time.monotonic() + SETTLE_S
         try:
-            while self._flying and time.monotonic() < deadline:
+            while self._in_flight and time.monotonic() < deadline:
                 self._reap()
                 time.sleep(_NAP_S)
         except DestinationError:
             # The device failed: the waiters get that error. Memory that it may still write to is kept below.
             pass
         with self._lock:
-            if self._flying:
+            if self._in_flight:
                 # Freed memory could be used again while a copy that cannot be cancelled still writes to it.
-                never_freed.append((self._flying, self._mapped, self._streams))
+                never_freed.append((self._in_flight, self._mapped, self._streams))
                 return
             self._mapped.clear()
             self._laid_out.clear()

@@ -67,7 +67,7 @@ def here() -> str:
         raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
 
 
-def seal_of(descriptor: Descriptor) -> int:
+def checksum_of(descriptor: Descriptor) -> int:
     """Return the checksum of a descriptor, which is in the table beside its generation."""
     # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
     fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
@@ -259,7 +259,7 @@ class FencedHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        self.endpoint.page.set(self._slot, descriptor.generation, seal_of(descriptor), self._serial)
+        self.endpoint.page.set(self._slot, descriptor.generation, checksum_of(descriptor), self._serial)
         return descriptor
 
     def fence(self) -> Descriptor:
@@ -326,11 +326,11 @@ class Claim:
         self.page = page
         self.source = source
         self.address = address
-        self._seal = seal_of(source)
+        self._checksum = checksum_of(source)
 
     def check(self) -> None:
         """Raise PeerLost or StaleDescriptor as `PeerGenerationTable.check` does."""
-        self.page.check(self.address.slot, self.source, self._seal)
+        self.page.check(self.address.slot, self.source, self._checksum)
 
 
 _Mapped = TypeVar("_Mapped")

@@ -28,7 +28,7 @@ from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
 from penstock.lifecycle import let_go_in_children
 from penstock.segments import Segments
-from penstock.transport.host_endpoint import seal_of
+from penstock.transport.host_endpoint import checksum_of
 from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, Job, Payload, Reader, pieces, place_of
 from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport, decode_payload
 
@@ -94,7 +94,7 @@ class NixlHandle:
         # Zero first and the generation last: a reader between these stores sees no valid generation, never a new one
         # with the checksum of an old one.
         at.words[self.slot, 0] = 0
-        at.words[self.slot, 1] = seal_of(descriptor)
+        at.words[self.slot, 1] = checksum_of(descriptor)
         at.words[self.slot, 0] = descriptor.generation
         return descriptor
 

@@ -41,7 +41,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.segments import Segments, gathered
-from penstock.transport.host_endpoint import seal_of
+from penstock.transport.host_endpoint import checksum_of
 from penstock.transport.protocol import Descriptor, Memory
 from penstock.types import I64, MIB
 
@@ -66,7 +66,7 @@ class Agent:
         self.name = name
         self._lock = threading.Lock()
         self._agent: Any = agent
-        self._flights: set[PostedTransfer] = set()
+        self._transfers: set[PostedTransfer] = set()
         self._is_left = False
         self._unreachable: tuple[type[Exception], ...] = (bind.nixlBackendError, bind.nixlRemoteDisconnectError)
         self._not_found: tuple[type[Exception], ...] = (
@@ -133,7 +133,7 @@ class Agent:
         with self._lock:
             return bytes(self._check_open().get_partial_agent_metadata(registration, True))
 
-    def meet(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes) -> str:
         """Add a peer by its metadata, and return the name of its agent.
 
         Raises:
@@ -149,7 +149,7 @@ class Agent:
             except self._failed as error:
                 raise StaleDescriptor(f"not the metadata of an agent: {error}") from error
 
-    def part(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         """Forget a peer and disconnect from it."""
         with self._lock:
             if self._agent is not None:
@@ -171,35 +171,35 @@ class Agent:
             try:
                 here = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 there = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
-                flight = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
+                transfer = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
                 # Known before it runs: `close` must end it even if this call does not return.
-                self._flights.add(flight)
-                agent.transfer(flight.xfer)
-                return flight
+                self._transfers.add(transfer)
+                agent.transfer(transfer.xfer)
+                return transfer
             except self._not_found as error:
                 raise StaleDescriptor(f"not in a registration of the peer: {error}") from error
             except self._failed as error:
                 raise PeerLost(f"no connection to the peer: {error}") from error
 
-    def is_done(self, flight: PostedTransfer) -> bool:
+    def is_done(self, transfer: PostedTransfer) -> bool:
         """Return whether a transfer is complete; makes progress. PeerLost if it never will be."""
         with self._lock:
             agent = self._check_open()
             try:
-                state = agent.check_xfer_state(flight.xfer)
+                state = agent.check_xfer_state(transfer.xfer)
             except self._failed as error:
                 raise PeerLost(f"the peer is gone: {error}") from error
         if state == "ERR":
             raise PeerLost("the transfer failed")
         return bool(state == "DONE")
 
-    def drop(self, flight: PostedTransfer) -> None:
+    def drop(self, transfer: PostedTransfer) -> None:
         """Release a transfer that has ended."""
         with self._lock:
-            self._flights.discard(flight)
-            self._release(flight)
+            self._transfers.discard(transfer)
+            self._release(transfer)
 
-    def tell(self, peer: str, message: bytes) -> None:
+    def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a notification, on which nothing depends."""
         with self._lock:
             try:
@@ -216,8 +216,8 @@ class Agent:
             except self._failed:
                 return False
 
-    def _release(self, flight: PostedTransfer) -> None:
-        xfer, flight.xfer = flight.xfer, None
+    def _release(self, transfer: PostedTransfer) -> None:
+        xfer, transfer.xfer = transfer.xfer, None
         try:
             if xfer is not None and not self._is_left:
                 xfer.release()
@@ -228,15 +228,15 @@ class Agent:
     def close(self) -> None:
         """End the agent and its transfers in flight: nothing is written any more. Idempotent."""
         with self._lock:
-            flights, self._flights = self._flights, set()
-            for flight in flights:
+            transfers, self._transfers = self._transfers, set()
+            for transfer in transfers:
                 # Each keeps a reference to the agent, which ends with the last of them.
-                self._release(flight)
+                self._release(transfer)
             self._agent = None
 
     def forget(self) -> None:
         """In a forked child: never touch the agent again, not even to free it."""
-        _left_behind.extend([self._agent, self._flights])
+        _left_behind.extend([self._agent, self._transfers])
         self._agent = None
         self._is_left = True
         # A new lock: another thread of the parent may have held it at the fork.
@@ -273,7 +273,7 @@ WINDOW = 2
 POLL_S = 2e-4
 """Seconds between two looks at a transfer, after the first few: on few cores a tight loop starves the copy."""
 
-TELL_S = 0.5
+NOTIFY_S = 0.5
 """Seconds between notifications to a peer that it is read from; one that serves by its processor then polls faster."""
 
 NUM_SCRATCH = 1024
@@ -302,10 +302,10 @@ class _Remote:
     """A peer's agent as this one knows it."""
 
     name: str
-    met: set[bytes] = field(default_factory=set)
+    metadata: set[bytes] = field(default_factory=set)
     num_reads: int = 0
     progress_at: float = field(default_factory=time.monotonic)
-    told_at: float = 0.0
+    notified_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -358,93 +358,93 @@ class Reader:
 
     def carry(self, job: Job) -> None:
         """Carry out a read. Raises as `Transport.wait`, or Discarded: the rest of `job.todo` is still to do."""
-        with self._met(job) as remote, self._scratch_word() as slot:
-            flights: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
+        with self._connected(job) as remote, self._scratch_word() as slot:
+            transfers: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
             # The same word before and after: one generation for all bytes in between.
             try:
                 self._check_word(job, remote, slot)
-                self._move(job, remote, flights)
+                self._move(job, remote, transfers)
                 self._check_word(job, remote, slot)
             except Discarded:
                 # Another read ended the agent: what was in flight may be incomplete, and is read again.
-                job.todo.extendleft(piece for _, piece in reversed(flights))
+                job.todo.extendleft(piece for _, piece in reversed(transfers))
                 raise
             except SourceStalled:
                 # The transfer in flight may still write when the peer goes on: only the agent's end stops it.
                 self.discard()
                 raise
             except PeerLost:
-                self._part(remote, [flight for flight, _ in flights])
+                self._disconnect(remote, [transfer for transfer, _ in transfers])
                 raise
             except PenstockError:
-                self._drain(job, remote, flights)
+                self._drain(job, remote, transfers)
                 raise
 
-    def _move(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+    def _move(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         # Posted up to a window and awaited in order: while one piece arrives, the next is under way already.
         kinds = (place_of(job.memory.device)[0], place_of(job.source.device)[0])
-        while job.todo or flights:
-            while job.todo and len(flights) < WINDOW:
+        while job.todo or transfers:
+            while job.todo and len(transfers) < WINDOW:
                 job.check_wanted()
-                flights.append((self._agent.read(remote.name, kinds, *job.todo[0]), job.todo[0]))
+                transfers.append((self._agent.read(remote.name, kinds, *job.todo[0]), job.todo[0]))
                 job.todo.popleft()
-            self._land(job, remote, flights)
+            self._land(job, remote, transfers)
         job.check_wanted()
 
-    def _land(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
-        self._wait(job, remote, flights[0][0])
-        flight, piece = flights.popleft()
-        self._agent.drop(flight)
+    def _land(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+        self._wait(job, remote, transfers[0][0])
+        transfer, piece = transfers.popleft()
+        self._agent.drop(transfer)
         job.landed(int(piece[0][:, 1].sum()))
 
-    def _drain(self, job: Job, remote: _Remote, flights: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+    def _drain(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         """Wait for reads in flight: they would write to the memory after the caller got the error."""
         try:
-            while flights:
-                self._land(job, remote, flights)
+            while transfers:
+                self._land(job, remote, transfers)
         except PenstockError:
             self.discard()
 
-    def _wait(self, job: Job, remote: _Remote, flight: PostedTransfer) -> None:
+    def _wait(self, job: Job, remote: _Remote, transfer: PostedTransfer) -> None:
         """Wait until a transfer is complete. SourceStalled, PeerLost, Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()
-            if self._agent.is_done(flight):
+            if self._agent.is_done(transfer):
                 remote.progress_at = now
                 return
             # Progress of any read of this peer counts: the transfers of several share its link, and take turns.
             if now - max(began, remote.progress_at) > job.stall_s:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
-            if now - remote.told_at > TELL_S:
-                remote.told_at = now
-                self._agent.tell(remote.name, b"reading")
+            if now - remote.notified_at > NOTIFY_S:
+                remote.notified_at = now
+                self._agent.notify(remote.name, b"reading")
             time.sleep(POLL_S if turn > 4 else POLL_S / 10)
 
     def _check_word(self, job: Job, remote: _Remote, slot: int) -> None:
         mine = np.array([[int(self._scratch.ctypes.data) + WORD_BYTES * slot, WORD_BYTES, 0]], np.int64)
         theirs = np.array([[job.payload.word, WORD_BYTES, 0]], np.int64)
-        flight = self._agent.read(remote.name, ("DRAM", "DRAM"), mine, theirs)
-        self._wait(job, remote, flight)
-        self._agent.drop(flight)
-        if self._scratch[slot].tolist() != [job.source.generation, seal_of(job.source)]:
+        transfer = self._agent.read(remote.name, ("DRAM", "DRAM"), mine, theirs)
+        self._wait(job, remote, transfer)
+        self._agent.drop(transfer)
+        if self._scratch[slot].tolist() != [job.source.generation, checksum_of(job.source)]:
             raise StaleDescriptor(f"generation {job.source.generation} is gone")
 
-    def _part(self, remote: _Remote, flights: list[PostedTransfer]) -> None:
+    def _disconnect(self, remote: _Remote, transfers: list[PostedTransfer]) -> None:
         """Disconnect from a peer that is gone; if a transfer is not known to have ended, end the agent with it."""
         deadline = time.monotonic() + 1.0
-        for flight in flights:
+        for transfer in transfers:
             with contextlib.suppress(PeerLost):
-                while not self._agent.is_done(flight):
+                while not self._agent.is_done(transfer):
                     if time.monotonic() > deadline:
                         self.discard()
                         return
                     time.sleep(POLL_S)
-            self._agent.drop(flight)
+            self._agent.drop(transfer)
         with self._lock:
             if self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
-                self._agent.part(remote.name)
+                self._agent.remove_peer(remote.name)
 
     @contextlib.contextmanager
     def _scratch_word(self) -> Iterator[int]:
@@ -459,7 +459,7 @@ class Reader:
             self._free.append(slot)
 
     @contextlib.contextmanager
-    def _met(self, job: Job) -> Iterator[_Remote]:
+    def _connected(self, job: Job) -> Iterator[_Remote]:
         """Yield the peer, connected and counted as read from. StaleDescriptor if the metadata is another's."""
         name = job.source.endpoint
         with self._lock:
@@ -469,10 +469,10 @@ class Reader:
             remote = self._remotes.get(name) or _Remote(name)
             # Two: the word and the memory are two registrations, and NIXL's metadata is of one.
             for metadata in (job.payload.word_agent, job.payload.agent):
-                if metadata not in remote.met:
-                    if self._agent.meet(metadata) != name:
+                if metadata not in remote.metadata:
+                    if self._agent.add_peer(metadata) != name:
                         raise StaleDescriptor("the descriptor is not of the endpoint it names")
-                    remote.met.add(metadata)
+                    remote.metadata.add(metadata)
             self._remotes[name] = remote
             remote.num_reads += 1
         is_stale = False
@@ -487,7 +487,7 @@ class Reader:
                 # Its metadata of memory that is gone must not be taken for memory registered later at that address.
                 if is_stale and not remote.num_reads and self._remotes.get(name) is remote:
                     del self._remotes[name]
-                    self._agent.part(name)
+                    self._agent.remove_peer(name)
 
 
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""One-sided reads of a peer's memory: the protocol of a transport, and what transports and their users share.
+"""Reads of a peer's memory: the protocol of a transport, and the types and helpers that transports share.
 
 In: memory of this process, and descriptors of a peer's. Out: the peer's bytes in our memory.
 Not here: moving the bytes (each transport; `loopback` is the reference), choosing a transport (`choose`), which bytes

@@ -11,7 +11,7 @@ from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, 
 from penstock.segments import Segments
 from penstock.testing.transport_suite import segments
 from penstock.transport import host_endpoint
-from penstock.transport.host_endpoint import NUM_SLOTS, Endpoint, GenerationTable, PeerGenerationTable, seal_of
+from penstock.transport.host_endpoint import NUM_SLOTS, Endpoint, GenerationTable, PeerGenerationTable, checksum_of
 from penstock.transport.protocol import Descriptor, Memory
 
 
@@ -31,20 +31,20 @@ def test_a_reader_sees_generations_and_life(page) -> None:
     peer = PeerGenerationTable.open(source, page.address(slot))
     assert peer.is_alive()
     assert peer.generation(slot) == 0
-    page.set(slot, 1, seal_of(source))
+    page.set(slot, 1, checksum_of(source))
     assert peer.generation(slot) == 1
-    peer.check(slot, source, seal_of(source))
+    peer.check(slot, source, checksum_of(source))
     for forged in (described(page, 2), msgspec.structs.replace(source, nbytes=6)):
         with pytest.raises(StaleDescriptor):
-            peer.check(slot, forged, seal_of(forged))
+            peer.check(slot, forged, checksum_of(forged))
     page.give_slot(slot)
     with pytest.raises(StaleDescriptor):
-        peer.check(slot, source, seal_of(source))
+        peer.check(slot, source, checksum_of(source))
     page.close()
     page.close()
     assert not peer.is_alive()
     with pytest.raises(PeerLost):
-        peer.check(slot, source, seal_of(source))
+        peer.check(slot, source, checksum_of(source))
     peer.close()
     peer.close()
 
