@@ -80,7 +80,8 @@ if TYPE_CHECKING:
 
 try:
     __version__ = version("penstock")
-except PackageNotFoundError:  # run from a source tree that is not installed
+except PackageNotFoundError:
+    # Run from a source tree that is not installed.
     __version__ = "0+unknown"
 
 __all__ = [
@@ -152,6 +153,7 @@ __all__ = [
 ]
 
 
+# Lazy, because torch takes seconds to import, and `penstock inspect`, `hub` and `status` need none of it.
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("penstock.api"), name)

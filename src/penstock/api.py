@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.sync.report import PublishReport, UpdateReport
     from penstock.sync.shards import Shard
 
+# Name -> module below `penstock`. Must agree with the imports above, which only type checkers see.
 _ROOMS = {
     "AttachReport": "keeper.attach",
     "Attached": "keeper.attach",

@@ -92,6 +92,7 @@ class PenstockError(Exception):
 
 def without_frames(error: PenstockError) -> PenstockError:
     """Drop the frames of an error and its causes, for an error that is stored: frames keep all of the stack alive."""
+    # A loop over a list: causes may refer to each other in a circle.
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:

@@ -89,6 +89,7 @@ _BITS: Mapping[DType, int] = {
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
     """Return the bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
     bits = num_elements * dtype.bits
+    # The format packs 4- and 6-bit elements without gaps, so that a shape may end in the middle of a byte.
     if bits % 8:
         raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
     return bits // 8
@@ -104,6 +105,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
+        # Equal start and stop are allowed: a rank may have no rows of a tensor that is cut over more ranks than rows.
         if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
 

@@ -138,6 +138,7 @@ def bench_load(
 
 
 def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> LoadRate:
+    """Time some loads, with a step before each that is not timed."""
     times, loaded = [], Loaded(nbytes=0, verified=False, path="")
     for _ in range(repeat):
         before()
@@ -227,6 +228,7 @@ def bench_fetch(
     """Fetch generated weights from one process into others of this host: seconds, GB/s, path, and the limit."""
     from penstock.loader.session import resolve_device
 
+    # A wrong device is an error here, with its hint, and not in each of the processes.
     resolve_device(device)
     nbytes = int(total_gb * GB)
     with (
@@ -261,6 +263,7 @@ def _times(rate: LoadRate | FetchRate) -> list[str]:
 
 
 def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) -> FetchRate:
+    """Return the rate of some fetches by their times."""
     median = statistics.median(times)
     return FetchRate(
         who=who,
@@ -322,6 +325,7 @@ def private_hub(directory: str) -> Iterator[str]:
 @contextmanager
 def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Run a function in a process of its own, and yield the pipe to it; `_answer_of` raises its errors."""
+    # Not forked: a child could not use CUDA after this process has, and torch's threads would be missing in it.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)

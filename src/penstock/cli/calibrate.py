@@ -86,6 +86,7 @@ def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
 
 
 def _host_stages() -> dict[str, float]:
+    """Measure copying and digesting by one core."""
     source, target = np.ones(_BYTES, np.uint8), np.empty(_BYTES, np.uint8)
     leaves = np.zeros(_BYTES // LEAF_BYTES, np.uint64)
     view = source.data
@@ -97,6 +98,7 @@ def _host_stages() -> dict[str, float]:
 
 
 def _device_stages() -> dict[str, float]:
+    """Measure copying and digesting on the first device."""
     import torch
 
     from penstock.digest.cuda import leaf_digests_cuda
@@ -105,6 +107,7 @@ def _device_stages() -> dict[str, float]:
     source, target = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     at = np.arange(source.data_ptr(), source.data_ptr() + _BYTES, LEAF_BYTES)
 
+    # Each ends with a wait for the device: kernels and copies only begin in the call.
     def digest(count: int) -> None:
         leaf_digests_cuda(at[:count], np.full(count, LEAF_BYTES), device)
         torch.cuda.synchronize(device)

@@ -188,6 +188,7 @@ def measure_limits(path: Path | None) -> list[Limit]:
 def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
     """Return the GB/s of the best of some runs of `work`, which returns the bytes it moved."""
     best = 0.0
+    # The best, not the mean: the first run touches the pages, and other processes only make a run slower.
     for _ in range(repeat):
         begin = time.perf_counter()
         nbytes = work()
@@ -196,6 +197,7 @@ def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
 
 
 def _host_copy() -> Limit:
+    """Measure a copy in host memory by one thread."""
     import numpy as np
 
     # Written, not zeros: pages never written to are all the same zero page, which is copied from the cache.
@@ -247,6 +249,7 @@ def _read(path: Path, how: str, flags: int) -> Limit:
 
 
 def _host_to_device(index: int) -> Limit:
+    """Measure copies from pinned host memory to a device."""
     import torch
 
     pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -92,6 +92,7 @@ def status(
 
 
 def _show(fleet: Status, model: str | None, format: Format) -> None:
+    """Write the members to stdout: a table of weights, and one of syncs."""
     if format is Format.json:
         import msgspec
 
@@ -116,6 +117,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     # Seconds since the last beat: a value near the hub's TTL is a member about to be forgotten.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
+    # The hub lists a member that has the model with all of its weights; a reader asked for one model.
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding), silent])
@@ -149,6 +151,7 @@ def _sync_rows(member: MemberStatus) -> list[list[object]]:
 
 
 def _cells(holding: HoldingState) -> list[object]:
+    """Return the cells of one set of weights."""
     num_have = sum(stop - start for start, stop in holding.have)
     share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
     readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
@@ -215,6 +218,7 @@ def keep(
     from penstock import api
     from penstock.storage.locate import look
 
+    # By position: the first --model names the first URI.
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):
         raise ConfigError(

@@ -44,6 +44,7 @@ def hub(
     from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
 
+    # FastAPI and its server are an extra: members of a fleet need none of them.
     try:
         from penstock.hub.directory import Directory
         from penstock.hub.local_hub import own_address
@@ -100,6 +101,7 @@ def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None
     from penstock.config import Settings, without_password
     from penstock.errors import ConfigError
 
+    # Every user of the host can read the command line of every process.
     settings = Settings.read()
     query = "" if url is None else urlsplit(url).query
     if url is not None and (urlsplit(url).password or "password=" in query):
@@ -130,6 +132,7 @@ def _log(audit: bool, audit_file: Path | None) -> None:
     """
     from penstock.hub.audit import audit_handler
 
+    # Only here, in a command: as a library Penstock configures no logging.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     for name in ("penstock.hub", "penstock.net"):

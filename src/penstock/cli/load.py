@@ -50,6 +50,7 @@ def load(
     from penstock import api
     from penstock.storage.locate import look
 
+    # A misspelt path fails here, before torch is imported, which takes seconds.
     look(uri)
     weights = api.load(
         uri,
@@ -125,6 +126,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
 
 
 def _write_plan(plan: _Plan, format: Format) -> None:
+    """Write a plan to stdout."""
     if format is Format.json:
         write_json(plan)
         return

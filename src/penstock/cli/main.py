@@ -73,6 +73,7 @@ app.add_typer(plan.simulate_app, name="simulate")
 app.add_typer(bench.app, name="bench")
 
 
+# The numbers are documented in docs/errors.md and pinned by tests: scripts branch on them.
 def exit_code(error: PenstockError) -> int:
     """Return the exit code of an error: wrong usage, or whether the destination was touched."""
     if isinstance(error, ConfigError):

@@ -95,6 +95,7 @@ def plan_load(
     from penstock.plan import schedule
     from penstock.storage.weight_set import open_weights
 
+    # The settings of a real load: a smaller budget makes smaller reads.
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     settings = Settings.read(memory_bytes=budget)
     with open_weights(uri, settings=settings, names=names) as weights:
@@ -178,6 +179,7 @@ def plan_convert(
 
     job = convert.plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
+    # Fewer workers than a node has GPUs still have the whole node's links and disks.
     if workers < described.gpus_per_node:
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
     else:
@@ -307,6 +309,7 @@ def simulate_convert(
 
     from penstock.plan import simulate_convert as simulation
 
+    # NaN fails this, too.
     if not 0 < shrink < math.inf:
         raise ConfigError(f"--shrink is {shrink}", hint="give a finite number above 0: bytes in for one byte out")
     described, speeds = read_cluster(cluster, rates)

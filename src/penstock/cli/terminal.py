@@ -57,6 +57,7 @@ def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 def bytes_text(nbytes: float) -> str:
     """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
+    # Powers of 1000, as vendors give memory and links: a rate in GB/s can be compared with a data sheet.
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -149,6 +149,7 @@ class Fleet:
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
+            # Members that read our chunks already must not wait for the ones that never come.
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and not is_new:
                 # Storage writes to the target before it passes chunks on, so its byte count tells, too.
@@ -167,6 +168,7 @@ class Fleet:
         Returns:
             The key under which members find them.
         """
+        # First without its revision, which is the root of the digests that are made here; the key depends on it.
         layout, rows = layout_of_tensors(targets_of(tensors))
         chunks = np.arange(layout.chunks.num_chunks)
         draft = LocalWeights(self.identity, layout, rows)
@@ -196,6 +198,7 @@ class Fleet:
         Raises:
             IntegrityError: see `check`; this process has left the fleet.
         """
+        # `check` raises for damaged weights: nothing else would end a process that only serves.
         try:
             if until_stopped(self._left, self.check, timeout_s):
                 self.leave()
@@ -225,6 +228,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After an error at once: readers find other sources, and the caller waits for the error.
         self.leave(10.0 if kind is None else 0.0)
 
 

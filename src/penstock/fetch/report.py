@@ -148,6 +148,7 @@ def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]
     if weights.identity.revision.startswith("w1-"):
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
+    # Bytes that this process read from storage: their digests were made here, of what arrived.
     hashed = sum(nbytes for path, nbytes in provenance.nbytes_by_path.items() if path.startswith("storage "))
     if not hashed:
         return True, first

@@ -293,7 +293,9 @@ class UpstreamReader:
             message = f"(leaf_bytes, chunk_bytes, num_chunks) are {theirs_are} at the peer and {expected} here"
             raise PlanError(message, hint="members must run releases with the same chunk size")
         room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
-        self._row_region, self._row_offset = region, _ = locate_rows(self._weights.layout, peer_map, room)
+        region, offset = locate_rows(self._weights.layout, peer_map, room)
+        self._row_region = region
+        self._row_offset = offset
         has_bytes = ours.row_region >= 0
         pairs = set(zip(region[has_bytes].tolist(), ours.row_region[has_bytes].tolist(), strict=True))
         for theirs, mine in sorted(pairs):

@@ -93,6 +93,8 @@ def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[
 
 def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
     """Yield the parts of a fused QKV matrix: of each query group its queries, its key, its value."""
+    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups: the rows of one Hugging Face
+    # tensor are not contiguous in it.
     groups, uneven = divmod(grid.num_kv_heads, size)
     queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
     if uneven or ragged or len(tensor) != groups * (queries + 2) * grid.head_dim:
@@ -218,6 +220,7 @@ def from_megatron(
         PlanError: no rule knows a parameter (all of them are listed), or it is not of the grid's sizes.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
+    # By name: Megatron need not be installed, and its config is not part of the parameters.
     if rules is None:
         rules = MLA if any("linear_kv_down_proj" in name for name in state) else GPT
     patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
@@ -226,6 +229,7 @@ def from_megatron(
     for name, tensor in state.items():
         # Wrappers (Float16Module, DDP) each put `module.` before the names.
         own = re.sub(r"^(module\.)+", "", name)
+        # Transformer Engine keeps scales of FP8 training under this name; they are no weights of the model.
         if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
             continue
         for pattern, rule in patterns:
@@ -249,6 +253,7 @@ def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: Rule, grid: Grid, at: Mapping[str, str]
 ) -> None:
     """Cut one parameter and add its shards; a tied parameter that the rank has twice gives two."""
+    # Both number from 0 in each pipeline stage and on each expert rank; a checkpoint numbers the whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp
     if "expert" in at:

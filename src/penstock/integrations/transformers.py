@@ -71,10 +71,12 @@ def load_pretrained(
 
         if config is None and not (directory / "config.json").exists():
             raise NotFound("there is no config.json", uri=uri)
+        # A copy: building a model writes to its config.
         config = AutoConfig.from_pretrained(directory) if config is None else copy.deepcopy(config)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError("quantised models are loaded by their quantiser", uri=uri, hint="use from_pretrained")
         concrete = _concrete(model_class, config)
+        # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
         with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
             table = weights.manifest.tensors
         kind = dtype or config.dtype or _first_floating(table)
@@ -104,6 +106,7 @@ def weights_loader(model: Any) -> Load:
     from transformers import conversion_mapping, core_model_loading, modeling_utils
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load these weights into the model's own parameters."""
         import torch
 
         # transformers replaces parameters by new ones: they are put back afterwards, with the new values copied in.
@@ -166,6 +169,7 @@ def _filled(
 
     from penstock import api
 
+    # Not initialised: every parameter is about to be overwritten.
     with initialization.no_init_weights(), torch.device(device):
         model = concrete._from_config(copy.deepcopy(config), dtype=kind)
     model.tie_weights()

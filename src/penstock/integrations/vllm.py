@@ -129,6 +129,7 @@ def _loader_class() -> type[Any]:
                 super().download_model(model_config)
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            """Return the named tensors of one source of weights."""
             if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
                 raise ConfigError("torchao checkpoints are rebuilt by vLLM's own reader", hint="use --load-format auto")
             uri = self._objects.get(source.model_or_path, source.model_or_path)

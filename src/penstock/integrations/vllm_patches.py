@@ -58,7 +58,8 @@ def salt_requests(core: type[Any], backend: str) -> None:
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
-    core.preprocess_add_request, core.add_request = preprocess_add_request, add_request
+    core.preprocess_add_request = preprocess_add_request
+    core.add_request = add_request
     core.set_weight_version = set_weight_version
 
 

@@ -272,7 +272,8 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
         tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
         # As vLLM materialises a layer: the parameter keeps its class and its attributes, of which loaders need
         # `weight_loader` and the dimensions that are cut over ranks.
-        tensor.__class__, tensor.__dict__ = form.__class__, _attributes(form)
+        tensor.__class__ = form.__class__
+        tensor.__dict__ = _attributes(form)
         if isinstance(tensor, torch.nn.Parameter):
             module.register_parameter(name, tensor)
         else:

@@ -218,10 +218,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         return self._joined
 
     def _receive(self, info: UpdateInfo) -> None:
+        """Receive a version into the staging model, and check that it can be installed."""
         subscriber, staging = self._parts()
         # The current device is a setting of the thread, and this may be the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        # Already received if another worker failed and the call is repeated.
         if subscriber.version != info.version or subscriber.is_dirty:
             report = subscriber.update(info.version, timeout_s=info.timeout_s)
             _logger.info("penstock: %s", report.summary())

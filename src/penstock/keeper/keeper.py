@@ -141,6 +141,7 @@ class Keeper:
                 stall_s=self._settings.stall_s,
             )
         except BaseException:
+            # Pinned host memory and a directory on disk would outlive a constructor that failed.
             self.tiers.close()
             raise
         self.member.server.recall = self._recalled
@@ -190,6 +191,7 @@ class Keeper:
         return _KeeperDestination(self, model)
 
     def _convert(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
+        """Run a conversion into this keeper's memory, and keep the result."""
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
@@ -322,6 +324,7 @@ class Keeper:
             torch.cuda.empty_cache()
 
     def _drop(self, key: str, drain_s: float) -> None:
+        """Drop one model by its key; see `drop`."""
         resident = self._models[key]
         begun = time.monotonic()
         if resident.reloaded is not None and not wait([resident.reloaded], timeout=drain_s).done:

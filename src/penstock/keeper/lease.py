@@ -42,6 +42,7 @@ class LeaseRenewal:
         self._thread.start()
 
     def _renew(self) -> None:
+        """Renew the lease until it is released or lost: the body of the thread."""
         with self._peer as peer:
             while not self._closing.wait(RENEW_S):
                 try:

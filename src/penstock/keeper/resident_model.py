@@ -77,6 +77,7 @@ class ResidentModel:
         self.name = fleet.identity.model
         self.revision = revision
         self.nbytes = nbytes
+        # With the revision: two revisions of a model are two blocks.
         self.block = Block(f"{self.name}@{revision}", 0, nbytes)
         self.report: FetchReport | None = None
         self.weights: LocalWeights | None = None
@@ -139,6 +140,7 @@ class ResidentModel:
     def moved(self, tier: str, room: Room | None) -> None:
         """Follow a move to another tier: serve the weights from memory, or drop them; see `BlockUser.moved`."""
         weights, member = self.shown, self._fleet.member
+        # Rooms of other tiers have the bytes in another form (pieces in a pool, a file), which no engine can map.
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
         elif not self.is_leaving and (weights.tier or weights.state != "whole"):
@@ -176,6 +178,7 @@ class ConvertedModel(ResidentModel):
         Raises:
             ConfigError: the result is kept already. PenstockError: errors of the conversion.
         """
+        # The arena is a memfd: to the conversion's workers its path under /proc is a file like any other.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))
         layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes)

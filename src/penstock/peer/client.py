@@ -153,6 +153,7 @@ class PeerClient(Closing):
             PeerLost: the member cannot be reached. SourceStalled: it does not answer in time.
             PlanError: it speaks another major version of the protocol.
         """
+        # The grant is good for one lease: a repeated request needs a new one of the hub.
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )

@@ -136,6 +136,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
     Raises:
         PlanError: a tensor is not contiguous, or has a dtype that the format does not support.
     """
+    # One memory, one row: as two rows a tied tensor would be sent twice.
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
     for name in sorted(tensors):
@@ -188,6 +189,8 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
     regions: list[Memory] = []
     at: dict[int, int] = {}
     row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    # Whole arenas and storages are registered, not single tensors: a registration costs a system call or more, and a
+    # model has thousands of tensors.
     for row, flat in enumerate(rows):
         if not flat.numel():
             continue
@@ -316,6 +319,7 @@ class LocalWeights:
         self._set_addresses(rows)
 
     def _set_addresses(self, rows: Sequence[torch.Tensor]) -> None:
+        """Compute the addresses and host views of the rows, which every digest needs."""
         self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
         self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
@@ -345,6 +349,7 @@ class LocalWeights:
 
     def map(self, lease: str = "") -> HoldingMap:
         """Return the map for a peer; under a lease, with descriptors that end with it where transports can do that."""
+        # With a lease the holder can end a reader's access, to one that has died or reads too slowly, by itself.
         chunks = self.layout.chunks
         described = tuple(
             {
