@@ -1,12 +1,13 @@
-"""Entry points by which installed packages add storages, transports and formats.
+"""Metadata of installed packages: entry points that add storages, transports and formats, and what our extras need.
 
-In: a group, and a name. Out: the objects that they name, or why one cannot be loaded.
+In: a group and a name, or an extra. Out: the objects that entry points name; the command that installs an extra.
 Not here: what may be registered (`storage.registry`, `transport.choose`, `transform.formats`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 
 from penstock.errors import ConfigError
@@ -32,3 +33,19 @@ def load(entry: importlib.metadata.EntryPoint) -> object:
             f"the entry point {entry.name} = {entry.value} of {entry.group} cannot be loaded: {error}",
             hint=f"{package} declares it: repair or uninstall that package",
         ) from error
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs the packages of one of this package's extras.
+
+    It names these packages, not the extra: pip finds them wherever this package itself came from (a clone, a wheel).
+    """
+    try:
+        requirements = importlib.metadata.requires("penstock") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        requirements = []
+    marker = re.compile(rf"""\bextra\s*==\s*['"]{re.escape(extra)}['"]""")
+    names = [text.partition(";")[0].strip() for text in requirements if marker.search(text.partition(";")[2])]
+    if not names:
+        return f"install what the extra {extra!r} in penstock's pyproject.toml lists"
+    return "pip install " + " ".join(f"'{name}'" for name in names)

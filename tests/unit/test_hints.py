@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 import penstock
 from penstock.config import Settings
+from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
 from penstock.hub.auth import Auth, first_token
 from penstock.hub.client import HubClient
@@ -91,3 +93,15 @@ def test_of_conversions(llama: Path, tmp_path: Path) -> None:
     assert "inspect" in hint_of(lambda: plan([llama, tmp_path / "adapter"], operations=[{"op": "lora-merge"}]))
     with LocalLauncher() as launcher:
         assert "doctor" in hint_of(lambda: launcher.spawn("w", "cuda:99", "", ""))
+
+
+@pytest.mark.parametrize("extra", ["hub", "redis", "aws", "ray", "nixl", "torch"])
+def test_a_missing_extra_names_packages_that_pip_finds(extra: str) -> None:
+    hint = install_hint(extra)
+    assert re.fullmatch(r"pip install( '[a-z0-9-]+[<>=0-9.,]+')+", hint) and "penstock" not in hint
+
+
+def test_no_message_names_an_extra_of_a_package_that_pip_does_not_find() -> None:
+    source = Path(penstock.__file__).parent
+    named = [path.name for path in source.rglob("*.py") if "pip install 'penstock" in path.read_text(encoding="utf-8")]
+    assert named == []

@@ -27,7 +27,9 @@ from penstock.cli.terminal import (
     write_lines,
 )
 from penstock.config import ecosystem, environment
+from penstock.entry_points import install_hint
 from penstock.errors import ConfigError
+from penstock.storage.io_uring import Uring, refusal
 from penstock.types import GB, GIB, MIB
 
 _ECOSYSTEMS = {
@@ -123,7 +125,7 @@ def find_devices() -> list[Fact]:
         Fact(name="memory", value=bytes_text(pages)),
     ]
     if not importable("torch"):
-        return [*facts, Fact(name="cuda", value="no", why="torch is not installed: pip install 'penstock[torch]'")]
+        return [*facts, Fact(name="cuda", value="no", why=f"torch is not installed: {install_hint('torch')}")]
     import torch
 
     if not torch.cuda.is_available():
@@ -151,20 +153,42 @@ def find_engines() -> list[Fact]:
     facts = [
         Fact(name="direct I/O", value=direct, why="probed for each file system when a file is opened"),
         Fact(name="RWF_NOWAIT", value=nowait, why=f"kernel {kernel}"),
+        _io_uring(),
+        Fact(
+            name="GPUDirect Storage", value="no", why="Penstock does not use it: bytes pass through pinned host memory"
+        ),
     ]
     needs = {
         "obstore": ("obstore", "s3:// gs:// az://"),
-        "torch": ("torch", "tensors; pip install 'penstock[torch]'"),
+        "torch": ("torch", f"tensors; {install_hint('torch')}"),
         "triton": ("triton", "digests on the device; comes with torch's CUDA builds"),
         "safetensors": ("safetensors", "only a baseline for penstock bench"),
-        "boto3": ("boto3", "AWS profiles and SSO; pip install 'penstock[aws]'"),
+        "nixl": ("nixl", f"RDMA, and GPU memory between hosts; {install_hint('nixl')}"),
+        "fastapi": ("fastapi", f"hosting a hub; {install_hint('hub')}"),
+        "redis": ("redis", f"several hubs that act as one; {install_hint('redis')}"),
+        "ray": ("ray", f"conversions on a Ray cluster; {install_hint('ray')}"),
+        "boto3": ("boto3", f"AWS profiles and SSO; {install_hint('aws')}"),
         "transformers": ("transformers", "penstock.integrations.transformers"),
         "vllm": ("vllm", "--load-format penstock"),
+        "sglang": ("sglang", "--load-format runai_streamer, by penstock.compat"),
     }
     for name, (module, what) in needs.items():
         version = package_version(name)
-        facts.append(Fact(name=name, value=version or ("yes" if importable(module) else "not installed"), why=what))
+        value = version or ("yes" if importable(module) else "not installed")
+        # The command that installs it is of use only where it is missing.
+        facts.append(Fact(name=name, value=value, why=what.partition("; pip")[0] if version else what))
     return facts
+
+
+def _io_uring() -> Fact:
+    """Say whether reads of cached files can be given to the kernel, by opening a ring."""
+    why = refusal()
+    if not why:
+        try:
+            Uring(1).close()
+        except OSError as error:
+            why = f"the kernel refuses a ring: {error.strerror}"
+    return Fact(name="io_uring", value="no" if why else "yes", why=why or "fills staging for a GPU from cached files")
 
 
 def find_variables() -> list[tuple[str, str | None, str]]:

@@ -41,6 +41,7 @@ def hub(
     ] = None,
 ) -> None:
     """Serve the directory of a fleet: members, their models, their readers. Weights never pass through it."""
+    from penstock.entry_points import install_hint
     from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
 
@@ -53,7 +54,7 @@ def hub(
     except MissingExtra:
         raise
     except ImportError as error:
-        raise MissingExtra(f"the hub needs {error.name}", hint="pip install 'penstock[hub]'") from error
+        raise MissingExtra(f"the hub needs {error.name}", hint=install_hint("hub")) from error
 
     _log(audit, audit_file)
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.entry_points import install_hint
 from penstock.errors import (
     HubUnavailable,
     MissingExtra,
@@ -171,7 +172,7 @@ try:
     from starlette.requests import ClientDisconnect
     from starlette.routing import Match, Route
 except ImportError as error:
-    raise MissingExtra("the hub needs FastAPI", hint="pip install 'penstock[hub]'") from error
+    raise MissingExtra(f"the hub needs FastAPI, whose import failed: {error}", hint=install_hint("hub")) from error
 
 
 MAX_BODY_BYTES = 8 << 20

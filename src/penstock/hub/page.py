@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra, PenstockError
 from penstock.hub.auth import Caller
 from penstock.hub.messages import HoldingState, MemberStatus, Status, SyncState
@@ -33,7 +34,7 @@ try:
     from fastapi.concurrency import run_in_threadpool
     from starlette.responses import StreamingResponse
 except ImportError as error:
-    raise MissingExtra("the fleet page needs FastAPI", hint="pip install 'penstock[hub]'") from error
+    raise MissingExtra("the fleet page needs FastAPI", hint=install_hint("hub")) from error
 
 INTERVAL_S = 1.0
 """Between two looks at the status while somebody watches."""

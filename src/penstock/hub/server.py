@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
@@ -143,7 +144,7 @@ def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListen
     try:
         import uvicorn
     except ImportError as error:
-        raise MissingExtra("the hub needs uvicorn", hint="pip install 'penstock[hub]'") from error
+        raise MissingExtra("the hub needs uvicorn", hint=install_hint("hub")) from error
     from penstock.hub.connection import protocol_for
 
     class Server(uvicorn.Server):

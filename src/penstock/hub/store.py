@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from penstock.config import without_password
+from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, PermissionDenied
 
 ANY: Final = b"*"
@@ -293,7 +294,7 @@ class RedisStore:
         try:
             import redis
         except ImportError as error:
-            raise MissingExtra("a hub on Redis needs redis", hint="pip install 'penstock[redis]'") from error
+            raise MissingExtra("a hub on Redis needs redis", hint=install_hint("redis")) from error
         self._redis = redis
         try:
             self._client = redis.Redis.from_url(

@@ -24,6 +24,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.config import Settings, ecosystem
+from penstock.entry_points import install_hint
 from penstock.errors import (
     ConfigError,
     MissingExtra,
@@ -248,7 +249,7 @@ def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialPr
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
-        raise MissingExtra(f"AWS profile {profile!r} needs boto3", hint="pip install 'penstock[aws]'") from error
+        raise MissingExtra(f"AWS profile {profile!r} needs boto3", hint=install_hint("aws")) from error
     boto_error: type[Exception] = importlib.import_module("botocore.exceptions").BotoCoreError
     try:
         session = boto3.Session(profile_name=profile)

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from penstock.config import ucx_variables
+from penstock.entry_points import install_hint
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -90,7 +91,7 @@ class Agent:
                 from nixl import _api as api
             except ImportError as error:
                 message = f"cannot import NIXL: {error}"
-                raise MissingExtra(message, hint="pip install 'penstock[nixl]'") from error
+                raise MissingExtra(message, hint=install_hint("nixl")) from error
             bind = api.nixlBind
             failed: tuple[type[Exception], ...] = (*_errors(bind), RuntimeError)
             try:

@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
+from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
 from penstock.lifecycle import Closing
@@ -282,7 +283,7 @@ class RayLauncher:
         try:
             import ray
         except ImportError as error:
-            raise MissingExtra("workers on Ray need Ray", hint="pip install 'penstock[ray]'") from error
+            raise MissingExtra("workers on Ray need Ray", hint=install_hint("ray")) from error
         self._ray: Any = ray
         # A program that uses Ray itself keeps its connection; only one that was made here is closed at the end.
         self._connected = not ray.is_initialized()
