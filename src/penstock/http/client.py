@@ -1,8 +1,8 @@
 """The client's end of an HTTP/1.1 connection: a request, and its reply received straight into the caller's memory.
 
 In: a connected socket, requests. Out: a `Reply` for each: status, headers, and the body by `readinto` or `read`.
-Not here: pools and who uses them (`pool` for objects, `control` for hubs and members, `transport.http_reader` for the
-memory of peers), retries, ranges and redirects (`range_request`).
+Not here: the users, which keep connections (`pool` for objects, `control` for hubs and members,
+`transport.http_reader` for the memory of peers), retries, ranges and redirects (`range_request`).
 
     ClientConnection --request--> Reply --readinto--> the caller's memory
                                         --read------> bytes

@@ -1,20 +1,19 @@
-"""Decide whether compressing a link's bytes pays: measured raw, tried if promising, kept if it was faster.
+"""Lossless compression of weights on a link: the code by byte planes, and the decision whether it pays.
 
-In: bytes as they arrive, the clock. Out: raw or coded for the next request, and why in words.
-Not here: the code (`byte_planes`), the connections (`transport.http_reader`).
+In: blocks of bytes; bytes as they arrive, the clock. Out: frames and blocks again; raw or coded for the next request.
+Not here: the messages that carry frames (`region_messages`), the connections (`transport.http_reader`).
 
-    raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> more than raw? --yes--> coded
-                                     `--no--> raw                                       `--no--> raw; watched on
-
-Weights made smaller without loss: bytes of one significance together, those that repeat themselves coded by zstd.
-
-In: a block of bytes. Out: a frame that is never much longer; and the block again, into memory that is there.
-Not here: whether that pays on a link (`compression`), how frames cross (`connection`).
+A frame keeps bytes of one significance together, and codes by zstd those planes that repeat themselves:
 
     block: e0 m0 e1 m1 ...  --width 2-->  m0 m1 ... (as they are)  |  e0 e1 ... (zstd)
 
 A BF16 weight has about 2.7 bits in the byte with its exponent and 8 in the other. The width follows from each block's
-own histograms, so no caller needs to know what a block is of.
+own histograms, so no caller needs to know the type of the numbers.
+
+A link is measured raw; coding is tried if it is promising, and kept if it was faster:
+
+    raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> more than raw? --yes--> coded
+                                     `--no--> raw                                       `--no--> raw; watched on
 """
 
 from __future__ import annotations
@@ -35,16 +34,19 @@ from penstock.types import GB, MIB
 U8 = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = MIB
-"""Of one frame at most: 6 ms of a 1 Gb/s link, and what both ends hold besides."""
+"""Longest block of one frame: 6 ms of a 1 Gb/s link once it is coded, and the memory that each end needs besides."""
 WIDTHS = (1, 2, 4)
 """Bytes of an element: FP8 and integers, BF16 and FP16, FP32."""
 _HEAD = struct.Struct("<II")
-"""Bytes of the block, and the width; then what each plane is stored in: coded, if that is fewer than it has."""
+"""Bytes of the block, and the width; the stored length of each plane follows. A plane is stored coded if that is
+shorter."""
 MAX_FRAME_BYTES = _HEAD.size + 4 * WIDTHS[-1] + BLOCK_BYTES
-_PIECES, _PIECE_BYTES = 4, 8 << 10
-"""What is looked at of each block to tell its width. Reason: 0.1 bit an element, in a tenth of the coding's time."""
+_PIECES = 4
+_PIECE_BYTES = 8 << 10
+"""Number and length of the pieces of a block that its width is estimated from. Reason: the estimate is right to 0.1 bit
+an element, in a tenth of the time of coding."""
 _WORTH = 0.92
-"""A plane is coded if its entropy says it comes out below this."""
+"""A plane is coded if its entropy promises less than this share of its length."""
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=19, target_length=0
@@ -61,7 +63,7 @@ class Planes:
         self._decoder = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
 
     def encode(self, block: U8) -> list[memoryview]:
-        """The frame of a block, in pieces; those that are not coded may be views of the block itself."""
+        """Return the frame of a block, in pieces; those that are not coded may be views of the block itself."""
         width, coded = _shape(block)
         count = len(block) // width
         planes = [np.ascontiguousarray(block[at : count * width : width]) for at in range(width)]
@@ -73,11 +75,13 @@ class Planes:
         return [memoryview(head), *stored, block[count * width :].data]
 
     def decode(self, frame: memoryview, into: U8) -> None:
-        """The block of a frame, into memory of just its size.
+        """Decode the block of a frame into memory of just its size.
 
         Raises:
-            FormatError: it is no frame, or of another block; nothing was written. Checked before anything is allocated.
+            FormatError: it is no frame, or its block has another size; nothing was written.
         """
+        # The frame comes from a peer: its numbers are checked before anything is allocated from them, and every plane
+        # is decoded before the first byte of the destination is written.
         nbytes, sizes, at = _head(frame)
         if nbytes != len(into):
             raise FormatError(f"a block of {nbytes} bytes where {len(into)} were expected")
@@ -95,6 +99,7 @@ class Planes:
         if len(stored) == count:
             return np.frombuffer(stored, np.uint8)
         try:
+            # The decoder allocates what the frame states: a few bytes could otherwise ask for gigabytes.
             if zstandard.frame_content_size(stored) != count:
                 raise FormatError("the length of a plane differs from its block's")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
@@ -106,12 +111,12 @@ class Planes:
 
 
 def block_bytes(frame: memoryview) -> int:
-    """Bytes of a frame's block, at most `BLOCK_BYTES`. FormatError if it is no frame."""
+    """Return the bytes of a frame's block, at most `BLOCK_BYTES`. FormatError if it is no frame."""
     return _head(frame)[0]
 
 
 def _head(frame: memoryview) -> tuple[int, Sequence[int], int]:
-    """Bytes of the block, what each plane is stored in, where the first begins."""
+    """Return the bytes of the block, the stored length of each plane, and the offset of the first."""
     if len(frame) < _HEAD.size:
         raise FormatError(f"a frame of {len(frame)} bytes")
     nbytes, width = _HEAD.unpack_from(frame)
@@ -125,7 +130,7 @@ def _head(frame: memoryview) -> tuple[int, Sequence[int], int]:
 
 
 def _shape(block: U8) -> tuple[int, Sequence[bool]]:
-    """The width under which a block comes out shortest by its planes' entropy, and which planes are worth coding."""
+    """Return the width that makes a block shortest by its planes' entropy, and which planes are worth coding."""
     pieces = max(1, min(_PIECES, len(block) // _PIECE_BYTES))
     starts = [(len(block) - len(block) // pieces) * i // max(1, pieces - 1) // 4 * 4 for i in range(pieces)]
     looked_at = np.concatenate([block[at : at + _PIECE_BYTES] for at in starts])
@@ -138,32 +143,36 @@ def _shape(block: U8) -> tuple[int, Sequence[bool]]:
         shares = [_entropy(seen[at::width].sum(axis=0)) / 8 for at in range(width)]
         coded = tuple(share < _WORTH for share in shares)
         whole = sum(share if is_worth else 1.0 for share, is_worth in zip(shares, coded, strict=True)) / width
-        if whole < best[0] - 0.01:  # a wider one must be worth its copies
+        # A greater width must be worth its copies.
+        if whole < best[0] - 0.01:
             best = (whole, width, coded)
     return best[1], best[2]
 
 
 def _entropy(seen: npt.NDArray[np.int64]) -> float:
-    """Bits a byte."""
+    """Return the bits that a byte carries, from the counts of its values."""
     share = seen[seen > 0] / seen.sum()
     return float(-(share * np.log2(share)).sum())
 
 
 SKIP_BYTES = 24 * MIB
-"""After a change, before the clock counts: what was in flight, what filled sockets while samples were coded (6 MiB each
-is the kernel's own bound), a shaper's burst."""
+"""Bytes after a change that are not timed. They are bytes that were in flight, that filled sockets while samples were
+coded (6 MiB each is the kernel's own bound), or that a traffic shaper let pass in a burst."""
 TIMED_BYTES = 32 * MIB
-"""What a rate is measured over: 0.27 s of a 1 Gb/s link, 14 ms of 20 Gb/s."""
-PIECE_BYTES, REQUEST_BYTES = MIB, 8 * MIB
-"""Taken in one call, asked for in one request, while the clock counts: its ends are sharp, and a trial is soon over."""
-SAMPLE_BYTES, NUM_SAMPLES = MIB // 4, 8
-"""Coded and decoded here, of what came raw: 2 ms in all."""
+"""Bytes that a rate is measured over: 0.27 s of a 1 Gb/s link, 14 ms of 20 Gb/s."""
+PIECE_BYTES = MIB
+REQUEST_BYTES = 8 * MIB
+"""Bytes of one receiving call and of one request while a rate is measured. Reason: the ends of the interval are sharp,
+and a trial is soon over."""
+SAMPLE_BYTES = MIB // 4
+NUM_SAMPLES = 8
+"""Samples of the raw bytes that are coded and decoded here: 2 ms in all."""
 MARGIN = 1.1
-"""What coding must promise over raw. Reason: for less the processors have better to do."""
+"""Gain over raw that coding must promise. Reason: for less, the processors have better to do."""
 KEPT = 1.05
-"""What it must be over raw once it is used."""
+"""Gain over raw that coding must have once it is used."""
 AGAIN_S = 60.0
-"""A link may be another after this long: it is measured anew, for 56 MiB raw."""
+"""Seconds after which a link is measured anew, for 56 MiB raw. Reason: it may have changed."""
 
 
 @dataclass(slots=True)
@@ -194,17 +203,23 @@ class Choice:
     """
 
     def __init__(self, always: bool | None = None) -> None:
-        self._always, self._lock = always, threading.Lock()
+        self._always = always
+        self._lock = threading.Lock()
+        # Requests under way, raw and coded.
         self._active = [0, 0]
         self._at = self._decided_at = time.monotonic()
-        self._num_bytes = self._wire_bytes = 0
+        self._num_bytes = 0
+        self._wire_bytes = 0
         self._why = {None: "too little was read to tell", True: "asked for", False: "not allowed"}[always]
-        self._raw, self._sampled = 0.0, _Sampled()
+        self._raw = 0.0
+        self._sampled = _Sampled()
         self._restart(is_coded=bool(always))
 
     def _restart(self, *, is_coded: bool) -> None:
-        self.is_coded, self._is_open = is_coded, self._always is None
-        self._seen = self._timed = 0
+        self.is_coded = is_coded
+        self._is_open = self._always is None
+        self._seen = 0
+        self._timed = 0
         self._busy_s = 0.0
         if not is_coded:
             self._sampled = _Sampled()
@@ -302,7 +317,10 @@ class Choice:
             self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:
-        self.is_coded, self._is_open, self._why, self._decided_at = is_coded, False, why, time.monotonic()
+        self.is_coded = is_coded
+        self._is_open = False
+        self._why = why
+        self._decided_at = time.monotonic()
 
     def decision(self) -> tuple[bool, str]:
         """Return whether the next request is compressed, and why."""

@@ -1,14 +1,15 @@
-"""A ranged, conditional HTTP request and its answer, checked against the object first seen.
+"""Ranged, conditional requests for objects: one exchange, checked against the object first seen, and patience between.
 
-In: an `Address` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error, or
-`Failed` where another attempt may help.
-Not here: connections (`client`), the attempts (`storage.http`), pauses between them (`retry`), signing
+In: an `Address` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error.
+Not here: connections (`pool`), the loop over the attempts (`storage.http`, `storage.objects`), signing
 (`storage.objects`).
 
-Patience with a remote source: retries with back-off, counted by progress, never by total time.
+    Exchange --checked--> bytes
+             `--Failed--> Patience --pause--> another Exchange
+                                   `--too many, too long--> SourceUnavailable, SourceStalled
 
-In: failures and bytes received. Out: a pause, or the typed error that ends the wait.
-Not here: what counts as a failure (`storage.http`, `storage.objects`).
+What another attempt may cure is `Failed`; everything else is an error at once. `Patience` counts failures and silence
+since the last byte, never total time: a slow source is not a broken one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
+from penstock.http.client import Reply
 from penstock.http.head import MalformedMessage
-from penstock.http.pool import Pool
+from penstock.http.pool import Pool, PooledConnection
 
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
@@ -58,7 +60,8 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self.count, self.last_s = 0, 0.0
+        self.count = 0
+        self.last_s = 0.0
 
 
 class Patience:
@@ -90,12 +93,14 @@ class Patience:
         self._sleep = sleep
         self._arrivals = Arrivals() if arrivals is None else arrivals
         self._num_seen = self._arrivals.count
-        self._failures = self._num_pauses = 0
+        self._failures = 0
+        self._num_pauses = 0
         self._last_byte_s = clock()
 
     def progress(self) -> None:
         """Note that bytes arrived: failures and silence count from here."""
-        self._failures = self._num_pauses = 0
+        self._failures = 0
+        self._num_pauses = 0
         self._last_byte_s = self._arrivals.last_s = self._clock()
         self._arrivals.count += 1
         self._num_seen = self._arrivals.count
@@ -130,6 +135,7 @@ class Patience:
         self._num_pauses += 1
         now_s = self._clock()
         silent_s = now_s - self._last_byte_s
+        # 0.99: three silent attempts of a third of `stall_s` each may end a little before it.
         if silent and (silent_s >= 0.99 * self._stall_s or self._failures > self._retries):
             raise SourceStalled(
                 f"no byte for {silent_s:.1f} s ({why})",
@@ -144,6 +150,7 @@ class Patience:
         # With jitter: ranges that failed together would otherwise all come back at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * random.uniform(0.5, 1.0)
         if wait_s is not None:
+            # By the source's last byte, not this range's: a server that limits requests serves them in turns.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
                 message = f"the server asked to wait for {self._stall_s:.1f} s and sent no byte ({why})"
@@ -154,7 +161,7 @@ class Patience:
 
 
 _MAX_REDIRECTS = 5
-"""Redirects followed for one range. Source: the bound curl's manual recommends is 50; model hubs need 1 or 2."""
+"""Redirects followed for one range. Reason: model hubs need 1 or 2, and a circle should end soon."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -191,7 +198,7 @@ class Validators:
         return self.etag or self.last_modified
 
     def differs(self, headers: Mapping[str, str]) -> str | None:
-        """Return how an answer's headers show another object; None when they do not."""
+        """Return the difference in an answer's headers that shows another object; None if there is none."""
         etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
@@ -214,22 +221,25 @@ class Address(Protocol):
         ...
 
     def renew(self, status: int) -> bool:
-        """The URL was refused with `status`: forget it. False when that cannot help."""
+        """Forget the URL, which was refused with `status`; return False if that cannot help."""
         ...
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """Follow a redirect from `url`; None when followed, or why not."""
+        """Follow a redirect from `url`; return None, or the reason why it is not followed."""
         ...
 
 
 class Failed(Exception):
-    """An attempt ended early; worth another one unless patience runs out."""
+    """An attempt that ended early; another one may succeed. See `Patience.failed` for the attributes."""
 
     def __init__(
         self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
     ) -> None:
         super().__init__(why)
-        self.why, self.silent, self.wait_s, self.cause = why, silent, wait_s, cause
+        self.why = why
+        self.silent = silent
+        self.wait_s = wait_s
+        self.cause = cause
 
     def ask(self, patience: Patience, byte_range: tuple[int, int]) -> None:
         """Pause before another attempt, or raise as `Patience.failed`."""
@@ -240,13 +250,21 @@ class Exchange:
     """A request and its answer, redirects followed; a context manager that returns the connection.
 
     Args:
-        uri: what errors call it.
+        uri: the object's name in errors.
         address: where it is.
         pool: connections.
         byte_range: wanted, `[start, stop)`.
-        seen: what it was when first seen; None: this is the first look.
-        to_the_end: ask for all from `start` on; no more than the range is read of the answer.
+        seen: the validators of the first answer; None: this is the first request.
+        to_the_end: request all bytes from `start` on; no more than the range is read of the answer.
+
+    Attributes:
+        reply: the answer, after the block was entered.
+        stop: end of the bytes in the answer, after `check`; less than the range's where the server shortened it.
+        code: the error code in a refusal's body; empty if there is none.
     """
+
+    reply: Reply
+    _connection: PooledConnection
 
     def __init__(
         self,
@@ -258,7 +276,10 @@ class Exchange:
         seen: Validators | None,
         to_the_end: bool = False,
     ) -> None:
-        self._uri, self._address, self._pool, self._seen = uri, address, pool, seen
+        self._uri = uri
+        self._address = address
+        self._pool = pool
+        self._seen = seen
         self._range = byte_range
         last = "" if to_the_end else str(byte_range[1] - 1)
         self._limit = seen.nbytes if to_the_end and seen else byte_range[1]
@@ -305,20 +326,22 @@ class Exchange:
 
     def _read_code(self) -> None:
         """Read a refusal's short body, for its code and so that the connection can be used again."""
-        body, got = bytearray(_ERROR_BODY_BYTES), 0
+        body = bytearray(_ERROR_BODY_BYTES)
+        left = memoryview(body)
         with _failing(self._uri):
-            while got < len(body) and (n := self.reply.readinto(memoryview(body)[got:])):
-                got += n
-        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[:got])
+            while left and (received := self.reply.readinto(left)):
+                left = left[received:]
+        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[: len(body) - len(left)])
         self.code = code[1].decode() if code else ""
 
     def refused(self) -> bool:
-        """A refusal that a new URL may cure; the old one is forgotten."""
+        """Return True for a refusal that a new URL may cure; the old URL is forgotten."""
         return self.reply.status in {400, 401, 403, 404, 410} and self._address.renew(self.reply.status)
 
     def check(self) -> None:
-        """Raise unless the answer holds bytes of the range asked for, of the object first seen; sets `stop`."""
-        status, headers, (start, stop) = self.reply.status, self.reply.headers, self._range
+        """Raise unless the answer holds bytes of the requested range, of the object first seen; set `stop`."""
+        status, headers = self.reply.status, self.reply.headers
+        start, stop = self._range
         if status not in {200, 206}:
             raise self._error()
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -332,6 +355,7 @@ class Exchange:
         differs = self._seen.differs(headers)
         if differs:
             raise self._changed(differs)
+        # 200 is the whole object, from a server that ignores `Range`; its start is as good as a range.
         if status == 200:
             if self.reply.length not in {None, self._seen.nbytes}:
                 raise self._changed(f"it had {self._seen.nbytes} bytes and has {self.reply.length}")
@@ -361,12 +385,12 @@ class Exchange:
         return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
 
     def readinto(self, view: memoryview) -> int:
-        """Some bytes of the body into `view`, at least one. Failed when there are none."""
+        """Receive some bytes of the body into `view`, at least one; return their number. Failed if there are none."""
         with _failing(self._uri):
-            got = self.reply.readinto(view)
-        if not got:
+            received = self.reply.readinto(view)
+        if not received:
             raise Failed("the connection closed before the end of the answer")
-        return got
+        return received
 
     def _content_range(self) -> tuple[int, int, int | None]:
         text = self.reply.headers.get("content-range", "")
@@ -382,7 +406,7 @@ class Exchange:
         return SourceUnavailable(what, uri=self._uri, byte_range=self._range, hint="the server or a proxy is at fault")
 
     def _error(self) -> Exception:
-        """The answer's status as one of our errors, or as `Failed` where another attempt may help."""
+        """Return the error for the answer's status: one of ours, or `Failed` where another attempt may help."""
         status = self.reply.status
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
         where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
@@ -405,7 +429,7 @@ class Exchange:
 
 
 def _seconds_of(after: str) -> float | None:
-    """Seconds that a `Retry-After` asks for, given as such or as a date; None where it asks for none."""
+    """Return the seconds of a `Retry-After`, a number or a date; None if it is neither."""
     if re.fullmatch(r"\d{1,9}", after):
         return float(after)
     try:
@@ -421,12 +445,14 @@ class _Where(TypedDict):
 
 @contextlib.contextmanager
 def _failing(uri: str) -> Iterator[None]:
-    """Map what sockets, TLS and the HTTP parser raise."""
+    """Map the errors of sockets, TLS and the parser to typed errors, or to `Failed`."""
     try:
         yield
-    except MalformedMessage as error:  # a FormatError of one answer, not of the object: the next one may be right
+    except MalformedMessage as error:
+        # A FormatError of one answer, not of the object: the next answer may be right.
         raise Failed(error.message[:200], cause=error) from error
-    except PenstockError:  # mapped already; NotFound and PermissionDenied are OSErrors too
+    except PenstockError:
+        # Mapped already; NotFound and PermissionDenied are OSErrors too.
         raise
     except ssl.SSLCertVerificationError as error:
         raise SourceUnavailable(

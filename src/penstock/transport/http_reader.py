@@ -1,7 +1,8 @@
 """The reader's end of the `http` transport: reads cut into parts, and the connections that carry the parts.
 
 In: runs of a peer's region, and where they go. Out: bytes in place, or a typed error.
-Not here: the server (`http.server`), handles and descriptors (`http`), the choice to compress (`http.compression`).
+Not here: the server (`http.region_server`), handles and descriptors (`http`), requests and heads (`http.client`), the
+choice to compress (`http.compression`).
 
     Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
 
@@ -42,19 +43,20 @@ from penstock.segments import Segments, gathered
 from penstock.types import MIB
 
 PART_BYTES = 32 * MIB
-"""What one request asks for, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Bytes of one request, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
 CONNECT_S = 10.0
-"""For a connection to be made."""
+"""Seconds for a connection to be made."""
 LETTING_GO_S = 5.0
-"""For threads to take their hands off memory, once their connections are cut; they need microseconds."""
+"""Seconds for threads to stop writing to memory once their connections are cut; they need microseconds."""
 IDLE_S = 15.0
-"""A connection without work for this long is dropped; the server would after 60 s."""
+"""Seconds without work after which a connection is dropped; the server would close it after 60 s."""
 SILENCE_S = 60.0
-"""A connection that says nothing for this long is given up, where nobody waits who would know sooner."""
+"""Seconds without a byte after which a connection is given up. Reads end by the `stall_s` of their waiter, usually
+sooner; this is for reads that nobody waits for."""
 FULL_S = 0.1
-"""Before a peer that has no room for another connection is asked again."""
+"""Pause before a peer that has no room for another connection is asked again."""
 MAX_FRUITLESS = 3
-"""Connections of one part that may end in a row before a byte came."""
+"""Connections of one part that may end in a row without a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +72,21 @@ class Address:
         """Return a connected socket. OSError if there is none to be had."""
         if self.path:
             return connect_unix(self.path, CONNECT_S)
-        return connect_tcp(
-            self.host, self.port, CONNECT_S, (trust or ssl.create_default_context()) if self.is_tls else None
-        )
+        context = (trust or ssl.create_default_context()) if self.is_tls else None
+        return connect_tcp(self.host, self.port, CONNECT_S, context)
 
 
 class Part:
-    """A request: runs left to ask for, and views left to fill."""
+    """A part of a read that one connection brings: the runs that are still missing, and the views that they fill."""
 
     def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
-        self.read, self.src, self.length, self.views = read, src, length, views
+        self.read = read
+        self.src = src
+        self.length = length
+        self.views = views
 
     def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
-        """Return offsets and bytes of its first runs, together at most `nbytes`; None: of all runs."""
+        """Return offsets and lengths of the first runs, together at most `nbytes`; None: of all runs."""
         if nbytes is None or sum(self.length) <= nbytes:
             return self.src, self.length
         length: list[int] = []
@@ -94,26 +98,36 @@ class Part:
         return self.src[: len(length)], length
 
     def took(self, nbytes: int) -> None:
-        """Pass these first bytes, which are in place."""
+        """Remove the first bytes, which are in place now."""
         advance(self.views, nbytes)
-        done = 0
+        num_done = 0
         for length in self.length:
             if nbytes < length:
                 break
             nbytes -= length
-            done += 1
-        del self.src[:done], self.length[:done]
+            num_done += 1
+        del self.src[:num_done], self.length[:num_done]
         if nbytes:
             self.src[0] += nbytes
             self.length[0] -= nbytes
 
 
 class Read:
-    """See `Pending`. Its parts are cut by `cut_into_parts`."""
+    """See `Pending`. `cut_into_parts` makes its parts.
+
+    Attributes:
+        num_left: parts that are not in place yet.
+        changed: guards the fields, and is notified when the read ends and when a connection lets go of the memory.
+        error: the first error; no part is requested after it.
+    """
 
     def __init__(self, *, generation: int, request: ReadRequest, uri: str, nbytes: int, owners: object) -> None:
-        self.generation, self.request, self.uri, self.nbytes = generation, request, uri, nbytes
-        self.moved_bytes, self.num_left = 0, 0
+        self.generation = generation
+        self.request = request
+        self.uri = uri
+        self.nbytes = nbytes
+        self.moved_bytes = 0
+        self.num_left = 0
         self.changed = threading.Condition()
         self.error: PenstockError | None = None
         self._receiving: set[HttpConnection] = set()
@@ -134,7 +148,7 @@ class Read:
             self.changed.notify_all()
 
     def gained(self, nbytes: int) -> None:
-        """Bytes are in place."""
+        """Count bytes that are in place."""
         with self.changed:
             self.moved_bytes += nbytes
 
@@ -147,7 +161,7 @@ class Read:
                 self.changed.notify_all()
 
     def fail(self, error: PenstockError) -> None:
-        """The first error stays; connections under way are cut."""
+        """End the read with an error, unless it has ended already, and cut the connections that receive for it."""
         with self.changed:
             if self.error is not None or not self.num_left:
                 return
@@ -173,6 +187,7 @@ class Read:
         with self.changed:
             if self.error is None:
                 return
+            # The caller may free the memory after this error: no thread may write to it any more.
             self.changed.wait_for(lambda: not self._receiving, LETTING_GO_S)
             self._owners = None
             self.error.mutated = self.moved_bytes > 0
@@ -180,19 +195,25 @@ class Read:
 
 
 def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[Part]:
-    """The parts of a read: neighbours joined, long runs split, about `PART_BYTES` and at most `MAX_RUNS` each."""
-    rows, parts = segments.joined().cut(PART_BYTES), []
-    for which in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):
-        some = rows[which]
-        ends = zip(some.dst.tolist(), (some.dst + some.nbytes).tolist(), strict=True)
+    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS`: neighbours are joined, long runs split."""
+    rows = segments.joined().cut(PART_BYTES)
+    parts = []
+    for indices in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):
+        runs = rows[indices]
+        ends = zip(runs.dst.tolist(), (runs.dst + runs.nbytes).tolist(), strict=True)
         views = [memory[start:stop] for start, stop in ends]
-        parts.append(Part(read, some.src.tolist(), some.nbytes.tolist(), views))
+        parts.append(Part(read, runs.src.tolist(), runs.nbytes.tolist(), views))
     read.num_left = len(parts)
     return parts
 
 
 class Peer:
-    """The connections to one address, and the parts waiting for one. `progress_at`: when a byte last came."""
+    """The connections to one address, and the parts that wait for one.
+
+    Attributes:
+        progress_at: when a byte last came, of any read; a stall is silence of the peer, not of one read.
+        choice: the decision whether the link is compressed.
+    """
 
     def __init__(
         self,
@@ -202,16 +223,21 @@ class Peer:
         num_connections: int,
         choice: Choice,
     ) -> None:
-        self.address, self.trust, self.progress_at, self.choice = address, trust, time.monotonic(), choice
+        self.address = address
+        self.trust = trust
+        self.progress_at = time.monotonic()
+        self.choice = choice
         self._num_connections = num_connections
         self._queue: collections.deque[Part] = collections.deque()
-        self._changed, self._is_open = threading.Condition(), True
-        self._num_idle = self._num_threads = 0
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._num_idle = 0
+        self._num_threads = 0
         host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
         self.host_field = ("Host", host)
 
     def post(self, parts: list[Part]) -> None:
-        """Have these carried."""
+        """Queue parts for the threads, and start threads up to the limit."""
         with self._changed:
             self._queue.extend(parts)
             missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
@@ -221,7 +247,7 @@ class Peer:
             self._changed.notify(len(parts))
 
     def close(self) -> None:
-        """Stop carrying parts; idle threads end."""
+        """Drop the queue; idle threads end."""
         with self._changed:
             self._is_open = False
             self._queue.clear()
@@ -243,7 +269,8 @@ class Peer:
             while (part := self._next()) is not None:
                 if part.read.error is None:
                     carrier.carry(part)
-                del part  # lets go of the memory while waiting for another
+                # Waiting for another part must not keep this one's memory alive.
+                del part
         finally:
             carrier.close()
 
@@ -253,7 +280,7 @@ class _Full(OSError):
 
 
 class _Carrier:
-    """A thread's connection."""
+    """The connection of one thread."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -268,9 +295,12 @@ class _Carrier:
 
     def carry(self, part: Part) -> None:
         """Bring a part, over as many connections as it takes. Errors go to its read."""
-        fruitless, read = 0, part.read
+        fruitless = 0
+        read = part.read
         while read.error is None:
-            before, is_fresh, why = read.moved_bytes, self._connection is None, "the connection ended"
+            before = read.moved_bytes
+            is_fresh = self._connection is None
+            why = "the connection ended"
             try:
                 if self._exchange(self._connection or self._connect(read.uri), part):
                     if part.views:
@@ -282,7 +312,8 @@ class _Carrier:
             except PenstockError as error:
                 read.fail(error)
             except _Full:
-                is_fresh = False  # no failure; the waiter's stall ends this
+                # Not a failure: the peer answers. The waiter's `stall_s` ends this.
+                is_fresh = False
             except OSError as error:
                 why = str(error)
             self.close()
@@ -334,16 +365,17 @@ class _Carrier:
 
     def _receive(self, wire: HttpConnection, part: Part, left: int) -> bool:
         """Receive the bytes of the runs, then the trailer. False if the connection ended before."""
-        peer, read, trailer = self._peer, part.read, b""
+        peer, read = self._peer, part.read
+        trailer = b""
         wire.set_pace(SILENCE_S)
         while left and read.error is None:
             views = front(part.views, min(left, TIMED_PIECE_BYTES if peer.choice.is_open else PIECE_BYTES))
-            got = wire.receive_into(views)
-            if not got:
+            received = wire.receive_into(views)
+            if not received:
                 return False
-            left -= got
-            self._landed(part, got, got, is_coded=False)
-            peer.choice.sample(views[0][:got], self._planes)
+            left -= received
+            self._landed(part, received, received, is_coded=False)
+            peer.choice.sample(views[0][:received], self._planes)
         if read.error is None:
             trailer = wire.receive_body(TRAILER.size, SILENCE_S)
             peer.progress_at = time.monotonic()
@@ -353,25 +385,30 @@ class _Carrier:
 
     @property
     def _buffer(self) -> memoryview:
-        """For one chunk and the head of the next; made when a first one comes."""
+        """Memory for one chunk and the head of the next; allocated for the first chunk, since most links are raw."""
         if not self._coded:
             self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
         return self._coded
 
     def _receive_coded(self, wire: HttpConnection, part: Part, left: int) -> bool:
-        """The same in frames, a chunk each; a chunk is received with the head of the next. FormatError."""
+        """Receive the runs as coded frames, a chunk each, then the trailer. False if the connection ended before.
+
+        Raises:
+            FormatError: a chunk or a frame is malformed, or there is more than was requested.
+        """
+        # A chunk is received with the head of the next one, so that each takes one call.
         read, buffer = part.read, self._buffer
         wire.set_pace(SILENCE_S)
         wire.fill(buffer[:CHUNK_HEAD_BYTES])
         nbytes = chunk_bytes(buffer[:CHUNK_HEAD_BYTES], MAX_FRAME_BYTES)
         while left and read.error is None:
             wire.fill(buffer[: nbytes + 2 + CHUNK_HEAD_BYTES])
-            got = block_bytes(buffer[:nbytes])
-            if got > left:
+            block = block_bytes(buffer[:nbytes])
+            if block > left:
                 raise FormatError("the peer sent more bytes than were requested", uri=read.uri)
-            _place(front(part.views, got), got, buffer[:nbytes], self._planes)
-            left -= got
-            self._landed(part, got, nbytes, is_coded=True)
+            _place(front(part.views, block), block, buffer[:nbytes], self._planes)
+            left -= block
+            self._landed(part, block, nbytes, is_coded=True)
             nbytes = chunk_bytes(buffer[nbytes + 2 : nbytes + 2 + CHUNK_HEAD_BYTES], MAX_FRAME_BYTES)
         if read.error is not None:
             return False
@@ -382,7 +419,7 @@ class _Carrier:
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
     def _landed(self, part: Part, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """The next bytes of a part are in place."""
+        """Note that the next bytes of a part are in place."""
         self._peer.progress_at = time.monotonic()
         part.took(nbytes)
         part.read.gained(nbytes)
@@ -390,7 +427,7 @@ class _Carrier:
 
 
 def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Planes) -> None:
-    """Decode a frame of `nbytes` into views of as many bytes. FormatError, with nothing touched."""
+    """Decode a frame of `nbytes` into views of as many bytes. After a FormatError nothing was written."""
     if len(views) == 1:
         planes.decode(frame, np.frombuffer(views[0], np.uint8))
         return
