@@ -119,6 +119,7 @@ class CudaChecker:
         self._expected = expected
         self._slab = slab
         self._device = device
+        # Not the place's stream, where digests would wait for the copies of later chunks.
         self._stream = torch.cuda.Stream(device)
         self._warming: Future[None] | None = None
         if device not in _warm:

@@ -133,6 +133,7 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         """See `Registrar.register`."""
+        # The calling thread may have another device current.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
@@ -175,6 +176,7 @@ class CudaPlace:
         self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
         self._caller = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
+        # Kernels of the caller may still read or write the slabs that it gave.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
         self._events: dict[int, torch.cuda.Event] = {}

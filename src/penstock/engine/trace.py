@@ -81,6 +81,7 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
     """
     if path is not None:
         path = text_of(path)
+        # For appending: a trace of an earlier run stays until this one is saved.
         try:
             open(path, "ab").close()
         except OSError as error:

@@ -273,6 +273,7 @@ class Session(Closing):
 
     def close(self) -> None:
         """Drain, free, close. Idempotent."""
+        # The run first: its threads use the pool, the mappings and the sources.
         if self.run is not None:
             self.run.close()
         self.intake.close()
@@ -285,6 +286,7 @@ class Session(Closing):
     def table(self) -> TensorTable:
         """Return the requested tensors in file order, the plan's. PlanError if torch cannot hold one of them."""
         table = self.manifest.tensors
+        # Reads go forward through the files, but a header may list its tensors in any order.
         order = np.lexsort((table.offset, table.file_index))
         if not (order == np.arange(len(order))).all():
             table = table.take(order.tolist())
@@ -324,6 +326,7 @@ class Session(Closing):
             chunk_bytes: largest read, at least the intake's.
         """
         max_read = self.intake.chunk_bytes
+        # Where the destination itself is read into, it has no room for bytes of a page's rest or a gap.
         gap = MAX_GAP_REMOTE_BYTES if self.intake.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,

@@ -278,6 +278,7 @@ class _TaskRun:
                 read = partial(worker.read, task_input.source, task_input.spec.name, low + at, into)
                 reads.append(self._item("read", into.nbytes, read, self._arrived))
         self._num_reads_left = len(reads)
+        # Inputs may have no bytes, and then no read whose end could go on.
         if reads:
             worker.fetch.post(*reads)
         else:
@@ -357,6 +358,7 @@ class _TaskRun:
 
     def _checked(self, output: Output, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor if it has the dtype, shape and device of the recipe for these rows. OperationFailed."""
+        # A user's function may return anything, and its bytes go to a place of fixed size.
         spec, (first, last) = output.spec, output.rows(start, stop)
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
@@ -435,6 +437,7 @@ class _TaskRun:
     ) -> torch.Tensor:
         """See `ReadPart`."""
         worker, recipe_input = self._worker, recipe.inputs[index]
+        # An operation in parts may run for minutes after another item failed: it ends at its next read.
         worker.ticket.check()
         width, leaf_bytes = recipe_input.spec.dtype.bits // 8, worker.job.held_to[recipe_input.source] or 1
         first, last = start * width, stop * width
