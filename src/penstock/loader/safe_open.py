@@ -395,9 +395,11 @@ class _File:
         """Return every tensor, in the order of the file; small neighbours share one allocation."""
         plan = self._plan(range(len(self.table)))
         slabs = self._slabs(plan, self.device)
+        # Slab by slab: the tensors of one are made by a single call.
         rows: dict[int, list[int]] = {}
         for row, slab in enumerate(plan.row_slab.tolist()):
             rows.setdefault(slab, []).append(row)
+        # All names first, so that the result is in the order of the file and not of the slabs.
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         tensors: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
         for slab, members in rows.items():
@@ -418,6 +420,7 @@ class _File:
         return self._slabs(self._plan([row]), self.device)[0]
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
+        # The plan wants a size for each file that the table numbers: all of them are this file.
         sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
         boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
         table = self.table.take(rows)
@@ -430,6 +433,7 @@ class _File:
         if self._mapping is None:
             slabs = self._reader.read(plan, device)
         else:
+            # A slab is one run of the file: it starts at a row's offset less the row's place in the slab.
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
             has_bytes = plan.row_slab >= 0
             starts[plan.row_slab[has_bytes]] = plan.table.offset[has_bytes] - plan.row_offset[has_bytes]

@@ -61,6 +61,7 @@ _TORCH: dict[DType, torch.dtype] = {
 _WITHOUT = "leave these tensors out: names= of a load, or a conversion whose `rename` gives them no name"
 _FROM_TORCH = {theirs: ours for ours, theirs in _TORCH.items()}
 
+# Little-endian, as the format is, whatever the host is.
 _NUMPY: dict[DType, str] = {
     DType.BOOL: "bool",
     DType.U8: "u1",
@@ -212,6 +213,7 @@ def _alike(
         return None
     if (raw.data_ptr() + offsets[0]) % kind.itemsize or (raw.storage_offset() + offsets[0]) % kind.itemsize:
         return None
+    # One view of all of them, taken apart by one call.
     run = raw.narrow(0, offsets[0], count * nbytes)
     return list(run.view(kind).view(count, *extent).unbind(0))
 
@@ -247,6 +249,7 @@ class Mappings:
     """
 
     def __init__(self, sources: Sequence[FileSource]) -> None:
+        # By `state`: a path may name another file by now than the one whose header was read.
         self._files: list[MappedFile] = []
         try:
             for source in sources:

@@ -144,6 +144,7 @@ def verify(
         with showing_progress(progress, weights.uri, counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
     assert measured.leaves is not None
+    # After all bodies: the error says how many leaves differ, which tells a damaged disk from a wrong file.
     wrong = np.flatnonzero(measured.leaves != stated.leaves)
     if len(wrong):
         raise _fault(stated, int(wrong[0]), len(wrong))
