@@ -322,7 +322,7 @@ def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(so
         run(source, tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="trace"):
         run(source, tmp_path / "out", trace=tmp_path / "none" / "trace.json")
-    with pytest.raises(ConfigError, match="gpu: no device"):
+    with pytest.raises(ConfigError, match="gpu: no such device"):
         convert(source, tmp_path / "out", devices=["gpu"])
     with pytest.raises(ConfigError, match="no device cuda:99"):
         convert(source, tmp_path / "out", devices=["cuda:99"])

@@ -57,7 +57,7 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ("leaks", "raised "),
         ("of_another_shape", ", not "),
         ("of_another_dtype", ", not "),
-        ("no_tensor", "gave NoneType, not "),
+        ("no_tensor", "returned NoneType, not "),
     ],
 )
 def test_a_function_that_misbehaves_is_named(

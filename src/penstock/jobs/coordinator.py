@@ -306,7 +306,8 @@ class Coordinator(Closing):
             return
         digests = np.frombuffer(message.digests, "<u8").astype(np.uint64)
         if len(digests) != self._job.num_pieces(message.task):
-            raise FormatError(f"worker {name} reported {len(digests)} digests of task {message.task}")
+            expected = self._job.num_pieces(message.task)
+            raise FormatError(f"worker {name} reported {len(digests)} digests of task {message.task}, not {expected}")
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers; only the first result is recorded, so progress never counts it twice.
         if outcome.first:
@@ -396,7 +397,7 @@ class Coordinator(Closing):
             raise OperationFailed(
                 f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
                 tensor=recipe.outputs[0].spec.name,
-                hint="if it takes so long: have it call operation.report_progress, or raise PENSTOCK_STALL_S"
+                hint="if a task may take this long: call operation.report_progress in it, or raise PENSTOCK_STALL_S"
                 if "progress" in why
                 else None,
             )

@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise PlanError(f"{self.name}: a cluster has 1 to {MAX_GPUS} GPUs, in nodes of at least one NIC")
         rates = (self.nvlink_gb_per_s, self.nic_gb_per_s, self.pcie_gb_per_s)
         if min(rates) <= 0 or min(self.storage_gb_per_s, self.node_storage_gb_per_s, self.failures_per_gpu_hour) < 0:
-            raise PlanError(f"{self.name}: NVLink, NIC and PCIe need a rate above 0, and none may be below")
+            raise PlanError(f"{self.name}: the rates of NVLink, NIC and PCIe must be above 0, the others at least 0")
         if not 0 <= self.straggler_share <= 1 or self.straggler_slowdown < 1:
             raise PlanError(f"{self.name}: stragglers are a share of the GPUs, slower by a factor of at least 1")
 
@@ -110,11 +110,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def check(self) -> None:
         """Raise PlanError unless every rate and cost can be one."""
         if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
-            raise PlanError(f"{self.name}: a stage needs a rate above 0")
+            raise PlanError(f"{self.name}: the rates of stages must be above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
         if min(*costs, *near, self.worker_gb_per_s) < 0:
-            raise PlanError(f"{self.name}: a cost below 0 s")
+            raise PlanError(f"{self.name}: costs must be at least 0 s")
 
 
 SHORT_RUN_BYTES = 256 << 10
@@ -224,7 +224,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"this is no {kind.__name__}: {error}") from error
+        raise ConfigError(f"the file does not describe a {kind.__name__}: {error}") from error
 
 
 class Links:

@@ -300,13 +300,13 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
     for i, piece in enumerate(pieces):
         stray = next(minus(piece, want), None)
         if stray is not None:
-            return "piece outside it", stray
+            return "a piece lies outside of it at", stray
         again = next((common for other in pieces[:i] if (common := _common(piece, other)) is not None), None)
         if again is not None:
-            return "twice", again
+            return "two pieces cover", again
         left = [part for rest in left for part in minus(rest, piece)]
     # Neither a stray piece nor an overlap: then something is missing.
-    return "nobody has", left[0]
+    return "no piece covers", left[0]
 
 
 def _joined(parts: Sequence[Pieces], num_dims: int) -> Pieces:
@@ -510,5 +510,7 @@ def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I
         lines.append(f"{names[name]}: {', '.join(texts)}")
     if len(wanted_as.keys() | held_as.keys()) > MAX_LISTED:
         lines.append(f"and {len(wanted_as.keys() | held_as.keys()) - MAX_LISTED} more")
-    head = f"{len(missing)} tensors are wanted that are not held so; {len(spare)} are held that are not wanted so:"
+    head = (
+        f"names, dtypes, shapes or tags differ: {len(missing)} wanted tensors and {len(spare)} held ones have no match:"
+    )
     return PlanError(head + "\n  " + "\n  ".join(lines))

@@ -47,7 +47,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     try:
         return cast(T, _decoders[kind].decode(raw))
     except msgspec.DecodeError as error:
-        raise FormatError(f"these bytes are no {kind.__name__}: {error}") from error
+        raise FormatError(f"these bytes are not a {kind.__name__}: {error}") from error
 
 
 def _to_bytes(column: object) -> bytes:
@@ -58,7 +58,7 @@ def _to_bytes(column: object) -> bytes:
 
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
-        raise ValueError("a column is bytes, eight a number")
+        raise ValueError("a column is bytes, eight for each number")
     # On little-endian machines this copies nothing and is read-only, which suits a frozen value.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 

@@ -188,7 +188,7 @@ def trainer_layouts(
     """
     groups = expert_groups or max(num_ranks // 4, 1)
     if groups > num_ranks or num_ranks % groups:
-        raise PlanError(f"{num_ranks} ranks are not {groups} equal groups")
+        raise PlanError(f"{num_ranks} ranks cannot be divided into {groups} equal groups")
     per_group = num_ranks // groups
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
@@ -210,7 +210,7 @@ def receiver_layouts(
     """Return layouts tensor parallel in groups of `tp`, experts over the groups; or each expert whole, over ranks."""
     tp = min(tp, num_ranks)
     if num_ranks % tp:
-        raise PlanError(f"{num_ranks} ranks are not groups of {tp}")
+        raise PlanError(f"{num_ranks} ranks cannot be divided into groups of {tp}")
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
         """Return the tensor parallel part; an expert that is held whole is not cut."""

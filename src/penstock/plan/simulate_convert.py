@@ -65,7 +65,7 @@ def simulate_convert(
     cluster.check()
     rates.check()
     if len(in_bytes) != len(out_bytes):
-        raise PlanError(f"{len(in_bytes)} inputs and {len(out_bytes)} outputs")
+        raise PlanError(f"in_bytes has {len(in_bytes)} tasks, and out_bytes {len(out_bytes)}")
     run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth)
     run.go()
     return run.prediction()
@@ -115,7 +115,7 @@ class _Run:
             self._feed(name)
         while not self.placement.is_done:
             if not self.events:
-                raise PlanError("every worker died before the end")
+                raise PlanError("every worker died before the last task had ended")
             self.now, kind, name, task = heapq.heappop(self.events)
             worker = self.workers.get(name)
             # An event of a worker that died before it.

@@ -59,11 +59,11 @@ def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 
     cluster.check()
     rates.check()
     if fleet.nbytes < 1:
-        raise PlanError(f"weights of {fleet.nbytes} bytes")
+        raise PlanError(f"the weights have {fleet.nbytes} bytes: there is nothing to fetch")
     if fleet.parts < 1 or cluster.num_gpus % fleet.parts:
-        raise PlanError(f"{cluster.num_gpus} GPUs are not replicas of {fleet.parts}")
+        raise PlanError(f"{cluster.num_gpus} GPUs cannot be divided into replicas of {fleet.parts}")
     if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
-        raise PlanError(f"{fleet.holders} holders among {cluster.num_gpus // fleet.parts} replicas")
+        raise PlanError(f"{fleet.holders} holders: the cluster has {cluster.num_gpus // fleet.parts} replicas")
     run = _Run(fleet, cluster, rates, seed)
     run.go()
     return run.prediction()

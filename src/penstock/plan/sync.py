@@ -93,9 +93,11 @@ class Part:
         columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
         first, num = self.bucket_first, len(self.source)
         if len(src_nbytes) != len(self.sources) or any(len(column) != num for column in columns):
-            raise PlanError(f"{self.receiver}: a part of uneven columns, or of {len(self.sources)} sources")
+            raise PlanError(
+                f"{self.receiver}: columns of the part differ in length, or it is not of {len(self.sources)} sources"
+            )
         if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
-            raise PlanError(f"{self.receiver}: buckets that are not its {num} segments in order")
+            raise PlanError(f"{self.receiver}: the buckets are not its {num} segments in order")
         # Every column is checked against the memories: the part may come from another process, and reads are one-sided.
         wrong = (self.source < 0) | (self.source >= len(self.sources)) | (self.num_rows < 1) | (self.run_bytes < 1)
         sizes = np.append(np.array(src_nbytes, np.int64), 0)[np.where(wrong, -1, self.source)]
@@ -273,7 +275,7 @@ class SyncPlan:
         ]
         if self.unwanted:
             some = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
-            lines.append(f"held, wanted by nobody: {len(self.unwanted)} ({some})")
+            lines.append(f"held, but not wanted: {len(self.unwanted)} ({some})")
         for word, members, moved in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
             if len(moved):
                 most = int(moved.argmax())
@@ -395,11 +397,11 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
         alike = np.flatnonzero(matched.kind == kind)
         more = f" and {len(alike) - 1} tensors like it" if len(alike) > 1 else ""
         form = matched.forms[int(matched.wanted.values[want])]
-        where = f"nobody holds {show(holes[want])}, wanted in {show(form.box)}"
+        where = f"no rank holds {show(holes[want])}, wanted in {show(form.box)}"
         lines.append(f"{matched.names[int(alike[0])]}{more}: of {form.spec} {where}")
     # A layout that is wrong in one place is usually wrong in thousands: the first ones show how.
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
-    return PlanError("elements are wanted that nobody holds:\n  " + "\n  ".join(listed))
+    return PlanError("some wanted elements are held by no rank:\n  " + "\n  ".join(listed))
 
 
 _LAYER = re.compile(r"\.(\d+)\.")

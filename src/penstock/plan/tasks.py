@@ -369,7 +369,7 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
         ConfigError: a task is to have no bytes.
     """
     if task_bytes < 1:
-        raise ConfigError(f"task_bytes={task_bytes}: a task has some", hint="64M is the default")
+        raise ConfigError(f"task_bytes={task_bytes}: a task has at least one byte", hint="64M is the default")
     # In columns and not recipe by recipe: 70,000 recipes are some hundred thousand tasks, planned by every worker.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)

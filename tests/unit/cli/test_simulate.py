@@ -51,7 +51,7 @@ def test_a_fetch_on_a_cluster_of_a_file(tmp_path: Path) -> None:
 
 
 def test_what_is_no_cluster_is_a_config_error(tmp_path: Path) -> None:
-    for name, match in (("no-such", "cannot read"), (str(tmp_path / "bad"), "no Cluster")):
+    for name, match in (("no-such", "cannot read"), (str(tmp_path / "bad"), "not describe a Cluster")):
         (tmp_path / "bad").write_text("{}")
         with pytest.raises(ConfigError, match=match):
             CliRunner().invoke(app, ["simulate", "fetch", "--cluster", name], catch_exceptions=False)

@@ -25,7 +25,7 @@ def test_what_is_known_by_name_is_sound_and_goes_through_json(name: str) -> None
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b'{"name": 3}', b"[1]", to_json(H200).replace(b'"name"', b'"nme"')])
 def test_what_is_no_cluster_is_a_config_error(raw: bytes) -> None:
-    with pytest.raises(ConfigError, match="no Cluster"):
+    with pytest.raises(ConfigError, match="not describe a Cluster"):
         from_json(raw, Cluster)
 
 

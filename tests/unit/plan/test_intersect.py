@@ -102,11 +102,11 @@ def test_the_proof_is_that_of_counting(shape: tuple[int, ...], chance: random.Ra
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        ([((0, 0), (4, 1)), ((0, 2), (4, 4))], r"nobody has \[0:4, 1:2\)"),
-        ([((0, 0), (4, 3)), ((0, 2), (4, 4))], r"twice \[0:4, 2:3\)"),
-        ([((0, 0), (4, 4)), ((0, 3), (4, 5))], r"piece outside it \[0:4, 4:5\)"),
-        ([((0, 0), (2, 4)), ((0, 0), (2, 4))], r"twice \[0:2, 0:4\)"),
-        ([], r"nobody has \[0:4, 0:4\)"),
+        ([((0, 0), (4, 1)), ((0, 2), (4, 4))], r"no piece covers \[0:4, 1:2\)"),
+        ([((0, 0), (4, 3)), ((0, 2), (4, 4))], r"two pieces cover \[0:4, 2:3\)"),
+        ([((0, 0), (4, 4)), ((0, 3), (4, 5))], r"a piece lies outside of it at \[0:4, 4:5\)"),
+        ([((0, 0), (2, 4)), ((0, 0), (2, 4))], r"two pieces cover \[0:2, 0:4\)"),
+        ([], r"no piece covers \[0:4, 0:4\)"),
     ],
 )
 def test_the_first_hole_or_overlap_is_named(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:

@@ -158,5 +158,5 @@ def test_a_layout_is_told_and_digested() -> None:
     ],
 )
 def test_bytes_that_are_no_layout_are_refused(raw: bytes) -> None:
-    with pytest.raises(FormatError, match="no Layout"):
+    with pytest.raises(FormatError, match="not a Layout"):
         decode(raw, Layout)

@@ -86,7 +86,7 @@ def test_what_the_dead_had_is_done_by_others() -> None:
 def test_nothing_to_do_takes_no_time() -> None:
     found = run(0, cluster(2))
     assert (found.predicted_s, found.moved_bytes, found.links) == (0.0, 0, ())
-    with pytest.raises(PlanError, match="2 inputs and 1 outputs"):
+    with pytest.raises(PlanError, match="in_bytes has 2 tasks, and out_bytes 1"):
         simulate_convert(np.ones(2, np.int64), np.ones(1, np.int64), cluster(1), RATES)
 
 

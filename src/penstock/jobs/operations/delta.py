@@ -124,7 +124,9 @@ def decoded(raw: bytes) -> Delta:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"not a delta: {error}") from error
     if delta.version != 1 or delta.leaf_bytes < 1:
-        raise FormatError(f"a delta of version {delta.version}, leaves of {delta.leaf_bytes} bytes")
+        raise FormatError(
+            f"deltas of version {delta.version} with leaves of {delta.leaf_bytes} bytes are not supported"
+        )
     return delta
 
 
@@ -195,7 +197,7 @@ class ApplyDelta(_DeltaOperation):
             total = sum(stop - start for start, stop in runs)
             # Runs come from a file that another process may have written: they must stay inside the tensor.
             if (0 if part is None else part.nbytes) != total or any(not 0 <= a <= b <= spec.nbytes for a, b in runs):
-                raise PlanError("the delta's tensor has not the size that its description says", tensor=name)
+                raise PlanError("the delta's tensor differs in size from its description", tensor=name)
             old = base.get(name)
             if total < spec.nbytes and (old is None or old.nbytes != spec.nbytes):
                 raise PlanError("the base does not have the tensor that the delta changes", tensor=name)

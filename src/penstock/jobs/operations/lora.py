@@ -196,7 +196,7 @@ class LoraMerge:
             self._of_config["tie_word_embeddings"] = False
         begins, other = base.get(head, base[embedding]), changes.get(head)
         if (other.replaced if other is not None and other.replaced else begins).shape[0] != rows:
-            message = f"the adapter makes the vocabulary {rows} long, but not that of the head"
+            message = f"the adapter resizes the vocabulary to {rows} rows, but not that of the head"
             raise PlanError(message, tensor=head, hint="save the adapter with save_embedding_layers=True")
         return ({} if head in base else {head: begins}), set()
 

@@ -58,7 +58,7 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
             if names
         ]
         if wrong:
-            message = f"{operation}: source {i} has not the tensors of source 0: {'; '.join(wrong)}"
+            message = f"{operation}: source {i} does not have the same tensors as source 0: {'; '.join(wrong)}"
             raise PlanError(message, hint="compare them by `penstock inspect`; `rename` brings names together")
     return [[spec, *(by_name[spec.name] for by_name in named)] for spec in first]
 

@@ -198,7 +198,7 @@ class Rename(Copy):
                 # Parses both: a reference to a group that the pattern does not have is an error already.
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError, TypeError) as error:
-                raise ConfigError(f"{pattern!r} is not a pattern, or {replacement!r} not for it: {error}") from error
+                raise ConfigError(f"rename: {pattern!r} -> {replacement!r} is not a valid rule: {error}") from error
 
     @property
     def name(self) -> str:  # type: ignore[override]

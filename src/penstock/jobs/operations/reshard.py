@@ -105,7 +105,7 @@ class Reshard(Unchanged):
         if unknown := [specs[0].name for specs in named if self._how(specs[0].name) is None and specs[0].shape]:
             shown = ", ".join(unknown[:_SHOWN])
             hint = "give rules: a pattern and a dim, dim:parts or replicate"
-            raise PlanError(f"no rule says how {len(unknown)} tensors are shared out: {shown}", hint=hint)
+            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {shown}", hint=hint)
         shapes = {specs[0].name: specs[0].shape for specs in named}
         recipes = []
         for specs in named:
@@ -137,7 +137,9 @@ class Reshard(Unchanged):
         if parts == _HEADS:
             if not self.heads and name:
                 hint = "give heads=Q,KV, or a rule with parts"
-                raise PlanError("heads are not known, so neither is what is fused in it", tensor=name, hint=hint)
+                raise PlanError(
+                    "the number of heads is not known, so this fused tensor cannot be split", tensor=name, hint=hint
+                )
             queries, keys = self.heads or (1, 1)
             # In lowest terms: a rank has some of the heads, and its rows need not divide by the number of all of them.
             shared = math.gcd(queries, keys) or 1
@@ -156,12 +158,14 @@ class Reshard(Unchanged):
         size, unit = spec.shape[dim], sum(rule.parts)
         # Each rank must get equal shares of each fused part, on both sides.
         if size % unit or any(size * ranks // unit * part % self.to for part in rule.parts):
-            message = f"{size} on dim {dim} of {ranks} ranks, parts {rule.parts}, cannot be shared out to {self.to}"
+            message = (
+                f"{size} on dim {dim} of {ranks} ranks, parts {rule.parts}, cannot be divided among {self.to} ranks"
+            )
             raise PlanError(message, tensor=spec.name, hint="a rule for it: another dim, parts, or replicate")
         if self.heads and re.search(r"\.([qkv]|qkv)_proj\.", spec.name):
             heads = self.heads[0] if ".q_proj." in spec.name else self.heads[-1]
             if heads % self.to or heads % ranks:
-                message = f"{heads} heads cannot be shared out to {self.to} ranks, or were not to {ranks}"
+                message = f"{heads} heads cannot be divided among {self.to} ranks, or were not among {ranks}"
                 raise PlanError(message, tensor=spec.name, hint="heads that several ranks have are not supported")
         # A block of a block format has one scale: a cut through it would need the scale on two ranks.
         for suffix in ("_scale_inv", "_scale"):
@@ -172,7 +176,7 @@ class Reshard(Unchanged):
             cuts = [size * ranks // unit * part // self.to for part in rule.parts] if self.to > 1 else []
             cuts += [size // unit * part for part in rule.parts] if ranks > 1 or len(rule.parts) > 1 else []
             if any(cut % block for cut in cuts):
-                message = f"shares of {cuts} cut blocks of {block}"
+                message = f"shares of {cuts} would cut through blocks of {block}"
                 raise PlanError(message, tensor=spec.name, hint="dequantise first")
 
     def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[Output, ...]:
@@ -257,7 +261,7 @@ class Reshard(Unchanged):
         first = ranks[0].reshape(-1).view(torch.uint8)
         for rank, tensor in enumerate(ranks[1:], 1):
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), first):
-                message = f"it should be the same on every rank, but rank {rank} has other bytes than rank 0"
+                message = f"the tensor must be the same on every rank, but rank {rank} has other bytes than rank 0"
                 raise PlanError(message, tensor=name, hint="give a rule for it")
         return [ranks[0]] * self.to
 

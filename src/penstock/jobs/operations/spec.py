@@ -470,6 +470,8 @@ class Function(Unchanged):
             returned = (
                 f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             )
-            message = f"{self.path} gave {returned}, not {tensor.dtype} {list(tensor.shape)}"
-            raise OperationFailed(message, tensor=spec.name, hint="an operation that gives others is a class")
+            message = f"{self.path} returned {returned}, not {tensor.dtype} {list(tensor.shape)}"
+            raise OperationFailed(
+                message, tensor=spec.name, hint="an operation that returns other tensors must be a class"
+            )
         return [result]

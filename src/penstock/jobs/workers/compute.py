@@ -300,7 +300,7 @@ class _OutOfMemoryMapper:
         # The driver's numbers, and not torch's: other workers and programs use the same device.
         if isinstance(error, torch.cuda.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self._device)
-            message = f"{self._device} has {free} of {total} bytes free, which a task does not fit in"
+            message = f"a task does not fit on {self._device}, which has {free} of {total} bytes free"
             raise DeviceOutOfMemory(message, hint="lower task_bytes or memory_bytes") from error
 
 

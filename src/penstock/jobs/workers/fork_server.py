@@ -149,7 +149,7 @@ class ForkServer(Closing):
         try:
             return Forked(self, pid)
         except OSError as error:
-            raise PeerLost(f"a process is gone as soon as it was forked: {error.strerror}") from error
+            raise PeerLost(f"a process ended as soon as it was forked: {error.strerror}") from error
 
     def reap(self, pid: int) -> int:
         """Return the exit code of a process that ended. PeerLost as for `fork`."""

@@ -251,12 +251,12 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     require_type("workers", workers, (int, type(None)), "a number of workers, or None")
     require_texts("devices", [devices] if isinstance(devices, str) else devices, '"all", "cpu" or a list of names')
     if workers is not None and workers < 1:
-        raise ConfigError(f"{workers} workers")
+        raise ConfigError(f"workers={workers}: at least one is needed")
     named = [devices] if isinstance(devices, str) else list(devices)
     if named == ["all"]:
         named = gpus() or ["cpu"]
     if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
-        raise ConfigError(f"{', '.join(wrong)}: no device", hint="write all, cpu, or names: cuda:0,cuda:1")
+        raise ConfigError(f"{', '.join(wrong)}: no such device", hint="write all, cpu, or names: cuda:0,cuda:1")
     # One worker a core: an operation runs on one thread, and torch's own threads would compete with other workers.
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))

@@ -229,7 +229,9 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Job]
     )
     # Checked before any task: a worker with another plan would write right bytes to the wrong places.
     if job.key != job_spec.key:
-        raise PlanError("this worker does not plan the same job: a source, Penstock or the operation's code differs")
+        raise PlanError(
+            "this worker planned another job than the coordinator: a source, Penstock or the operation's code differs"
+        )
     return sources, job
 
 

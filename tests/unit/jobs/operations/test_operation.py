@@ -139,7 +139,7 @@ def test_words_make_operations_and_say_what_is_wrong_with_them():
     with pytest.raises(ConfigError, match="rename:"):
         operation_of([{"op": "rename", "rule": 1}])
     for rules in ([["(", "b"]], [["a", "\\9"]], [[1, "b"]]):
-        with pytest.raises(ConfigError, match="not a pattern"):
+        with pytest.raises(ConfigError, match="not a valid rule"):
             operation_of([{"op": "rename", "rules": rules}])
     for rules in ("x", [["a"]], ["ab"]):
         with pytest.raises(ConfigError, match="pairs"):

@@ -121,9 +121,9 @@ def test_a_user_s_rules_come_first():
 
 
 def test_what_no_rule_says_is_listed_and_not_guessed():
-    with pytest.raises(PlanError, match=r"no rule says how 2 tensors are shared out: a, b"):
+    with pytest.raises(PlanError, match=r"no rule says how to split 2 tensors: a, b"):
         Reshard(2).recipes([table_of({"a": torch.zeros(4), "b": torch.zeros(4), "c.norm": torch.zeros(4)})])
-    with pytest.raises(PlanError, match="heads are not known"):
+    with pytest.raises(PlanError, match="the number of heads is not known"):
         Reshard(2).recipes([table_of({"a.qkv_proj.weight": torch.zeros(16, 2)})])
 
 
@@ -135,12 +135,12 @@ def test_ranks_that_differ_in_what_each_should_have_are_an_error():
 
 
 def test_shares_that_would_not_be_whole_are_refused():
-    with pytest.raises(PlanError, match="cannot be shared out to 4"):
+    with pytest.raises(PlanError, match="cannot be divided among 4"):
         Reshard(4).recipes([table_of({"a.up_proj.weight": torch.zeros(6, 2)})])
-    with pytest.raises(PlanError, match="2 heads cannot be shared out to 4"):
+    with pytest.raises(PlanError, match="2 heads cannot be divided among 4"):
         Reshard(4, heads=(8, 2)).recipes([table_of({"a.k_proj.weight": torch.zeros(64, 2)})])
     blocks = {"a.up_proj.weight": torch.zeros(448, 256).to(FP8), "a.up_proj.weight_scale_inv": torch.zeros(4, 2)}
-    with pytest.raises(PlanError, match="cut blocks of 128"):
+    with pytest.raises(PlanError, match="cut through blocks of 128"):
         Reshard(2).recipes([table_of(blocks)])
     blocks = {"a.up_proj.weight": torch.zeros(512, 256).to(FP8), "a.up_proj.weight_scale_inv": torch.zeros(4, 2)}
     assert len(Reshard(2).recipes([table_of(blocks)])) == 2

@@ -82,7 +82,7 @@ def test_a_function_of_whole_tensors_gets_each_that_floats():
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("widened", "gave torch.float32"), ("other_halves", "gave torch.float16"), ("nothing", "NoneType")],
+    [("widened", "returned torch.float32"), ("other_halves", "returned torch.float16"), ("nothing", "NoneType")],
 )
 def test_what_it_had_not_said_is_refused(name, said):
     with pytest.raises(OperationFailed, match=said) as caught:
