@@ -22,6 +22,7 @@ pytest.importorskip("httpx")
 
 from tests.support.users import STRANGER, run_as
 
+from penstock.errors import ConfigError
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
@@ -261,3 +262,21 @@ def test_another_user_cannot_ask_a_hub_on_a_unix_socket(tmp_path_factory) -> Non
         assert "200 OK" in ask()
     finally:
         running.stop()
+
+
+def test_a_hub_that_is_too_busy_to_accept_keeps_its_socket(tmp_path) -> None:
+    path = tmp_path / "hub.sock"
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        busy.bind(str(path))
+        busy.listen(0)
+        with pytest.raises(BlockingIOError):
+            for _ in range(8):
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        with pytest.raises(ConfigError, match="is in use"):
+            bind(f"unix://{path}", Auth())
+        assert path.exists()
+    # Its process has ended and has left the file behind.
+    bind(f"unix://{path}", Auth()).close()

@@ -25,8 +25,8 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.grants import make_proof
 from penstock.hub.messages import HoldingMap, LogReply, Proof
+from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
 from penstock.segments import Segments

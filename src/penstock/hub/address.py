@@ -34,9 +34,10 @@ class PeerAddress:
     is_tls: bool = False
 
 
-def parse_peer_url(door: str) -> PeerAddress | None:
+def parse_peer_url(url: str) -> PeerAddress | None:
     """Return the parts of a member's address, or None if it is not a valid one."""
-    match = _PEER_URL.fullmatch(door)
+    # Not by urlsplit, which lets through users, queries and spaces: another member chose this string.
+    match = _PEER_URL.fullmatch(url)
     if match is None:
         return None
     path, tls, v6, host, port = match.groups()
@@ -51,7 +52,9 @@ def private_socket_fault(path: str) -> str:
     Other users, and services of this user, have sockets too: without this check a member that claims to be on this host
     could direct requests to any of them.
     """
-    users = {os.geteuid(), 0}  # root's too: it can replace any socket anyway, and system services run as root
+    # Root's too: it can replace any socket anyway, and system services run as root.
+    users = {os.geteuid(), 0}
+    # By lstat: a link could lead to any socket of this user's.
     try:
         status, parent = os.lstat(path), os.lstat(Path(path).parent)
     except OSError as error:
@@ -71,6 +74,7 @@ def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
     Raises:
         PermissionError: another user's process listens there; nothing was sent. OSError: no process listens there.
     """
+    # Again, though it passed when it was chosen: it may have been replaced since.
     if fault := private_socket_fault(path):
-        raise PermissionError(fault)  # it was replaced since it was chosen
+        raise PermissionError(fault)
     return connect_unix(path, timeout_s)

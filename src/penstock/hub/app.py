@@ -1,20 +1,11 @@
-"""The hub over HTTP: a `Directory` as an app of FastAPI, with its OpenAPI page, metrics and health.
+"""The hub over HTTP: its operations, a `Directory` as an app of FastAPI, and the OpenAPI document.
 
-In: a directory, the authentication. Out: the app.
+In: a directory, the authentication. Out: the app, with metrics and health.
 Not here: sockets and threads (`server`), the answers (`directory`), the caller's side (`client`).
 
-Bodies are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. Whatever is not 2xx has a
+`OPERATIONS` is the one list of what the hub answers: the app makes its routes of it, and the document its paths. Bodies
+are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. An answer that is not 2xx has a
 `Fault` as its body.
-
-The operations of the hub: method, path, message types and the directory's method that answers.
-
-In: nothing. Out: `OPERATIONS`, from which the app makes its routes and the OpenAPI document its paths.
-Not here: HTTP (`app`), the answers (`directory`).
-
-The hub's OpenAPI document.
-
-In: the operations. Out: a document whose schemas msgspec makes from the messages.
-Not here: the operations (`operations`), the routes (`app`).
 """
 
 from __future__ import annotations
@@ -22,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,10 +56,29 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.hub.store import MemoryStore
+from penstock.types import MIB
+
+try:
+    from fastapi import FastAPI, Request, Response
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.routing import Match, Route
+except ImportError as error:
+    raise MissingExtra(f"the hub needs FastAPI, whose import failed: {error}", hint=install_hint("hub")) from error
 
 if TYPE_CHECKING:
     from penstock.hub.metrics import Metrics
 
+
+MAX_BODY_BYTES = 8 * MIB
+"""A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
+BODY_S = 20.0
+"""A body that takes longer to arrive is refused."""
+_ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
+_log = logging.getLogger("penstock.hub")
+audit = logging.getLogger("penstock.audit")
 
 FAULTS = {
     400: "the caller speaks another major version of the protocol",
@@ -85,7 +95,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of the hub: its method and path, its message types, and the function that answers."""
+    """An operation of the hub: its method and path, its message types, and the function that answers."""
 
     name: str
     method: str
@@ -102,14 +112,17 @@ class Operation:
 
 
 def _in_path(parameter: str, _: Any) -> str:
+    """Return the member in the path, as the speaker."""
     return parameter
 
 
 def _in_body(_: str, body: Any) -> str:
+    """Return the member in the body, as the speaker."""
     return str(body.member)
 
 
 def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
+    """Return the model of a request's holding."""
     return (request.holding.identity.model,)
 
 
@@ -164,34 +177,16 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-try:
-    from fastapi import FastAPI, Request, Response
-    from fastapi.concurrency import run_in_threadpool
-    from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.routing import Match, Route
-except ImportError as error:
-    raise MissingExtra(f"the hub needs FastAPI, whose import failed: {error}", hint=install_hint("hub")) from error
-
-
-MAX_BODY_BYTES = 8 << 20
-"""A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
-BODY_S = 20.0
-"""A body that takes longer to arrive is refused."""
-_ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
-_log = logging.getLogger("penstock.hub")
-audit = logging.getLogger("penstock.audit")
-
-
 class _Refused(Exception):
     """An answer that is not 2xx."""
 
     def __init__(self, status: int, error: str, hint: str = "") -> None:
         super().__init__(error)
-        self.status, self.fault = status, Fault(error=error, hint=hint)
+        self.status = status
+        self.fault = Fault(error=error, hint=hint)
 
 
+# In this order: the first kind that fits. Whatever is not listed is the hub's own fault, 500.
 _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (UnknownMember, 410),
     (PermissionDenied, 403),
@@ -223,6 +218,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         CALLER.set(STRANGER)
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
+    # Within the app's life, so that it runs in the server's own event loop and ends with it.
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(_beat(directory, auth)), asyncio.create_task(keep_sampling(feed))]
@@ -238,7 +234,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     _add_pages(app, directory, auth, metrics)
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.state.on_unauthorized = on_unauthorized
-    app.openapi = lambda: document(OPERATIONS, FAULTS, auth)  # type: ignore[method-assign]
+    app.openapi = lambda: _document(auth)  # type: ignore[method-assign]
     _map_faults(app, metrics.refused)
     return app
 
@@ -271,15 +267,13 @@ def create_page_app(status: Callable[[], Status], auth: Auth) -> FastAPI:
 
 
 async def _beat(directory: Directory, auth: Auth) -> None:
-    """Renew the hub's life mark, and remove members of revoked tokens; a missing store is tried at the next beat.
-
-    A revoked token is refused from the next request on. Its members are removed here: otherwise readers would be sent
-    to them until their entries expire.
-    """
+    """Renew the hub's life mark, and remove members of revoked tokens; a missing store is tried at the next beat."""
     checked = auth.tokens
     while True:
         try:
             await run_in_threadpool(directory.begin)
+            # A revoked token is refused from the next request on. Its members are removed here: otherwise readers would
+            # be sent to them until their entries expire. Compared by identity: a file that changed is a new tuple.
             if auth.tokens is not checked:
                 good = auth.tokens
                 await run_in_threadpool(directory.expel, {caller.name for _, caller in good})
@@ -292,10 +286,12 @@ async def _beat(directory: Directory, auth: Auth) -> None:
 def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
     """Add `/healthz` (the process answers), `/readyz` (its store answers too) and `/metrics`."""
 
+    # Public: what watches over the hub has no token, and learns nothing of the fleet here.
     async def healthz() -> Response:
         return Response("ok\n", media_type="text/plain")
 
     async def readyz() -> Response:
+        # Any entry will do: a store that does not answer raises HubUnavailable, which is 503.
         await run_in_threadpool(directory.store.read, "hub/life")
         return Response("ok\n", media_type="text/plain")
 
@@ -311,6 +307,8 @@ def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics)
 def _endpoint(
     operation: Operation, directory: Directory, auth: Auth, metrics: Metrics
 ) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that answers requests of an operation."""
+    # Made once: a decoder is compiled from the message's type.
     decoder: msgspec.json.Decoder[Any] | None = None
     if operation.takes is not None:
         decoder = msgspec.json.Decoder(operation.takes)
@@ -339,6 +337,7 @@ def _endpoint(
             if speaker is not None:
                 _check_life(request, speaker)
 
+            # In one function, since both may wait for the store and must not hold up the event loop.
             def answer() -> Any:
                 if speaker is not None and caller.certificate:
                     directory.check_certificate(speaker, caller.certificate)
@@ -379,11 +378,14 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
 
 
 def _client(request: Request) -> str:
+    """Return the caller's host, for the audit."""
     return request.client.host if request.client else "unix"
 
 
-def _check_models(operation: Operation, caller: Caller, parameter: str, said: Any) -> None:
-    models = tuple(operation.models(said))
+def _check_models(operation: Operation, caller: Caller, parameter: str, body: Any) -> None:
+    """Refuse a request with status 403 if it names a model that the caller's token is not for."""
+    models = tuple(operation.models(body))
+    # The model of a status may be empty: that asks for all models, which only a token for all may.
     if operation.name == "status":
         models = (parameter,)
     if not caller.may_ask(models):
@@ -433,6 +435,7 @@ async def _body(request: Request) -> bytes:
 def _map_faults(app: FastAPI, count_refusal: Callable[[int], None]) -> None:
     """Register handlers that answer every error with a `Fault` and its status."""
 
+    # Every refusal comes through here, so that the metrics count it and its body is always a fault.
     def answer(status: int, fault: Fault, headers: dict[str, str] | None = None) -> Response:
         count_refusal(status)
         return Response(msgspec.json.encode(fault), status, headers, "application/json")
@@ -445,12 +448,14 @@ def _map_faults(app: FastAPI, count_refusal: Callable[[int], None]) -> None:
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, PenstockError)
         status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+        # For proxies and foreign clients; ours tries again by itself.
         headers = {"Retry-After": "1"} if status == 503 else None
         return answer(status, Fault(error=error.message, hint=error.hint or ""), headers)
 
     async def framework(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
+        # Starlette names the methods of one route; a path may have several, which together are what is allowed.
         if error.status_code == 405:
             routes = [route for route in app.routes if isinstance(route, Route)]
             there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
@@ -469,14 +474,14 @@ def _map_faults(app: FastAPI, count_refusal: Callable[[int], None]) -> None:
 _REF = "#/components/schemas/{name}"
 
 
-def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: Auth) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document."""
-    operations = tuple(operations)  # it is walked twice, and may be an iterator
-    named = [kind for operation in operations for kind in (operation.takes, operation.gives) if kind is not None]
+def _document(auth: Auth) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document; its schemas are made by msgspec from the messages."""
+    # Not FastAPI's own, which knows only the types that it decodes itself.
+    named = [kind for operation in OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, faults)
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
     for path, about in (
         ("/healthz", "The process answers."),
         ("/readyz", "The store answers, too."),
@@ -485,9 +490,9 @@ def document(operations: Iterable[Operation], faults: Mapping[int, str], auth: A
         page = {"description": "text", "content": {"text/plain": {"schema": {"type": "string"}}}}
         get: dict[str, Any] = {"summary": about, "operationId": path[1:], "responses": {"200": page}}
         if path != "/healthz":
-            get["responses"]["503"] = _fault(faults[503])
+            get["responses"]["503"] = _fault(FAULTS[503])
         if path == "/metrics":
-            get["responses"]["401"] = _fault(faults[401])
+            get["responses"]["401"] = _fault(FAULTS[401])
         else:
             get["security"] = []
         paths[path] = {"get": get}
@@ -514,14 +519,15 @@ def _as_ecma(value: Any) -> Any:
     return [_as_ecma(item) for item in value] if isinstance(value, list) else value
 
 
-def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any]:
+def _described(operation: Operation) -> dict[str, Any]:
+    """Return an operation as the document has it."""
     described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
     if operation.gives is None:
         described["responses"]["204"] = {"description": "done"}
     else:
         described["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
-    for status, what in faults.items():
-        described["responses"][str(status)] = _fault(what)
+    for status, about in FAULTS.items():
+        described["responses"][str(status)] = _fault(about)
     if operation.takes is not None:
         described["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
     parameters: list[dict[str, Any]] = []
@@ -540,8 +546,10 @@ def _described(operation: Operation, faults: Mapping[int, str]) -> dict[str, Any
 
 
 def _json(name: str) -> dict[str, Any]:
+    """Return a body of JSON of a named schema."""
     return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
 
 
-def _fault(what: str) -> dict[str, Any]:
-    return {"description": what, **_json("Fault")}
+def _fault(about: str) -> dict[str, Any]:
+    """Return a response that is not 2xx."""
+    return {"description": about, **_json("Fault")}

@@ -42,10 +42,12 @@ class LimitedHandler(logging.Handler):
         self._inner = inner
         inner.setFormatter(logging.Formatter(_FORMAT))
         self._limit = RateLimit(LINES_PER_S, LINES_AT_ONCE)
-        self._counting, self._left_out = threading.Lock(), Counter[str]()
+        self._counting = threading.Lock()
+        # Caller -> its lines that were suppressed since the last one that was not.
+        self._left_out = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging."""
+        """Write a record, or count it if its caller's rate is exhausted."""
         # By caller, so that one that is refused in a loop cannot push the lines of the others out of the files.
         caller = CALLER.get()
         if not self._limit.allow(caller):
@@ -60,6 +62,8 @@ class LimitedHandler(logging.Handler):
         self._inner.handle(record)
 
     def _report_left_out(self, caller: str, count: int) -> None:
+        """Write the number of a caller's suppressed lines."""
+        # Made here and not logged: a record by the logger would come back to this handler, and count as a line.
         message = f"event=left_out caller={caller} lines={count}"
         self._inner.handle(logging.LogRecord("penstock.audit", logging.WARNING, __file__, 0, message, None, None))
 
@@ -77,6 +81,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
     """Files that only their user reads: lines name models and members."""
 
     def _open(self) -> TextIOWrapper:
+        # With its mode at once: between an open and a chmod others could open it.
         descriptor = os.open(self.baseFilename, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8")
 

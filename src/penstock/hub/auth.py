@@ -1,20 +1,14 @@
-"""Authentication of callers at the hub, and the models that each may access.
+"""Callers of the hub and of members: authentication by token and certificate, the models and the rate of each.
 
-In: a token file, which may change, or certificates. Out: an `Auth`; the `Caller` of a request.
-Not here: grants between members (`grants`), the sockets (`app`).
+In: a token file, which may change; certificates; the files of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and
+`PENSTOCK_KEY_FILE`. Out: an `Auth` and the `Caller` of a request; a `RateLimit` for callers by name; the TLS contexts
+of a member (`MemberTls`).
+Not here: grants between members (`grants`), which are required as well; the sockets (`server`, `connection`).
 
-Rate limits of callers: a token bucket for each.
-
-In: a caller's name. Out: permission, now. Not here: authenticating the caller (`auth`).
-
-Mutual TLS between members: certificates of the fleet's own authority, for their servers and for weight bytes.
-
-In: the files of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE`, `PENSTOCK_KEY_FILE`. Out: a context for each side.
-Not here: the hub's certificate (`auth`, `server`), tokens and grants, which are required as well.
-
-Both sides show a certificate and check that the authority signed the other's. Members come and go at addresses that no
-certificate names, so the address is not compared with it: if the hub requires certificates, a member's server must show
-the certificate that the hub knows the member by. If it does not, the authority must sign members of this fleet alone.
+Members talk to each other under mutual TLS: both sides show a certificate and check that the fleet's own authority
+signed the other's. Members come and go at addresses that no certificate names, so the address is not compared with it:
+if the hub requires certificates, a member's server must show the certificate that the hub knows the member by. If it
+does not, the authority must sign members of this fleet alone.
 """
 
 from __future__ import annotations
@@ -45,6 +39,7 @@ MAX_TOKENS_BYTES = 1 << 20
 """Longest token file that is read: some thousand tokens with their patterns."""
 
 TOKEN_CALLER = "token:"
+"""Beginning of `Caller.name` for callers that have a token."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -53,6 +48,7 @@ def member_of(life: str) -> str:
 
     Any hub can check that, even one that has just started, and no hub stores a secret.
     """
+    # The prefix keeps this digest apart from others of the same secret.
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
 
@@ -112,6 +108,7 @@ class Auth:
         Raises:
             ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
         """
+        # Without TLS no certificate is ever shown, and every caller would be refused.
         if client_ca is not None and certificate is None:
             raise ConfigError("callers' certificates need the hub's own", hint="give --cert and --key")
         if (certificate is None) != (private_key is None):
@@ -161,7 +158,8 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         # The stamp before the content: a change in between is then read once more, instead of being missed.
         self._seen = self._stamp()
         self._tokens = read_tokens(path)
@@ -171,7 +169,8 @@ class TokenFile:
         stamp = self._stamp()
         if stamp != self._seen:
             with self._lock:
-                if stamp != self._seen:  # another thread may have read it while this one waited
+                # Another thread may have read it while this one waited.
+                if stamp != self._seen:
                     self._seen = stamp
                     self._read()
         return self._tokens
@@ -183,6 +182,8 @@ class TokenFile:
             self._read()
 
     def _read(self) -> None:
+        """Read the tokens, or keep those read before. The caller holds the lock."""
+        # A file with a fault must not lock every member out: it is most often one that is being edited.
         try:
             self._tokens = read_tokens(self._path)
         except ConfigError as error:
@@ -191,6 +192,8 @@ class TokenFile:
             _log.warning("token file %s was read again: %d tokens are good", self._path, len(self._tokens))
 
     def _stamp(self) -> tuple[int, ...]:
+        """Return a value that is another one after each change of the file."""
+        # With ctime and inode: an editor that renames a new file into place may give it the old size and mtime.
         try:
             status = self._path.stat()
         except OSError:
@@ -212,6 +215,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         why = str(error) if isinstance(error, UnicodeDecodeError) else error.message
         raise ConfigError(f"token file {path} cannot be read: {why}", hint=hint) from error
     tokens = []
+    # A fault names the line, never its text: a token that is wrong by one letter is still a secret.
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -248,8 +252,8 @@ class RateLimit:
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
+        # Name -> tokens left, and the time of that count.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Name -> tokens left, and the time of that count."""
 
     def allow(self, name: str) -> bool:
         """Take one from a name's bucket; False if there is none."""
@@ -304,8 +308,10 @@ def certificate_names(certificate: Mapping[str, Any]) -> str:
     """
     if not certificate:
         return ""
+    # All names, sorted: which of them means a member is the fleet's business, and only equality is tested.
     subject = [f"{kind}:{value}" for names in certificate.get("subject", ()) for kind, value in names]
     others = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+    # A certificate without any name is told apart by its serial number.
     names = ",".join(sorted({*subject, *others})) or f"serialNumber:{certificate.get('serialNumber', '')}"
     if len(names) <= MAX_NAMES_LENGTH:
         return names
@@ -313,8 +319,9 @@ def certificate_names(certificate: Mapping[str, Any]) -> str:
 
 
 def _context(side: int, ca_file: Path, cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
+    """Return the TLS context of one side, which requires a certificate of the other."""
     context = ssl.SSLContext(side)
-    # Certificates of members do not name addresses: see the module for the check that replaces this one.
+    # Members come and go at addresses that no certificate names: see the module for the check that replaces this one.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2

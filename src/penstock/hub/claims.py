@@ -30,7 +30,9 @@ CLAIM_STALL_S = 30.0
 """A claimant that received nothing for this long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
 
 
+# Of `Claims.owner`: little-endian on every host, since directories on several hosts share the table.
 _OWNER = np.dtype("<u2")
+# What 16 bits can number, without the 0 for no owner.
 _MAX_CLAIMANTS = (1 << 16) - 2
 
 
@@ -49,6 +51,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
     def owners(self, num_chunks: int) -> npt.NDArray[np.uint16]:
         """Return `owner` as an array that can be changed."""
+        # An empty table is stored as no bytes at all: most keys never have a claim.
         if not self.owner:
             return np.zeros(num_chunks, _OWNER)
         return np.frombuffer(self.owner, _OWNER).copy()
@@ -57,6 +60,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
     """Return ranges as a boolean array over all chunks; chunks past the end are left out."""
     mask = np.zeros(num_chunks, np.bool_)
+    # By slice: a range may have a million chunks, and a member some hundred ranges.
     for start, stop in ranges:
         mask[start:stop] = True
     return mask
@@ -82,7 +86,8 @@ def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
 
     Towards the end pieces are a share of the rest, so that all readers finish at about the same time, but never tiny.
     """
-    chunk_bytes, fair = holding.nbytes / max(1, holding.num_chunks), holding.nbytes / max(1, num_sharing)
+    chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
+    fair = holding.nbytes / max(1, num_sharing)
     share = max(min(fair / 4, num_free * chunk_bytes / max(1, num_sharing)), fair / 64)
     wanted = min(max(share, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
     return max(1, round(wanted / max(1.0, chunk_bytes)))
@@ -92,6 +97,7 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
     """Return the table without members that have left or died."""
     if not gone:
         return claims
+    # Positions move up, so the owners of all chunks are renumbered by one lookup; a dead member's number becomes 0.
     rest = [place for place, member in enumerate(claims.members) if member not in gone]
     renamed = np.zeros(len(claims.members) + 1, _OWNER)
     renamed[np.array(rest, np.int64) + 1] = np.arange(1, len(rest) + 1)
@@ -120,6 +126,7 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
     me = members.index(member) + 1
     mine = owner == me
+    # A chunk that it neither has nor reads any more was given back, or its storage failed.
     owner[mine & ~still & ~chunk_mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
@@ -139,6 +146,7 @@ def update_table(
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
+    # Those that the table lists report for themselves, with a request of their own.
     for member, holding in reported.items():
         if member not in claims.members and holding.num_chunks == num_chunks:
             claims = update_member(claims, member, holding, now)
@@ -194,6 +202,7 @@ def assign_piece(
     # The caller's own claims always count: a stalled member must not be assigned the chunks that it reads already.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
+    # What a reachable member has is read from that member, not from storage.
     taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]

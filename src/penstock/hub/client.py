@@ -1,12 +1,8 @@
-"""The client of the hub: one method for each operation, each with a deadline.
+"""The client of the hub: a method for each operation, each with a deadline; and the verbs `status` and `why`.
 
-In: messages. Out: the hub's answers, its faults as typed errors.
-Not here: the times of requests (`peer.member`), hosting the hub of one host (`local_hub`).
-
-The verbs `status` and `why`: the members of a fleet with their holdings, and the reasons for their upstreams.
-
-In: connection settings. Out: the hub's answers, as values.
-Not here: the answers (`directory`, `explain`), how a command prints them (`cli.status`).
+In: connection settings, messages. Out: the hub's answers as values, its faults as typed errors.
+Not here: the times of requests (`peer.member`), hosting the hub of one host (`local_hub`), the answers (`directory`,
+`explain`), how a command prints them (`cli.fleet`).
 """
 
 from __future__ import annotations
@@ -185,13 +181,17 @@ class HubClient(Closing):
     ) -> None:
         self._endpoint = endpoint
         life = life or secrets.token_hex(16)
-        self.member, self.has_token = member_of(life), token is not None
+        self.member = member_of(life)
+        self.has_token = token is not None
         self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
-        self._ca_file, self._certificate = ca_file, certificate
+        self._ca_file = ca_file
+        self._certificate = certificate
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pool: tuple[str, ControlPool] | None = None
-        self._closed, self.is_local = False, False
+        self._closed = False
+        self.is_local = False
+        # The time of the last answer, with all its tries.
         self._took_s = 0.0
 
     @property
@@ -231,12 +231,14 @@ class HubClient(Closing):
         else:
             require_hub_address(hub)
             endpoint = FixedEndpoint(hub.rstrip("/"))
+        # Certificates are a host's matter and not a call's, so they come from the environment.
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(endpoint, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         client.is_local = hub is None
+        # A hub at an address is reached by the first request; one of this host may have to be started first.
         if hub is None:
             endpoint.reach(REACH_S)
         return client
@@ -323,7 +325,8 @@ class HubClient(Closing):
                         method, prefix + path, content, self._headers, timeout_s=attempt_s
                     )
             except PoolClosed as error:
-                last = error  # another thread closed it, since the hub's address changed
+                # Another thread closed it, since the hub's address changed.
+                last = error
                 self._drop(pool)
             except OSError as error:
                 last = error
@@ -336,6 +339,7 @@ class HubClient(Closing):
             else:
                 self._endpoint.reached()
                 self._took_s = time.monotonic() - begun
+                # 503: the hub's store does not answer, or its connections are at their limit. Both pass.
                 if status != 503:
                     return self._decode(status, answer, gives, url)
                 last = HubUnavailable(_fault(status, answer).error, uri=url)
@@ -348,6 +352,7 @@ class HubClient(Closing):
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
+        """Return the message of an answer, or raise the error that its status stands for."""
         if 200 <= status < 300:
             if gives is None:
                 return None  # type: ignore[return-value]
@@ -400,6 +405,7 @@ class HubClient(Closing):
 
 
 def _fault(status: int, answer: bytes) -> Fault:
+    """Return the fault in an answer that is not 2xx; one of a proxy in between has none."""
     try:
         return _FAULT.decode(answer)
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""The hub's end of one connection: uvicorn's protocol, held to the limits of `net.limits`.
+"""The hub's end of a connection: uvicorn's protocol, held to the limits of `net.admission`.
 
 In: bytes of a connection that the listener admitted. Out: requests for the app, with complete heads only; everything
 else is refused here, and so is a caller without a token: under a flood of them the app took most of the hub's time.
@@ -40,13 +40,13 @@ _REFUSALS = {
     431: b"HTTP/1.1 431 Request Header Fields Too Large",
     503: b"HTTP/1.1 503 Service Unavailable",
 }
+# In place of uvicorn's logger, which writes a line for every malformed request.
 _quiet = logging.getLogger("penstock.hub.parser")
 _quiet.setLevel(logging.CRITICAL)
-"""In place of uvicorn's, which writes a line for every malformed request."""
 
 
 class HubProtocol(HttpToolsProtocol):
-    """One connection. `protocol_for` makes the class for a listener.
+    """A connection; `protocol_for` makes the class for a listener.
 
     Attributes:
         listener: the listener that accepted it.
@@ -64,7 +64,9 @@ class HubProtocol(HttpToolsProtocol):
         self.logger = _quiet
         self._place: Connection = self.listener.connection_of(transport.get_extra_info("socket").fileno())
         self._place.cut = transport.abort
-        self._is_in_head, self._head_bytes, self._message_bytes = True, 0, 0
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._message_bytes = 0
         self._certificate = ""
         if self.auth.client_ca is not None:
             self._certificate = certificate_names(transport.get_extra_info("peercert") or {})
@@ -84,8 +86,10 @@ class HubProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_head:
+            # An unproven connection has had its deadline since it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
+            # The parser gets only as much as a head may have; where that is not all of it, the rest is refused unread.
             room = self._place.limits.head_bytes - self._head_bytes
             head, data = data[:room], data[room:]
             self._head_bytes += len(head)
@@ -113,7 +117,8 @@ class HubProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             # A second request before the answer to the first: 14,000 of them fit into what one read brings.
             raise ValueError("requests are not taken ahead of answers")
-        self._is_in_head, self._message_bytes = False, 0
+        self._is_in_head = False
+        self._message_bytes = 0
         if not self._place.is_proven and self.auth.token_file is not None:
             self._check_token()
         if self.transport.is_closing():
@@ -125,8 +130,10 @@ class HubProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _check_token(self) -> None:
+        """Prove the connection by the token of its first request; refuse a request of the hub's API without one."""
         shown = self._authorization
         if self.auth.caller(shown) is not None:
+            # By a digest: what counts connections for each caller must not hold tokens.
             self._prove(hashlib.sha256(shown.encode()).hexdigest())
             return
         path = self.url.partition(b"?")[0]
@@ -137,18 +144,21 @@ class HubProtocol(HttpToolsProtocol):
 
     @property
     def _authorization(self) -> str:
+        """The header with the token; empty: there is none."""
         return next((value.decode("latin-1") for name, value in self.headers if name == b"authorization"), "")
 
     def on_message_complete(self) -> None:
         """See httptools: what comes next is a head."""
         super().on_message_complete()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head = True
+        self._head_bytes = 0
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
+        # A connection that ends is closed once the caller took the answer, which it may never do.
         if self.transport.is_closing():
-            self._place.expect(LAST_REFUSAL_S)  # closed once the caller took the answer, which it may never do
+            self._place.expect(LAST_REFUSAL_S)
         else:
             self._place.end()
 
@@ -158,10 +168,12 @@ class HubProtocol(HttpToolsProtocol):
             self._refuse(400)
 
     def _prove(self, principal: str) -> None:
+        """Note the caller of this connection; refuse it where the caller has too many."""
         if not self._place.prove(principal):
             self._refuse(503)
 
     def _refuse(self, status: int, body: bytes = b"") -> None:
+        """Answer without the app, and close the connection."""
         head = _REFUSALS[status] + b"\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(head + body)
         self.transport.close()

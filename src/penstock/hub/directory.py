@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
-from penstock.hub import snapshot
 from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
-from penstock.hub.grants import GrantSigner, proof_fault
+from penstock.hub.explain import explain_lines
+from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -41,6 +41,7 @@ from penstock.hub.messages import (
     Why,
     WhyRequest,
 )
+from penstock.hub.proof import proof_fault
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
     HOLDING_DECODER,
@@ -53,30 +54,34 @@ from penstock.hub.snapshot import (
     SnapshotReader,
     keys_of,
     record_key,
+    record_sync_states,
     status,
+    sync_members,
 )
 from penstock.hub.store import ABSENT, Entry, Store
 
+# Time after which a holder that could not be read is tried again.
 COMPLAINT_TTL_S = 30.0
-"""Time after which a holder that could not be read is tried again."""
-ANNOUNCE_S = 1.0
-"""Added to a beat: members that could not reach the hub try again within half of this."""
+# Added to a beat: members that could not reach the hub try again within half of this.
+_ANNOUNCE_S = 1.0
+# Wrong bytes are a fault of memory or of a link, which lasts.
 WRONG_BYTES_TTL_S = 600.0
-"""Wrong bytes are a fault of memory or of a link, which lasts."""
-REFUSED_TTL_S = 3.0
-"""A holder that does not know a new hub's grants knows them after its next beat."""
+# A holder that does not know a new hub's grants knows them after its next beat.
+_REFUSED_TTL_S = 3.0
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
 """Of one caller: 1,000 members of one token that lose the same two holders complain within a second; honest callers
 need no higher rate for long. A complaint takes some 300 bytes for up to 600 s: 4 MB of the hub at most for a caller."""
 PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
 """Of one caller: the largest takes a hub some 20 ms. The first valid proof is enough for all readers."""
+# A late request must not bring back a member that left: a client gives a request up after 10 s (`client.TIMEOUT_S`),
+# and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
+# process can use it later.
 _GONE_TTL_S = 60.0
-"""A late request must not bring back a member that left: a client gives a request up after 10 s (`client.TIMEOUT_S`),
-and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
-process can use it later."""
+# After the last claim: longer than a piece takes from any storage.
 _CLAIMS_TTL_S = 86400.0
-"""After the last claim: longer than a piece takes from any storage."""
+# Of compare-and-set: as many directories on one store would have to lose in a row.
 _ATTEMPTS = 64
+# Keys whose last snapshot stays, so that unchanged entries are not decoded again.
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
@@ -116,11 +121,12 @@ class Directory:
         self.store = store
         self.beat_s = beat_s
         self.ttl_s = ttl_s
+        # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
         self.counts: Counter[str] = Counter()
-        """Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves."""
         self._complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
         self._proofs = RateLimit(PROOFS_PER_S, PROOFS_AT_ONCE, clock=timer)
         self._fresh = fresh
+        # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
         self._clock = clock or store.now
@@ -128,7 +134,8 @@ class Directory:
         self._look_share = look_share
         self._lock = threading.Lock()
         self._readings: dict[str, SnapshotCache] = {}
-        self._has_own_seed, self._seed = seed is not None, seed or os.urandom(32)
+        self._has_own_seed = seed is not None
+        self._seed = seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
 
     # Members.
@@ -139,15 +146,17 @@ class Directory:
         Without a mark (a new hub, a store that lost its memory) no chunk can be claimed until members had the time to
         report the chunks that they have.
         """
+        # Three beats: a hub that misses one or two is still the same hub.
         ttl_s = 3 * self.beat_s
         self._marked = self._timer()
         is_fresh, self._fresh = self._fresh, False
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
             return
+        # A store that lost the mark may have lost the keys of all models too.
         self._noted = {}
         if not is_fresh:
-            self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + ANNOUNCE_S))
+            self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S))
 
     def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
         """Register a process life, or confirm that it still lives.
@@ -166,6 +175,7 @@ class Directory:
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             message = f"member {hello.member} belongs to another process, or has left"
             raise PermissionDenied(message, hint="a new process takes a new id")
+        # An equal hello of a known life is a repeated request, whose answer was lost.
         if known is None:
             self.counts["hellos"] += 1
             caller = caller or Caller()
@@ -210,7 +220,7 @@ class Directory:
         )
         for holding in beat.holdings:
             self._hold(known, holding)
-        snapshot.record_states(
+        record_sync_states(
             self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
         )
         # A request of the same member may have changed the entry since it was read: then merge with that once more. If
@@ -240,7 +250,8 @@ class Directory:
             UnknownMember, PlanError: see `beat`.
         """
         holding = request.holding
-        check_state(holding)  # the key must belong to the identity: the caller's right to the model was checked by that
+        # The key must belong to the identity: it is by the identity that the caller's right to the model was checked.
+        check_state(holding)
         hello = self._known(request.member)[1].hello
         if holding.num_chunks:
             self._record_request(request.member, holding, reads_storage=request.can_read_storage)
@@ -304,6 +315,7 @@ class Directory:
             ):
                 self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                 return self._claim_reply(request, view, ranges, quiet=quiet)
+            # Some milliseconds at random: the loser of one race would else meet the same winner again.
             time.sleep(random.uniform(0, 0.002))
         raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
 
@@ -323,8 +335,9 @@ class Directory:
         caller = caller or Caller()
         self._known(complaint.member)
         entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
+        # It holds nothing of the key any more, so no reader is sent there.
         if entry is None:
-            return  # it holds nothing of the key any more, so no reader is sent there
+            return
         holder = HOLDING_DECODER.decode(entry.value)
         model = holder.holding.identity.model
         if not caller.may_ask((model,)):
@@ -334,13 +347,15 @@ class Directory:
         if not self._complaints.allow(caller.name):
             raise SourceBusy("too many complaints at once", hint="the earlier ones count")
         self.counts["complaints"] += 1
-        ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
+        ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": _REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         before = self.store.read(name)
+        # The proof itself is not stored: it may have megabytes, and is of no use once it was checked.
         is_proven = self._is_proven(complaint, holder, caller)
         noted = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
+        # An earlier complaint that is graver must not be replaced by one that expires sooner.
         if before is not None and _weight(noted) < _weight(COMPLAINT_DECODER.decode(before.value)):
-            return  # its earlier complaint is graver, and must not be replaced by one that expires sooner
+            return
         self.store.write(name, _encode(noted), ttl_s=ttl_s)
 
     def _is_proven(self, complaint: Complaint, holder: HoldingEntry, caller: Caller) -> bool:
@@ -365,6 +380,7 @@ class Directory:
             callers: names of all tokens that are good now.
         """
         count = 0
+        # Callers without a token (a private socket, certificates alone) have nothing that could be revoked here.
         for member, entry in self.store.scan("member/").items():
             known = MEMBER_DECODER.decode(entry.value)
             if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
@@ -377,7 +393,7 @@ class Directory:
         """Return the members of a sync, with the grants requested. Raises UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
-        return snapshot.list_members(self.store, request, self._grants())
+        return sync_members(self.store, request, self._grants())
 
     # For people.
 
@@ -388,7 +404,7 @@ class Directory:
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""
         views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
-        return Why(lines=snapshot.explain_lines(request, {key: view for key, view in views.items() if view.held}))
+        return Why(lines=explain_lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
 
@@ -419,19 +435,23 @@ class Directory:
             if entry is None:
                 raise HubUnavailable("the store does not keep what is written")
             if self._signer is None or entry.value != self._seed:
-                self._seed, self._signer = entry.value, GrantSigner(entry.value)
+                self._seed = entry.value
+                self._signer = GrantSigner(entry.value)
         return self._signer
 
     def _known(self, member: str) -> tuple[Entry, MemberEntry]:
+        """Return a member's entry. Raises UnknownMember."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise UnknownMember(f"member {member} is not known to this hub", hint="register it again (hello)")
         return entry, MEMBER_DECODER.decode(entry.value)
 
     def _renew(self, member: str, entry: Entry, known: MemberEntry) -> bool:
+        """Renew a member's entry; return False if it has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
     def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[Entry, MemberEntry]:
+        """Return a member's entry, and the entry after a sign of life with these keys."""
         entry, known = self._known(member)
         merged = tuple(dict.fromkeys([*keys, *known.keys]))
         return entry, msgspec.structs.replace(known, seen=now, keys=merged)
@@ -446,12 +466,14 @@ class Directory:
         return False
 
     def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> None:
+        """Store a member's state of a key; `reads_storage` is None in a beat, which does not say it."""
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
         num_have = sum(stop - start for start, stop in holding.have)
         requested_at = now if reads_storage is not None else 0.0
         if reads_storage is None:
             entry = self.store.read(name)
+            # A beat must not undo what the member's last request said.
             if entry is not None:
                 before = HOLDING_DECODER.decode(entry.value)
                 requested_at, reads_storage = before.requested_at, before.reads_storage
@@ -459,6 +481,7 @@ class Directory:
             known.hello, known.since, holding, num_have, requested_at, bool(reads_storage), known.certificate
         )
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
+        # Once in its time to live, not with each beat: the name serves `why` and `status` alone.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             record_key(self.store, holding, ttl_s=3 * self.ttl_s)
@@ -491,6 +514,7 @@ class Directory:
             view = self._view(holding.key, again=True)
         reported = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
+        # Not with each request: a table that changes every time is a lost race for every other claimant.
         if now - after.looked > PROGRESS_CHECK_S:
             silent_s = {name: holding.silent_s for name, holding in reported.items() if holding.silent_s >= 0}
             after = note_progress(
@@ -509,6 +533,7 @@ class Directory:
         )
 
     def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, ranges: Ranges, *, quiet: bool) -> ClaimReply:
+        """Return the chunks assigned, or the time of the next request and why there are none."""
         if ranges:
             return ClaimReply(ranges=ranges)
         if quiet:

@@ -8,19 +8,6 @@ A grant names an **epoch** of its source: a number that the source reports to th
 agree: a hub's clock may step, and replicas of a hub may differ by any amount.
 
     source --beat: epoch 7--> hub --grant: epoch 7--> reader --grant--> source: is 7 present, or has it ended recently?
-
-Signed digests of a holder, and the proof that a holder stated other digests than the revision's.
-
-In: a holder's log answers, and a manifest's digests. Out: a signature; a `Proof`, and a check of it for the hub.
-Not here: the effects of a proof (`directory`, `snapshot`), digests of bytes (`digest`).
-
-A proof is about a holder's *statement*, not about its bytes: those are read from its memory without a message of the
-holder, so it signs nothing of them. A `w1-` revision is the root of every leaf's digest, and the hub knows the revision
-from the identity of the holding. So a reader that has the manifest sends its digests, the hub recomputes the root, and
-then knows the right digests as well as the reader does:
-
-    holder --digests, signed--> reader --proof: signed statement, all digests of the manifest--> hub: is the root the
-    revision of this key? is the signature the holder's, of this member, this key and a recent epoch? do they differ?
 """
 
 from __future__ import annotations
@@ -34,17 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from penstock.digest.leaf import canonical, root
 from penstock.errors import GrantRefused
-from penstock.hub.messages import HoldingState, LogReply, Proof
-from penstock.plan.schedule import ChunkTable
-from penstock.types import I64, U64, TensorTable
 
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
@@ -53,9 +34,11 @@ GRACE_S = 30.0
 of the source's last report (a beat, 2 s). Long enough to queue at a busy source; short enough that a leaked grant soon
 expires."""
 _SIGNATURE_BYTES = 64
+# A grant has a few hundred bytes; what is longer is refused before its signature is checked.
 _MAX_GRANT_BYTES = 2048
+# Grants accepted in the epochs that count: 23,000 a second for 45 s. Above it a source accepts no more grants.
 _MAX_NONCES = 1 << 20
-"""Grants accepted in the epochs that count: 23,000 a second for 45 s. Above it a source accepts no more grants."""
+# Signed before the grant, so that a signature of this key over anything else is no grant.
 _CONTEXT = b"penstock grant 2\n"
 
 audit = logging.getLogger("penstock.audit")
@@ -102,6 +85,7 @@ class GrantSigner:
         """
         grant = Grant(key, reader, source, epoch, os.urandom(12))
         body = msgspec.msgpack.encode(grant)
+        # Asked first: a hub without an audit issues thousands of grants a second.
         if audit.isEnabledFor(logging.INFO):
             audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
         return self._private.sign(_CONTEXT + body) + body
@@ -117,16 +101,14 @@ class _Epoch:
 
 
 class GrantChecker:
-    """The checker of grants, in the source: it accepts a grant once, and only if its hub signed it for this source,
-    reader and key.
+    """The checker of grants, in the source: a grant passes once, and only if the hub signed it for this very read.
 
     Args:
         grant_key: `Welcome.grant_key`.
         source: the member that checks.
         clock: monotonic seconds.
 
-    Ownership: remembers a nonce only while grants of its epoch are accepted. Epochs are numbered from a random number
-    on, so a grant for an earlier checker never matches an epoch of this one.
+    Ownership: remembers a nonce only while grants of its epoch are accepted.
     """
 
     def __init__(self, grant_key: bytes, source: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -134,11 +116,13 @@ class GrantChecker:
         self._source = source
         self._clock = clock
         self._lock = threading.Lock()
+        # Epochs whose grants are accepted, oldest first; the last is the present one. Numbered from a random number on:
+        # a grant for an earlier checker, whose nonces are forgotten, never matches an epoch of this one.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
-        """Epochs whose grants are accepted, oldest first; the last is the present one."""
 
     def trust(self, grant_key: bytes) -> None:
-        """Accept the grants of a new hub, and of no other; epochs continue: the new hub may know one already."""
+        """Accept the grants of a new hub, and of no other."""
+        # The epochs continue: the new hub may know the present one already, by a beat.
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
@@ -190,6 +174,7 @@ class GrantChecker:
         return self._used(signed)
 
     def _used(self, signed: Grant) -> str:
+        """Return why a grant that is signed for this read is refused; empty: it is noted as used."""
         with self._lock:
             self._turn(self._clock())
             epoch = next((recent for recent in self._epochs if recent.number == signed.epoch), None)
@@ -201,141 +186,3 @@ class GrantChecker:
                 return "too many grants at once"
             epoch.nonces.add(signed.nonce)
         return ""
-
-
-MAX_PROOF_BYTES = 5 << 20
-"""Largest proof: in base64 it fits into the 8 MiB that a hub reads. It covers the digests of 160 GB; for larger models
-a complaint is sent without a proof and moves its reader alone."""
-MAX_EPOCHS_BEHIND = 3
-"""A statement counts while its epoch is one of the last: for 45 to 60 s. An older one could disable a holder that has
-been correct since."""
-PROVABLE = "w1-"
-"""Revisions that are the root of their digests."""
-_STATEMENT_CONTEXT = b"penstock digests 1\n"
-
-
-class _Statement(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a log answer that a holder signs."""
-
-    member: str
-    key: str
-    epoch: int
-    leaf_bytes: int
-    spans: bytes
-    """See `Proof`."""
-    digests: bytes
-    """BLAKE3 of the leaves' digests, in the order of the spans."""
-
-    def signed(self) -> bytes:
-        """Return the bytes under the signature."""
-        return _STATEMENT_CONTEXT + msgspec.msgpack.encode(self)
-
-
-def _spans(table: ChunkTable, chunks: I64) -> bytes:
-    return np.stack([table.first_leaf[chunks], table.first_leaf[chunks + 1]], 1).astype("<i8").tobytes()
-
-
-class DigestSigner:
-    """The signer of a holder's log answers, with a key that its process draws.
-
-    Args:
-        member: the holder.
-        epoch: returns the member's present epoch, see `grants`.
-    """
-
-    def __init__(self, member: str, epoch: Callable[[], int]) -> None:
-        self._private = Ed25519PrivateKey.generate()
-        self._member, self._epoch = member, epoch
-
-    @property
-    def public_key(self) -> bytes:
-        """Return the raw public key, for `Hello.digest_key`."""
-        return self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-
-    def sign(self, reply: LogReply, key: str, table: ChunkTable) -> LogReply:
-        """Return a log answer with a signature of its digests. Costs 0.15 ms; 1.7 ms for all digests of 60 GB."""
-        epoch = self._epoch()
-        chunks = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
-        digests = blake3(reply.leaves).digest()
-        statement = _Statement(self._member, key, epoch, table.leaf_bytes, _spans(table, chunks), digests)
-        return msgspec.structs.replace(reply, epoch=epoch, signature=self._private.sign(statement.signed()))
-
-
-def make_proof(reply: LogReply, table: TensorTable, chunks: ChunkTable, leaves: U64) -> Proof | None:
-    """Return the proof that a log answer differs from the manifest; None: it is not signed, or too much to show.
-
-    Args:
-        reply: of the holder.
-        table: of the weights, sorted by name. chunks: of the weights.
-        leaves: every leaf's digest, by the manifest.
-    """
-    if not reply.signature:
-        return None
-    named = np.frombuffer(reply.chunks, "<u4").astype(np.int64)
-    stated = np.frombuffer(reply.leaves, "<u8")
-    at = np.flatnonzero(stated != leaves[chunks.leaves_of(named)])
-    body = canonical(table, range(len(table)))
-    proof = Proof(
-        epoch=reply.epoch,
-        signature=reply.signature,
-        leaf_bytes=chunks.leaf_bytes,
-        spans=_spans(chunks, named),
-        at=at.astype("<i8").tobytes(),
-        said=stated[at].tobytes(),
-        table=body,
-        leaves=leaves.astype("<u8").tobytes(),
-    )
-    nbytes = sum(map(len, (proof.spans, proof.at, proof.said, proof.table, proof.leaves)))
-    return proof if nbytes <= MAX_PROOF_BYTES else None
-
-
-def proof_fault(proof: Proof, member: str, digest_key: bytes, holding: HoldingState) -> str:
-    """Return why a proof is not valid; empty: the member stated other digests than those of the revision.
-
-    Args:
-        proof: of a complaint; every number in it is checked.
-        member: the holder. digest_key: its key, from its hello.
-        holding: its state of the key, as it reported it.
-    """
-    if not holding.identity.revision.startswith(PROVABLE):
-        return "the revision is not a root of digests"
-    if not 0 <= holding.grant_epoch + 1 - proof.epoch <= MAX_EPOCHS_BEHIND + 1:
-        return "its statement is not recent"
-    if any(len(column) % 8 for column in (proof.at, proof.said, proof.leaves)) or len(proof.spans) % 16:
-        return "malformed"
-    leaves = np.frombuffer(proof.leaves, "<u8")
-    if proof.leaf_bytes < 1 or root(proof.table, proof.leaf_bytes, leaves) != holding.identity.revision:
-        return "its digests are not those of the revision"
-    stated, at = _said(proof, leaves)
-    if stated is None:
-        return "malformed"
-    # The proof brings only the differing digests: the statement is rebuilt from those and the manifest's, and its
-    # signature then fits only if the holder signed exactly these bytes.
-    digests = blake3(stated.astype("<u8").tobytes()).digest()
-    signed = _Statement(member, holding.key, proof.epoch, proof.leaf_bytes, proof.spans, digests).signed()
-    try:
-        Ed25519PublicKey.from_public_bytes(digest_key).verify(proof.signature, signed)
-    except (InvalidSignature, ValueError):
-        return "not signed by the member"
-    return "" if len(at) else "the member stated the right digests"
-
-
-def _said(proof: Proof, leaves: U64) -> tuple[U64 | None, I64]:
-    """Return the digests that the holder stated, and the positions that differ; None: the proof contradicts itself."""
-    none = np.empty(0, np.int64)
-    begin, stop = np.frombuffer(proof.spans, "<i8").reshape(-1, 2).astype(np.int64).T
-    counts = stop - begin
-    # A caller chose these numbers: each is checked before they are summed, as Python integers, which cannot overflow.
-    if not len(begin) or begin.min() < 0 or counts.min() < 0 or stop.max() > len(leaves) or len(begin) > len(leaves):
-        return None, none
-    if sum(counts.tolist()) > len(leaves):
-        return None, none
-    before = np.cumsum(counts) - counts
-    right = leaves[np.repeat(begin - before, counts) + np.arange(int(counts.sum()))]
-    at, values = np.frombuffer(proof.at, "<i8"), np.frombuffer(proof.said, "<u8")
-    if len(at) != len(values) or (len(at) and (at.min() < 0 or at.max() >= len(right))):
-        return None, none
-    stated = right.copy()
-    stated[at] = values
-    # Compared after the merge, not `values`: a position may occur twice, the second time with the right digest.
-    return stated, np.flatnonzero(stated != right)

@@ -1,5 +1,4 @@
-"""The hub of one host and user, which needs no start: the first process that uses it hosts it, and another takes over
-when that process ends.
+"""The hub of one host and user: the first process that uses it hosts it, and another takes over when that one ends.
 
 In: the user's runtime directory. Out: the hub's present address.
 Not here: the hub (`app`), requests to it (`client`).
@@ -33,8 +32,8 @@ from penstock.net.unix_sockets import connect_unix, peer_credentials
 
 BEAT_S = 0.5
 """On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""
-LOOK_S = 0.2
-"""For the connection by which the kernel reports the hub's process; the kernel also accepts for a stopped process."""
+# For the connection by which the kernel reports the hub's process; the kernel also accepts for a stopped process.
+_LOOK_S = 0.2
 TTL_S = 5.0
 """A process that loads may keep the interpreter for a second; ten beats are longer."""
 HUNG_S = 30.0
@@ -43,8 +42,8 @@ processes on two cores kept one from answering for 5 s, and its successors, with
 PASS_S = 5.0
 """A process that took the lock and was stopped before it listened is replaced after this time, as one that was stopped
 later is (`client.ATTEMPT_S`)."""
+# Source: unix(7).
 _MAX_PATH_BYTES = 107
-"""Source: unix(7)."""
 
 
 class LocalEndpoint:
@@ -63,6 +62,7 @@ class LocalEndpoint:
         self._members = _File(self._directory / "members.lock")
         self._is_member = False
         self._hosting: _Hosting | None = None
+        # Whether the socket's file proves nothing: no hub was reached through it yet, or the last request failed.
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None
@@ -81,6 +81,7 @@ class LocalEndpoint:
         """
         began = time.monotonic()
         deadline = began + within_s
+        # By looking again and again: a file that another process makes brings no event to wait for.
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 path = self._look()
@@ -101,8 +102,9 @@ class LocalEndpoint:
         if self._closed:
             raise HubUnavailable("this client was closed")
         number = _generation(self._directory)
+        # Our hub was silent for too long and was replaced: two hubs would both assign the same chunks.
         if self._hosting is not None and self._hosting.number != number:
-            self._hosting.stop()  # our hub was silent for too long, and was replaced: two hubs would both give claims
+            self._hosting.stop()
             self._hosting = None
         path = self._directory / f"hub-{number}.sock"
         if self._hosting is None and (self._doubted or not path.exists()):
@@ -112,7 +114,8 @@ class LocalEndpoint:
 
     def reached(self) -> None:
         """Record that the hub answered. A lock marks this process as a member: a later hub waits for its report."""
-        self._silent_since, self.is_busy = None, False
+        self._silent_since = None
+        self.is_busy = False
         if not self._is_member:
             with self._lock:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
@@ -131,10 +134,7 @@ class LocalEndpoint:
         # Under a lock and by a rename: of several clients that lose the hub together, one raises the number, by one.
         with _File(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
-                # Written aside and renamed: a reader of the file must never find it empty, which would mean number 0.
-                new = self._directory / f".generation-{os.getpid()}"
-                new.write_text(f"{number + 1}\n", encoding="ascii")
-                new.replace(self._directory / "generation")
+                _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
     def _pass_over_stopped(self) -> None:
         """Replace a process that took the lock and was stopped before it listened: no client can detect that later."""
@@ -144,7 +144,8 @@ class LocalEndpoint:
                 try:
                     pid = int((self._directory / f"hub-{number}.lock").read_text(encoding="ascii"))
                 except (OSError, ValueError):
-                    return  # not written yet
+                    # Not written yet.
+                    return
                 if _state_of(pid) in {"T", "t"}:
                     self._pass_over(number)
 
@@ -186,7 +187,7 @@ class LocalEndpoint:
 def _runs(path: str) -> bool:
     """Return whether the process that listens at a Unix socket is neither stopped nor dead; False if unknown."""
     try:
-        with connect_unix(path, LOOK_S) as sock:
+        with connect_unix(path, _LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
     except OSError:
         return False
@@ -196,8 +197,9 @@ def _runs(path: str) -> bool:
 def _state_of(pid: int) -> str:
     """Return the state letter of proc(5), T for a stopped process; "" if it is unknown."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0]  # from the right: a process may have ")" in its name
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # From the right: a process may have ")" in its name.
+        return line.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
@@ -264,7 +266,8 @@ class _Hosting:
         """Remove the socket's file, so that no client connects; then end the hub and release the lock."""
         self._path.unlink(missing_ok=True)
         self._hub.stop()
-        self._lock.close()  # last: with the lock, the next process starts its hub
+        # Last: with the lock, the next process starts its hub.
+        self._lock.close()
 
 
 class _File(Closing):
@@ -285,6 +288,7 @@ class _File(Closing):
 
     def write(self, text: str) -> None:
         """Replace the file's content."""
+        # In place: a file renamed over this one would be another file, which nobody has locked.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
@@ -295,14 +299,15 @@ class _File(Closing):
             self._fd = -1
 
 
+# A child of a fork that lived on would keep the locks of a hub that died.
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda file: file.close())
-"""A child of a fork that lived on would keep the locks of a hub that died."""
 
 
 def _private(directory: Path) -> Path:
     """Create the directory if it is missing, check that it is this user's alone, and return it."""
     if len(os.fsencode(directory)) + len("/hub-99999.sock") > _MAX_PATH_BYTES:
         raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
+    # By lstat: a link could lead to a directory of another user.
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
@@ -318,6 +323,7 @@ def _private(directory: Path) -> Path:
 
 def _seed(directory: Path) -> bytes:
     """Return the key that grants are signed with: one for all hubs of this host, so that grants outlive a hub."""
+    # In a file, so that it outlives the hub: readers show the grants of a hub that ended to sources that live on.
     path = directory / "grant.seed"
     try:
         seed = path.read_bytes()
@@ -325,11 +331,17 @@ def _seed(directory: Path) -> bytes:
         seed = b""
     if len(seed) != 32:
         seed = os.urandom(32)
-        new = directory / f".seed-{os.getpid()}"
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(seed)
-        new.replace(path)
+        _replace(path, seed)
     return seed
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a small file that is only this user's, all at once."""
+    # Written aside and renamed: a reader must never find it empty. An empty `generation` would mean number 0.
+    new = path.with_name(f".{path.name}-{os.getpid()}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)
 
 
 def _sweep(directory: Path, number: int) -> None:

@@ -1,26 +1,13 @@
-"""Messages between members and the hub (JSON), and between members (msgpack): typed values.
+"""Messages between members and the hub (JSON), and between members (msgpack), with the values that they are made of.
 
-In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields, which
-a newer minor version may send (`version_negotiation`).
-Not here: sending them (`client`, `peer.client`), answering them (`app`, `peer.server`).
+In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields.
+Not here: sending them (`client`, `peer.client`, `sync`), answering them (`app`, `peer.server`, `sync`).
 
-The identity of weights in one rank's memory, which decides if members can exchange them, and its digest, the key.
-
-In: a worker's description of its weights. Out: a key; the fields in which two identities differ.
-Not here: the members that hold weights (`directory`), the bytes' own digests (`digest`).
-
-The version of the protocol between members and the hub, and the versions that are compatible.
-
-In: a version that the other side announced. Out: the reason if it is not compatible.
-Not here: the messages (`messages`, `sync_messages`).
-
-Within one major version fields are only added, each with a default: unknown ones are ignored, missing ones take their
-default, and both sides use the fields that both have. A change that an older side would misread is a new major version.
-
-Messages of a sync, between members and the hub (JSON) and between members (msgpack): typed values.
-
-In / Out: frozen structs, as in `messages`. Layouts and parts are sent as `plan.columns` encodes them.
-Not here: sending them (`sync`), answering them (`sync_directory`, `sync.routes`).
+In this order: the identity of weights, whose digest is the key that members exchange under; the version of the
+protocol; values; messages of a member and the hub; messages of two members. Within one major version fields are only
+added, each with a default: unknown ones are ignored, missing ones take their default, and both sides use the fields
+that both have. A change that an older side would misread is a new major version. Layouts and parts of a sync are bytes
+here, as `plan.columns` encodes them.
 """
 
 from __future__ import annotations
@@ -36,11 +23,12 @@ from penstock.types import DType, TensorTable
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two holdings exchange chunks only if all of these are equal; a field left empty is equal only to an empty one.
+    """The identity of weights in one rank's memory: two holdings exchange chunks only if all fields are equal.
 
-    Unknown fields are refused, unlike in messages: ignoring one would call weights equal that differ in it. A new field
-    is a new major version of the protocol.
+    A field left empty is equal only to an empty one. A new field is a new major version of the protocol.
     """
+
+    # Unknown fields are refused, unlike in messages: ignoring one would call weights equal that differ in it.
 
     model: str
     revision: str = ""
@@ -68,19 +56,28 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
         """Return the differing fields: name -> (this one's, the other's)."""
+        # As text: every field but `parallel` is one, and the differences are for people.
         pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
         return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
 
 
 def layout_digest(table: TensorTable) -> str:
     """Return the digest of names, dtypes and shapes, sorted by name, whatever the files are: 32 hex digits."""
+    # Sorted: the same weights in other files, or in another order, are the same layout.
     rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
     return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))
 
 
+def sync_key(name: str) -> str:
+    """Return the key that grants for a sync are for: 32 hex digits, by its name."""
+    # With a prefix: no name of a sync can be made to give the key of a holding.
+    return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
+
+
+# 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
+# the digests in logs.
 PROTOCOL = "2.1"
-"""This release's. 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's
-epoch; 2.1 signs the digests in logs."""
+"""The version that this release speaks."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 
 
@@ -90,32 +87,35 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
     protocol: ProtocolVersion = "1.0"
 
 
-def version_fault(theirs: str, who: str, us: str) -> str:
+def version_fault(announced: str, them: str, us: str) -> str:
     """Return why a version is not compatible; empty: it is.
 
     Args:
-        theirs: what the other side announced.
-        who: the other side, for the message.
+        announced: the other side's version.
+        them: the other side, for the message.
         us: this side, for the message.
     """
-    if theirs.partition(".")[0] == PROTOCOL.partition(".")[0]:
+    if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
-    return f"{who} speaks protocol {theirs}, {us} speaks {PROTOCOL}: their major versions differ"
+    return f"{them} speaks protocol {announced}, {us} speaks {PROTOCOL}: their major versions differ"
 
 
 UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"
 
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
+# Patterns end in \Z and not in $, which a newline may follow: ids stand in logs, paths and names of the store.
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
 """Id of one process life; a new life takes a new id. Digest of a secret that only this life knows: `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Bounded, since a caller chooses it and the hub makes arrays of this length.
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
 """64 TiB of 16 MiB chunks; the hub keeps a byte for each."""
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
+# As long as `auth.MAX_NAMES_LENGTH`.
 Certificate = Annotated[str, Meta(max_length=1024)]
 """Names in the certificate that a member showed the hub; its server must show the same. Empty: none was required."""
 PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
@@ -132,7 +132,7 @@ SyncStanding = Literal["idle", "open", "updating", "dirty"]
 """`open`: its version can be read now. `dirty`: a direct update failed, so it serves no reader until it is whole."""
 
 
-# Member -> hub.
+# Messages of a member to the hub, and the hub's answers, in JSON.
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +167,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
-    """One member's state of one key; always complete, never a change to an earlier state."""
+    """A member's state of one key; always complete, never a change to an earlier state."""
 
     key: Key
     identity: Identity
@@ -210,7 +210,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's state in a sync; complete, and sent with each beat."""
+    """A rank's state in a sync; complete, and sent with each beat."""
 
     name: Word
     side: Side
@@ -310,8 +310,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Complaint(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader's report that it could not use a source. The reader gets others at once; all readers do once several
-    members complain, or, for wrong bytes, only with a proof, and then at once.
+    """A reader's report that it could not use a source.
+
+    The reader gets others at once; all readers do once several members complain, or, for wrong bytes, only with a
+    proof, and then at once.
     """
 
     member: MemberId
@@ -323,8 +325,42 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     proof: Proof | None = None
 
 
+class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the members of a sync, with grants for some of them."""
+
+    member: MemberId
+    name: Word
+    grants: Annotated[tuple[MemberId, ...], Meta(max_length=65536)] = ()
+
+
+class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
+    """A member of a sync."""
+
+    member: MemberId
+    host: Word
+    doors: PeerUrls
+    called: str
+    """For people."""
+    since: float
+    """Time at which it joined, by the hub's clock."""
+    seen: float
+    """Time of its last beat."""
+    state: SyncState
+    grant: bytes = b""
+    """For the caller, if it requested one."""
+    certificate: Certificate = ""
+
+
+class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
+    """All members of a sync, the earliest first."""
+
+    members: tuple[SyncMember, ...] = ()
+    is_new: bool = False
+    """Whether the hub is new, so that members may be missing."""
+
+
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One member, for `status`."""
+    """A member as `status` shows it."""
 
     member: str
     name: str
@@ -367,7 +403,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Of a refusal: other members that may accept."""
 
 
-# Member -> member, msgpack.
+# Messages between two members, in msgpack; those of a sync come last.
 
 
 class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,61 +460,6 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     """The holder's epoch when it signed."""
     signature: bytes = b""
     """Of chunks and leaves, see `proof`; empty: no hub could check it."""
-
-
-def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Let msgspec prepare these types now: it crashes if two threads decode a type for the first time (0.21)."""
-    for kind in kinds:
-        msgspec.msgpack.Decoder(kind)
-
-
-prepare(AnnouncedVersion)
-prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))
-
-
-def sync_key(name: str) -> str:
-    """Return the key that grants for a sync name: 32 hex digits of its name."""
-    return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
-
-
-# Member -> hub.
-
-
-class SyncRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the members of a sync, with grants for some of them."""
-
-    member: MemberId
-    name: Word
-    grants: Annotated[tuple[MemberId, ...], Meta(max_length=65536)] = ()
-
-
-class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One member of a sync."""
-
-    member: MemberId
-    host: Word
-    doors: PeerUrls
-    called: str
-    """For people."""
-    since: float
-    """Time at which it joined, by the hub's clock."""
-    seen: float
-    """Time of its last beat."""
-    state: SyncState
-    grant: bytes = b""
-    """For the caller, if it requested one."""
-    certificate: Certificate = ""
-
-
-class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
-    """All members of a sync, the earliest first."""
-
-    members: tuple[SyncMember, ...] = ()
-    is_new: bool = False
-    """Whether the hub is new, so that members may be missing."""
-
-
-# Member -> member, msgpack.
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -589,4 +570,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, str] = {}
 
 
+def prepare(*kinds: type[msgspec.Struct]) -> None:
+    """Let msgspec prepare these types now."""
+    # It crashes if two threads decode a type for the first time at the same moment (0.21).
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
+
+
+# All of this module, once, before there are threads.
 prepare(*(kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)))

@@ -1,6 +1,7 @@
 """The hub's metrics, for Prometheus.
 
-In: a directory; requests as they are answered. Out: a page. Not here: the route (`openapi`).
+In: a directory; requests as they are answered. Out: a page.
+Not here: the route (`app`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+# Most requests take a millisecond; 5 s is `client.ATTEMPT_S`, after which no caller waits any more.
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _COUNTS = {
     "hellos": "Process lives that joined.",
@@ -39,7 +41,7 @@ class Metrics:
     """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+        # Not the library's own registry: tests and local hubs have several of these in one process.
         self._registry = CollectorRegistry()
         self._seconds = Histogram(
             "penstock_hub_request_seconds",
@@ -89,6 +91,7 @@ class _Fleet:
         """Yield members, holdings by state, chunks being read from storage, and the directory's counts."""
         status = self._directory.status()
         yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=len(status.members))
+        # By model and state, not by member: a fleet's members come and go, and each would be a series for ever.
         states: Tally[tuple[str, str]] = Tally()
         claims: Tally[str] = Tally()
         for member in status.members:

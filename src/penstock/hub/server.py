@@ -1,6 +1,6 @@
 """The hub's server: its socket, run in this process's main thread or in a thread of its own.
 
-In: a directory, an address. Out: a running hub.
+In: a directory, or the status of a fleet for its page alone; an address. Out: a running server.
 Not here: the app (`app`), hosting the hub of one host (`local_hub`).
 """
 
@@ -32,20 +32,27 @@ from penstock.hub.messages import Status
 from penstock.lifecycle import let_go_in_children
 from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit, raise_descriptor_limit
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
+from penstock.net.unix_sockets import connect_unix
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-START_S = 20.0
-"""Deadline of a start: importing FastAPI on a busy machine takes some seconds."""
-STOP_S = 5.0
+# Deadline of a start: importing FastAPI on a busy machine takes some seconds.
+_START_S = 20.0
+# A running request has 2 s to end (`timeout_graceful_shutdown`), and its connection some more.
+_STOP_S = 5.0
+# Connections past their deadline that a tick of uvicorn (0.1 s) closes; thousands at once would block the loop.
 _CUTS_A_TICK = 100
-"""Connections past their deadline that a tick of uvicorn (0.1 s) closes; thousands at once would block the loop."""
-GC_THRESHOLD = (20_000, 50, 100)
-"""Allocations between collections of the youngest generation; collections of each generation before the next one."""
+# Several beats, so that a member's connection stays open.
 _KEEP_ALIVE_S = 75
-"""Several beats, so that a member's connection stays open."""
+# Allocations between collections of the youngest generation; collections of each generation before the next one.
+# A hub's state is values without cycles, made anew with each beat, so collections search them for nothing. With a
+# threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms (benchmarks/results/cpu2_202611/hub.md).
+# Connections that ended leave cycles, 2 KB a member's life: 20,000 objects of them are about 2 MB.
+_GC_THRESHOLD = (20_000, 50, 100)
+# For a connection to a hub that may be there already: its kernel queue is full for as long as it does not accept.
+_PROBE_S = 1.0
 _log = logging.getLogger("penstock.hub")
 
 
@@ -61,6 +68,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     """
     if listen.startswith("unix://"):
         return _bind_unix(Path(listen.removeprefix("unix://")))
+    # From the right: an IPv6 address has colons itself, and stands in brackets.
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not port.isdecimal() or int(port) > 65535 or not host:
@@ -80,6 +88,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
         _log.warning("tokens cross the network unencrypted on %s: --cert and --key encrypt them", listen)
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A hub that is started again must not wait until the connections of the last one are forgotten.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)
@@ -94,6 +103,7 @@ def _bind_unix(path: Path) -> socket.socket:
     """Open a socket for this user alone; remove a dead one in its place."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # A socket's file outlives its process: only one that nobody listens at may be removed.
         if path.exists():
             if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
                 raise ConfigError(f"{path} is in use", hint="choose another path")
@@ -112,14 +122,14 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(os.fspath(path))
-        except TimeoutError:
-            return True  # a full queue: its process runs, but is too busy to accept
-        except OSError:
-            return False
+    """Return whether a process listens at a Unix socket."""
+    try:
+        connect_unix(os.fspath(path), _PROBE_S).close()
+    except (TimeoutError, PermissionError):
+        # A full queue: its process runs, but is too busy to accept. Or another user's process, which listens as well.
+        return True
+    except OSError:
+        return False
     return True
 
 
@@ -141,11 +151,13 @@ def _refusal(auth: Auth) -> bytes:
 
 
 def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
+    """Return the server of a listener, which is not started yet."""
+    # Imported here, with FastAPI: every member imports this file for its local hub, and most never host it.
     try:
         import uvicorn
     except ImportError as error:
         raise MissingExtra("the hub needs uvicorn", hint=install_hint("hub")) from error
-    from penstock.hub.connection import protocol_for
+    config = _uvicorn_config(make_app(), auth, listener)
 
     class Server(uvicorn.Server):
         """A uvicorn server with the listener's limits: a bounded rate of accepts, and deadlines of connections."""
@@ -175,14 +187,24 @@ def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListen
             listener.admission.sweep(most=_CUTS_A_TICK)
             return await super().on_tick(counter)
 
-    app = make_app()
+    return Server(config)
+
+
+def _uvicorn_config(app: FastAPI, auth: Auth, listener: GuardedListener) -> uvicorn.Config:
+    """Return uvicorn's settings: the app, the protocol with our limits, TLS."""
+    import uvicorn
+
+    from penstock.hub.connection import protocol_for
+
     config = uvicorn.Config(
         app,
         # Not uvloop, even if it is installed: it accepts by itself, past the listener's limits.
         loop="asyncio",
         http=protocol_for(listener, auth, app.state.on_unauthorized),
+        # The process' own logging stays as it is: a local hub is a thread of somebody's program.
         log_config=None,
         log_level="warning",
+        # A line for each beat would be all that the log has; what matters is in the audit.
         access_log=False,
         ws="none",
         lifespan="on",
@@ -194,11 +216,12 @@ def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListen
         ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
     )
+    # Now and not in the server's thread: a bad certificate is an error of the caller's, who is still there.
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the hub's certificate cannot be used: {error}") from error
-    return Server(config)
+    return config
 
 
 def _hub_app(directory: Directory, auth: Auth) -> Callable[[], FastAPI]:
@@ -269,12 +292,9 @@ def _run(make_app: Callable[[], FastAPI], listen: str, auth: Auth, *, ready: Cal
     except BaseException:
         listener.close()
         raise
-    # A hub's state is values without cycles, made anew with each beat, so collections search them for nothing.
-    # With a threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms
-    # (benchmarks/results/cpu2_202611/hub.md). Connections that ended leave cycles, 2 KB a member's life: 20,000 objects
-    # of them are about 2 MB.
+    # Only here, where the process is the hub's own; a hub in a thread leaves the settings of its process alone.
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLD)
+    gc.set_threshold(*_GC_THRESHOLD)
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
@@ -297,8 +317,8 @@ def _run(make_app: Callable[[], FastAPI], listen: str, auth: Auth, *, ready: Cal
             Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
 
 
+# A child of a fork that lived on would keep the socket of a hub that died.
 _CLOSED_IN_CHILDREN = let_go_in_children(GuardedListener.close)
-"""A child of a fork that lived on would keep the socket of a hub that died."""
 
 
 class HubThread:
@@ -341,7 +361,8 @@ class HubThread:
             HubUnavailable: it did not start.
         """
         self._thread.start()
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + _START_S
+        # By looking: uvicorn has an attribute for it, and no event that another thread could wait for.
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise HubUnavailable("the hub's thread did not start", uri=self.url)
@@ -352,5 +373,5 @@ class HubThread:
         self._server.should_exit = True
         # The hub's own thread may run this, by a finalizer, and cannot wait for itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(STOP_S)
+            self._thread.join(_STOP_S)
         self._listener.close()

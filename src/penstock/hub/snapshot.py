@@ -1,24 +1,23 @@
-"""A snapshot of one key at the hub: the members that have or fetch it, complaints, and the relay among them.
+"""The hub's state as its store has it: the entries, snapshots of one key, the members of a sync, and all of it at once.
 
-In: the store's entries. Out: a `HubSnapshot`. Not here: changing anything (`directory`).
+In: the store's entries. Out: a `HubSnapshot` of a key, a `SyncReply`, a `Status`.
+Not here: the hub's answers (`directory`), claims on storage (`claims`), a snapshot in words (`explain`).
 
-The hub's side of a sync: the members that take part under a name, and grants to contact them.
-
-In: `SyncState`s of beats, in the store. Out: a `SyncReply`.
-Not here: planning and versions (`sync`): the hub only lists the members and their reported states.
-
-    sync/KEY/MEMBER    one entry for each member and name, for as long as it beats
-
-Explanations of why members read a model from their upstreams: differing identities, states, complaints.
-
-In: a request, the hub's snapshot of each key. Out: lines for people. Not here: the answer's transport (`app`).
+    member/MEMBER             a process life, while it beats
+    hold/KEY/MEMBER           its state of one key
+    complaint/KEY/OF~MEMBER   a reader's complaint of a holder
+    model/MODEL/KEY           the keys of a model
+    sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
+    gone/MEMBER               a life that left, for as long as a late request of it may arrive
+    claim/KEY/CHUNKS          the table of claims of a key
+    hub/life, quiet, seed     a mark that a hub runs; that it is new; the key that it signs grants with
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TypeVar
 from urllib.parse import quote
@@ -32,93 +31,20 @@ from penstock.hub.messages import (
     Complaint,
     Hello,
     HoldingState,
-    Identity,
     MemberStatus,
     Status,
     SyncMember,
     SyncReply,
     SyncRequest,
     SyncState,
-    WhyRequest,
     sync_key,
 )
 from penstock.hub.store import Entry, Store
 from penstock.plan.relay import DISTRUST, Node, Relay
 
-
-class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a member of a sync."""
-
-    hello: Hello
-    since: float
-    seen: float
-    state: SyncState
-    certificate: str = ""
-
-
-_SYNCED = msgspec.msgpack.Decoder(SyncEntry)
-
-
-def record_states(
-    store: Store,
-    hello: Hello,
-    since: float,
-    now: float,
-    ttl_s: float,
-    states: Iterable[SyncState],
-    certificate: str = "",
-) -> None:
-    """Store the sync states that a heartbeat reports."""
-    for state in states:
-        entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
-        store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
-
-
-def list_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
-    """Return the live members of a sync, the earliest first.
-
-    Raises:
-        HubUnavailable: the store did not answer.
-    """
-    key, wanted = sync_key(request.name), set(request.grants)
-    members = []
-    for name, entry in store.scan(f"sync/{key}/").items():
-        synced = _SYNCED.decode(entry.value)
-        if synced.state.name != request.name or store.read(f"member/{name}") is None:
-            continue  # it left: its entry here expires later than its membership
-        grant = (
-            signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
-            if name in wanted
-            else b""
-        )
-        members.append(
-            SyncMember(
-                member=name,
-                host=synced.hello.host,
-                doors=synced.hello.doors,
-                called=synced.hello.name,
-                since=synced.since,
-                seen=synced.seen,
-                state=synced.state,
-                grant=grant,
-                certificate=synced.certificate,
-            )
-        )
-    members.sort(key=lambda member: (member.since, member.member))
-    return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
-
-
-def states_of(store: Store) -> dict[str, list[SyncState]]:
-    """Return member -> its syncs, for `status`."""
-    states_of_member: dict[str, list[SyncState]] = {}
-    for name, entry in store.scan("sync/").items():
-        states_of_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
-    return {member: sorted(states, key=lambda state: state.name) for member, states in states_of_member.items()}
-
-
 T = TypeVar("T")
-CHEAP_READ_S = 0.0005
-"""A snapshot that costs no more than this is made for every request: some tens of members. Source: bench_hub."""
+# A snapshot that costs no more than this is made for every request: some tens of members. Source: bench_hub.
+_CHEAP_READ_S = 0.0005
 
 
 class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -184,12 +110,14 @@ class HubSnapshot:
         self._complained = tuple(complaints.values())
         self.complaints = tuple(entry.complaint for entry in self._complained)
         self._parents = before.parents if before is not None else {}
+        # Made on request: most requests of a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, str]:
         """Return receiver -> parent, of the relays made so far."""
+        # Where no relay was made of this snapshot, the parents of the one before it are passed on.
         parents = dict(self._parents) if not self._relays else {}
         for relay in self._relays.values():
             parents |= relay.parents
@@ -250,12 +178,14 @@ class HubSnapshot:
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that cut the weights into this number of chunks."""
         if num_chunks not in self._relays:
+            # Members that cut the weights otherwise have other chunks under the same numbers.
             same = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
             self._relays[num_chunks] = Relay(self._node(name, holder) for name, holder in same)
         return self._relays[num_chunks]
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, near ones first."""
+        # A member that does not know the layout yet is sent to those that most members agree with.
         sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
         num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
         asks = Node(
@@ -270,6 +200,7 @@ class HubSnapshot:
 
     def had(self, reader: str, num_chunks: int) -> Bools:
         """Return the chunks of the members that `reader` can read from."""
+        # By the members to avoid, not by reader: nearly all readers avoid the same ones, or none.
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
             same = (holder.holding.have for holder in self.held.values() if holder.holding.num_chunks == num_chunks)
@@ -285,6 +216,7 @@ class HubSnapshot:
         return self._had[num_chunks, avoid]
 
     def _node(self, name: str, holder: HoldingEntry) -> Node:
+        """Return a member as the relay sees it."""
         holding = holder.holding
         return Node(
             member=name,
@@ -294,7 +226,8 @@ class HubSnapshot:
             joined=holder.since,
             num_have=holder.num_have,
             num_chunks=holding.num_chunks,
-            draining=holding.state == "draining" or bool(holding.tier),  # off its device: slower, so the last choice
+            # Bytes in a keeper's lower tier come slower, so it is the last choice, as one that is about to leave.
+            draining=holding.state == "draining" or bool(holding.tier),
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
             num_links=holder.hello.num_links,
@@ -310,6 +243,7 @@ class SnapshotReader:
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
+        # Member -> the version of its entry, and the entry decoded.
         self._held: dict[str, tuple[bytes, HoldingEntry]] = {}
         self._complaints: dict[str, tuple[bytes, ComplaintEntry]] = {}
         self._view: HubSnapshot | None = None
@@ -335,11 +269,13 @@ class SnapshotReader:
 def _decoded(
     decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, Entry], before: Mapping[str, tuple[bytes, T]]
 ) -> dict[str, tuple[bytes, T]]:
+    """Return the decoded entries with their versions; those of an unchanged version are taken from `before`."""
     decoded = {}
     for name, entry in entries.items():
         known = before.get(name)
-        same = known is not None and known[0] == entry.version
-        decoded[name] = known if known is not None and same else (entry.version, decoder.decode(entry.value))
+        # Decoding is most of the cost, and of 1,000 members only some have written since the last snapshot.
+        is_same = known is not None and known[0] == entry.version
+        decoded[name] = known if known is not None and is_same else (entry.version, decoder.decode(entry.value))
     return decoded
 
 
@@ -350,10 +286,12 @@ class SnapshotCache:
         self._reading = reading
         self._lock = threading.Lock()
         self._view: HubSnapshot | None = None
+        # From this time on the snapshot is too old for a request that does not insist on a new one.
         self._next = 0.0
 
     def at(self, timer: Callable[[], float], share: float, *, again: bool) -> HubSnapshot:
         """Return the present snapshot (`again`), or the cached one while it is valid."""
+        # Under the lock: of many requests that find the snapshot too old, one makes it and the others use it.
         with self._lock:
             start = timer()
             if self._view is None or again or start >= self._next:
@@ -363,12 +301,13 @@ class SnapshotCache:
                     self._view.relay(num_chunks)
                 stop = timer()
                 cost_s = stop - start
-                self._next = stop if cost_s < CHEAP_READ_S else stop + cost_s / share
+                self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
             return self._view
 
 
 def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
     """Let `keys_of` find a holding's key for `ttl_s`."""
+    # Quoted: a model's name may have slashes, which separate the parts of names here.
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
 
@@ -386,21 +325,24 @@ def status(store: Store, model: str | None, now: float) -> Status:
     holdings_of: dict[str, list[HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
+        # The rest of a name is KEY/MEMBER or MEMBER, by what was scanned: the member comes last in both.
         for name, entry in store.scan(f"hold/{below}").items():
             holdings_of.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
+        # Counted by name alone: an entry's value need not be decoded for that.
         complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
-        for name, all_states in states_of(store).items()
+        for name, all_states in _sync_states(store).items()
         if (states := [state for state in all_states if model in (None, state.name)])
     }
     if model is None:
-        members_found = store.scan("member/")
+        registered = store.scan("member/")
     else:
         entries = ((name, store.read(f"member/{name}")) for name in {*holdings_of, *syncs})
-        members_found = {name: entry for name, entry in entries if entry is not None}
+        # None: the member left, and its other entries are about to expire.
+        registered = {name: entry for name, entry in entries if entry is not None}
     members = []
-    for name, entry in sorted(members_found.items()):
+    for name, entry in sorted(registered.items()):
         known = MEMBER_DECODER.decode(entry.value)
         members.append(
             MemberStatus(
@@ -419,126 +361,72 @@ def status(store: Store, model: str | None, now: float) -> Status:
     return Status(members=tuple(members))
 
 
-_MAX_LINES = 200
+class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a member of a sync."""
+
+    hello: Hello
+    since: float
+    seen: float
+    state: SyncState
+    certificate: str = ""
 
 
-def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
-    """Return the explanation, at most 200 lines."""
-    if not views:
-        return (f"no member has or fetches {request.model}: the first one to fetch it reads storage",)
-    lines = list(_lines(request, views))
-    # A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
-    if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES:] = [f"... and {len(lines) - _MAX_LINES} lines more: name a member"]
-    return tuple(lines)
+_SYNCED = msgspec.msgpack.Decoder(SyncEntry)
 
 
-def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    if request.identity is not None:
-        yield from _of_identity(request.identity, request.identity.key(), views)
-        return
-    askers = [
-        (key, name, holder)
-        for key, view in sorted(views.items())
-        for name, holder in sorted(view.held.items())
-        if (request.member == name if request.member else holder.holding.state == "filling")
-    ]
-    if not askers:
-        if request.member:
-            yield f"{request.member} neither has nor fetches {request.model}"
-        else:
-            yield f"no member is fetching {request.model}"
-        for key, view in sorted(views.items()):
-            for name, holder in sorted(view.held.items()):
-                demoted = f"; {words}" if (words := _demoted(view, name)) else ""
-                yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
-        yield from _between_keys(views)
-        return
-    for key, name, holder in askers:
-        yield from _of_member(key, name, holder, views)
+def record_sync_states(
+    store: Store,
+    hello: Hello,
+    since: float,
+    now: float,
+    ttl_s: float,
+    states: Iterable[SyncState],
+    certificate: str = "",
+) -> None:
+    """Store the sync states that a heartbeat reports."""
+    for state in states:
+        entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
+        store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
 
 
-def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    view = views[key]
-    if holder.holding.state != "filling":
-        yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
-        return
-    order = view.relay(holder.holding.num_chunks).upstreams(name)
-    yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
-    for other, theirs in sorted(view.held.items()):
-        if other != name:
-            yield f"  {other}: {_between(name, holder, other, theirs, view, order)}"
-    yield from (f"  {line}" for line in _of_identity(holder.holding.identity, key, views, ours=False))
+def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
+    """Return the live members of a sync, the earliest first.
 
-
-def _between(
-    name: str, holder: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
-) -> str:
-    facts = [_has(theirs)]
-    if theirs.holding.num_chunks != holder.holding.num_chunks:
-        facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
-    facts += [
-        f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
-        for complaint in view.complaints
-        if complaint.of == other
-    ]
-    if words := _demoted(view, other):
-        facts.append(words)
-    if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
-        facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
-    if other in order:
-        facts.append("parent" if order[0] == other else f"substitute, number {order.index(other)}")
-    elif theirs.holding.parent == name:
-        facts.append("reads from it")
-    else:
-        facts.append("not among its upstreams: others are nearer, further ahead, or it is a descendant")
-    return "; ".join(facts)
-
-
-def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
-    for other, view in sorted(views.items()):
-        for name, holder in sorted(view.held.items()):
-            if other == key:
-                if ours:
-                    can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
-                    yield f"{name} {_has(holder)}: the identities are equal, {can}"
-                continue
-            differing = identity.differences(holder.holding.identity)
-            words = "; ".join(
-                f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
+    Raises:
+        HubUnavailable: the store did not answer.
+    """
+    key, wanted = sync_key(request.name), set(request.grants)
+    members = []
+    for name, entry in store.scan(f"sync/{key}/").items():
+        synced = _SYNCED.decode(entry.value)
+        # A member that left: its entry here expires later than its membership.
+        if synced.state.name != request.name or store.read(f"member/{name}") is None:
+            continue
+        grant = (
+            signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
+            if name in wanted
+            else b""
+        )
+        members.append(
+            SyncMember(
+                member=name,
+                host=synced.hello.host,
+                doors=synced.hello.doors,
+                called=synced.hello.name,
+                since=synced.since,
+                seen=synced.seen,
+                state=synced.state,
+                grant=grant,
+                certificate=synced.certificate,
             )
-            yield f"{name}: cannot be read, the identities differ: {words}"
+        )
+    members.sort(key=lambda member: (member.since, member.member))
+    return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
 
 
-def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
-    identities = [
-        (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
-    ]
-    for key, identity in identities[1:]:
-        # Each with the first only: all pairs of n keys would repeat most differences n times.
-        first, of_first = identities[0]
-        words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
-        yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
-
-
-def _came(holder: HoldingEntry) -> str:
-    """Return the path of a member's bytes and the reason for it."""
-    holding = holder.holding
-    why = f" ({holding.why})" if holding.why else ""
-    return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
-
-
-def _demoted(view: HubSnapshot, name: str) -> str:
-    """Return that a member is the last choice for everyone, and why; empty: it is not."""
-    if not view.demoted(name):
-        return ""
-    why = ": it signed digests that are not the revision's" if name in view.proven else ""
-    return f"demoted for everyone{why}"
-
-
-def _has(holder: HoldingEntry) -> str:
-    holding = holder.holding
-    if holding.state == "whole":
-        return "is whole"
-    return f"is {holding.state} with {holder.num_have} of {holding.num_chunks} chunks"
+def _sync_states(store: Store) -> dict[str, list[SyncState]]:
+    """Return member -> its syncs, by name."""
+    by_member: dict[str, list[SyncState]] = {}
+    for name, entry in store.scan("sync/").items():
+        by_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
+    return {member: sorted(states, key=lambda state: state.name) for member, states in by_member.items()}

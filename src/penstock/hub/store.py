@@ -1,16 +1,12 @@
 """The store of the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
-Not here: the meaning of the values (`directory`), the store of several replicas (`store_redis`).
+Not here: the names and the meaning of the values (`snapshot`, `directory`).
 
-The hub's state in Redis or Valkey, for several hubs that act as one.
-
-In: a URL. Out: a `Store`. Not here: the entries (`directory`), the store of one process (`store`).
-
-Each method is one script, which Redis runs atomically. A stored value is 16 random bytes, its version, and then the
-value. One sorted set has all names, so that a scan costs as much as its result; another has their expiry times: Redis
-drops expired values by itself, and every write drops a few of their names. All names share one hash slot, so that
-scripts also work on a cluster.
+`MemoryStore` is the reference, for the hub of one process. `RedisStore` is in Redis or Valkey, for several hubs that
+act as one: each method is one script, which Redis runs atomically. A stored value is 16 random bytes, its version, and
+then the value. One sorted set has all names, another their expiry times. All names share one hash slot, so that scripts
+also work on a cluster.
 """
 
 from __future__ import annotations
@@ -32,9 +28,9 @@ ANY: Final = b"*"
 """`expected=ANY`: write whatever is there."""
 ABSENT: Final = b""
 """`expected=ABSENT`: write only if nothing is there."""
-REMOVED_A_WRITE = 8
-"""Most expired entries that a write removes. Each write adds one expiry, so any number above one keeps up; eight
-removes the rest of a burst without making a single write slow (about 1 us each)."""
+# Most expired entries that a write removes. Each write adds one expiry, so any number above one keeps up; eight removes
+# the rest of a burst without making a single write slow (about 1 us each).
+_REMOVED_A_WRITE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,9 @@ class LivedClock:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Stored:
+    """An entry, and the time at which it expires; None: never."""
+
     entry: Entry
     expires: float | None
 
@@ -126,11 +124,11 @@ class MemoryStore:
     """
 
     clock: Callable[[], float] = time.monotonic
-    _folders: dict[str, dict[str, _Kept]] = field(default_factory=dict)
+    _folders: dict[str, dict[str, _Stored]] = field(default_factory=dict)
+    # A heap of times at which to check a name's expiry: each name once, however often it is renewed.
     _expiries: list[tuple[float, str]] = field(default_factory=list)
-    """A heap of times at which to check a name's expiry: each name once, however often it is renewed."""
+    # The names in the heap.
     _scheduled: set[str] = field(default_factory=set)
-    """The names in the heap."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _serial: int = 0
 
@@ -157,7 +155,7 @@ class MemoryStore:
                 self._schedule(expires, name)
             # A serial, not a digest of the value: a value that went back to an earlier one is still another version.
             entry = Entry(bytes(value), self._serial.to_bytes(8, "big"))
-            self._folders.setdefault(folder, {})[last] = _Kept(entry, expires)
+            self._folders.setdefault(folder, {})[last] = _Stored(entry, expires)
             return True
 
     def scan(self, prefix: str) -> dict[str, Entry]:
@@ -189,23 +187,27 @@ class MemoryStore:
         """See `Store`; the entries stay, for replicas in one process."""
 
     def _remove_expired(self) -> None:
-        """Remove at most `REMOVED_A_WRITE` expired entries. The caller holds the lock."""
+        """Remove at most `_REMOVED_A_WRITE` expired entries. The caller holds the lock."""
         now = self.clock()
-        for _ in range(REMOVED_A_WRITE):
+        for _ in range(_REMOVED_A_WRITE):
             if not self._expiries or self._expiries[0][0] > now:
                 return
             _, name = heapq.heappop(self._expiries)
             self._scheduled.discard(name)
             stored = self._live(*_split(name))
+            # It was renewed since: check again at its new expiry.
             if stored is not None and stored.expires is not None:
-                self._schedule(stored.expires, name)  # it was renewed since: check again at its new expiry
+                self._schedule(stored.expires, name)
 
     def _schedule(self, expires: float, name: str) -> None:
+        """Have a name's expiry checked, unless it is already. The caller holds the lock."""
+        # A renewed name is not moved in the heap, which would cost a search: it is found alive, and put back.
         if name not in self._scheduled:
             self._scheduled.add(name)
             heapq.heappush(self._expiries, (expires, name))
 
-    def _live(self, folder: str, last: str) -> _Kept | None:
+    def _live(self, folder: str, last: str) -> _Stored | None:
+        """Return an entry unless it is absent or expired. The caller holds the lock."""
         stored = self._folders.get(folder, {}).get(last)
         if stored is not None and stored.expires is not None and stored.expires <= self.clock():
             self._drop(folder, last)
@@ -213,6 +215,7 @@ class MemoryStore:
         return stored
 
     def _drop(self, folder: str, last: str) -> None:
+        """Remove an entry, and its folder with the last one. The caller holds the lock."""
         names = self._folders.get(folder, {})
         names.pop(last, None)
         if not names:
@@ -220,17 +223,22 @@ class MemoryStore:
 
 
 def _split(name: str) -> tuple[str, str]:
+    """Return a name's folder, up to the last slash, and the rest."""
     cut = name.rfind("/") + 1
     return name[:cut], name[cut:]
 
 
 ANSWER_S = 2.0
 """Deadline of an answer: Redis takes a tenth of a millisecond; a member waits 10 s for the hub."""
-COMPARE_S = 5.0
-"""Interval at which a process reads Redis' time. Monotonic clocks of two hosts drift by well under 1 ms meanwhile."""
+# Interval at which a process reads Redis' time. Monotonic clocks of two hosts drift by well under 1 ms meanwhile.
+_COMPARE_S = 5.0
+# The scripts below cut them off too.
 _VERSION_BYTES = 16
+# More than FastAPI's 40 threads, each of which waits for one answer at a time.
 _MAX_CONNECTIONS = 64
 
+# Redis drops expired values by itself, but not their names from the two sorted sets: each write drops a few. A name
+# whose value is still there is looked at again a second later.
 _WRITE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -262,6 +270,7 @@ end
 redis.call('ZADD', KEYS[2], 0, ARGV[4])
 return 1
 """
+# By the sorted set of names, so that a scan costs as much as its result: Redis' own SCAN walks all keys of the server.
 _SCAN = """
 local found = {}
 for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255')) do
@@ -308,12 +317,16 @@ class RedisStore:
         except ValueError as error:
             raise ConfigError(f"{without_password(url)!r} is not an address of Redis: {error}") from error
         self._where = without_password(url)
-        # One thread reads Redis' time while the others wait: without it all of them would at every `COMPARE_S`.
-        self._comparing, self._compared, self._offset = threading.Lock(), float("-inf"), 0.0
+        # One thread reads Redis' time while the others wait: without it all of them would at every `_COMPARE_S`.
+        self._comparing = threading.Lock()
+        self._compared = float("-inf")
+        # What Redis' time is ahead of this process's monotonic clock.
+        self._offset = 0.0
         self._latest = 0.0
         # Braces: a cluster hashes only the part between them, so all names are in one slot.
         self._prefix = f"{{{prefix}}}:"
-        self._names, self._expiries = f"{self._prefix}names", f"{self._prefix}expiries"
+        self._names = f"{self._prefix}names"
+        self._expiries = f"{self._prefix}expiries"
         self._write = self._client.register_script(_WRITE)
         self._scan = self._client.register_script(_SCAN)
 
@@ -324,12 +337,13 @@ class RedisStore:
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
         """See `Store`."""
+        # A random version, not a counter: a counter would be lost with the store's memory, and begin again.
         raw = b"" if value is None else os.urandom(_VERSION_BYTES) + value
         # At least 1 ms: Redis refuses to set a value that expires in no time.
         ttl_ms = b"" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000))).encode()
         gone = b"1" if value is None else b"0"
         keys = [self._prefix + name, self._names, self._expiries]
-        args = [expected, raw, gone, name, ttl_ms, self._prefix, REMOVED_A_WRITE]
+        args = [expected, raw, gone, name, ttl_ms, self._prefix, _REMOVED_A_WRITE]
         return bool(self._call(self._write, keys=keys, args=args))
 
     def scan(self, prefix: str) -> dict[str, Entry]:
@@ -341,7 +355,7 @@ class RedisStore:
     def now(self) -> float:
         """See `Store`: Redis' time of day at its last answer, continued by this process's monotonic clock."""
         with self._comparing:
-            if time.monotonic() - self._compared >= COMPARE_S:
+            if time.monotonic() - self._compared >= _COMPARE_S:
                 seconds, microseconds = self._call(self._client.time)
                 self._compared = time.monotonic()
                 self._offset = seconds + microseconds / 1e6 - self._compared
@@ -354,7 +368,8 @@ class RedisStore:
         self._client.close()
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call Redis, and raise its errors as ours."""
+        """Call Redis, and map its errors to ours."""
+        # Not tried again here: every caller's request is repeated by its client, and some have a deadline.
         try:
             return call(*args, **kwargs)
         except self._redis.AuthenticationError as error:
@@ -366,4 +381,5 @@ class RedisStore:
 
 
 def _entry(raw: bytes) -> Entry:
+    """Return the entry of a stored value."""
     return Entry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])

@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
-from penstock.hub.grants import PROVABLE, DigestSigner, GrantChecker
+from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -56,6 +56,7 @@ from penstock.hub.messages import (
     UpstreamsRequest,
     Welcome,
 )
+from penstock.hub.proof import PROVABLE, DigestSigner
 from penstock.net.unix_sockets import RuntimeDir
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights

@@ -19,8 +19,9 @@ from penstock.hub.directory import (
     WRONG_BYTES_TTL_S,
     Directory,
 )
-from penstock.hub.grants import DigestSigner, GrantChecker, make_proof
+from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsRequest, WhyRequest
+from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import MemoryStore
 from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.types import DType

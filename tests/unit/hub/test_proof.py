@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock.digest.leaf import canonical, root
-from penstock.hub import grants as proofs
-from penstock.hub.grants import DigestSigner, make_proof, proof_fault
+from penstock.hub import proof as proofs
 from penstock.hub.messages import HoldingState, Identity, LogReply, Proof
+from penstock.hub.proof import DigestSigner, make_proof, proof_fault
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors
 from penstock.types import U64
 

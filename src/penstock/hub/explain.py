@@ -1,0 +1,145 @@
+"""Explanations of why members read a model from their upstreams: differing identities, states, complaints.
+
+In: a request, the hub's snapshot of each key. Out: lines for people.
+Not here: the snapshots (`snapshot`), the answer's transport (`app`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.hub.messages import Identity, WhyRequest
+from penstock.hub.snapshot import HoldingEntry, HubSnapshot
+
+# A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
+_MAX_LINES = 200
+
+
+def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
+    """Return the explanation, at most 200 lines."""
+    if not views:
+        return (f"no member has or fetches {request.model}: the first one to fetch it reads storage",)
+    lines = list(_lines(request, views))
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"... and {len(lines) - _MAX_LINES} lines more: name a member"]
+    return tuple(lines)
+
+
+def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    """Yield the explanation for an identity, for one member, or for all members that fetch the model."""
+    # An identity is what a process asks with before it joins: it has no holding yet.
+    if request.identity is not None:
+        yield from _of_identity(request.identity, request.identity.key(), views)
+        return
+    readers = [
+        (key, name, holder)
+        for key, view in sorted(views.items())
+        for name, holder in sorted(view.held.items())
+        if (request.member == name if request.member else holder.holding.state == "filling")
+    ]
+    if not readers:
+        # With no upstreams to explain, the members themselves are what the question was about.
+        if request.member:
+            yield f"{request.member} neither has nor fetches {request.model}"
+        else:
+            yield f"no member is fetching {request.model}"
+        for key, view in sorted(views.items()):
+            for name, holder in sorted(view.held.items()):
+                demoted = f"; {words}" if (words := _demoted(view, name)) else ""
+                yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
+        yield from _between_keys(views)
+        return
+    for key, name, holder in readers:
+        yield from _of_member(key, name, holder, views)
+
+
+def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    """Yield a member's upstreams, and for each other member why it is or is not one of them."""
+    view = views[key]
+    if holder.holding.state != "filling":
+        yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
+        return
+    order = view.relay(holder.holding.num_chunks).upstreams(name)
+    yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
+    for other, theirs in sorted(view.held.items()):
+        if other != name:
+            yield f"  {other}: {_between(name, holder, other, theirs, view, order)}"
+    yield from (f"  {line}" for line in _of_identity(holder.holding.identity, key, views, ours=False))
+
+
+def _between(
+    name: str, holder: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
+) -> str:
+    """Return why member `name`, whose upstreams are `order`, does or does not read from member `other`."""
+    facts = [_has(theirs)]
+    if theirs.holding.num_chunks != holder.holding.num_chunks:
+        facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
+    facts += [
+        f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
+        for complaint in view.complaints
+        if complaint.of == other
+    ]
+    if words := _demoted(view, other):
+        facts.append(words)
+    # A cap of 0 is none.
+    if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
+        facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
+    if other in order:
+        facts.append("parent" if order[0] == other else f"substitute, number {order.index(other)}")
+    elif theirs.holding.parent == name:
+        facts.append("reads from it")
+    else:
+        facts.append("not among its upstreams: others are nearer, further ahead, or it is a descendant")
+    return "; ".join(facts)
+
+
+def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
+    """Yield the members that weights of an identity can or cannot be read from; `ours`: those of its own key too."""
+    for other, view in sorted(views.items()):
+        for name, holder in sorted(view.held.items()):
+            if other == key:
+                if ours:
+                    can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
+                    yield f"{name} {_has(holder)}: the identities are equal, {can}"
+                continue
+            # Another key means that at least one field differs: each is named, with both values.
+            differing = identity.differences(holder.holding.identity)
+            words = "; ".join(
+                f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
+            )
+            yield f"{name}: cannot be read, the identities differ: {words}"
+
+
+def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
+    """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
+    identities = [
+        (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
+    ]
+    for key, identity in identities[1:]:
+        # Each with the first only: all pairs of n keys would repeat most differences n times.
+        first, of_first = identities[0]
+        words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
+        yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
+
+
+def _came(holder: HoldingEntry) -> str:
+    """Return the path of a member's bytes and the reason for it."""
+    holding = holder.holding
+    why = f" ({holding.why})" if holding.why else ""
+    return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
+
+
+def _demoted(view: HubSnapshot, name: str) -> str:
+    """Return that a member is the last choice for everyone, and why; empty: it is not."""
+    if not view.demoted(name):
+        return ""
+    why = ": it signed digests that are not the revision's" if name in view.proven else ""
+    return f"demoted for everyone{why}"
+
+
+def _has(holder: HoldingEntry) -> str:
+    """Return the state of a holding in words."""
+    holding = holder.holding
+    if holding.state == "whole":
+        return "is whole"
+    return f"is {holding.state} with {holder.num_have} of {holding.num_chunks} chunks"
