@@ -97,6 +97,7 @@ check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit),
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status
 	@$(PY) scripts/size.py
+	@$(MAKE) --no-print-directory docs
 
 docs: $(READY)  ## the documentation site, into .cache/site, strictly
 	@$(PY) scripts/chart.py --check

@@ -167,7 +167,8 @@ def convert(
         PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
         OperationFailed: an operation raised, hung, or returned other tensors than its recipes say.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
-        After all of these the destination is untouched, and the same call resumes; one into memory starts again.
+
+    After all of these the destination is untouched, and the same call resumes; one into memory starts again.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)

@@ -91,7 +91,9 @@ class Keeper:
         disk: directory for idle models, on a local disk.
         disk_bytes: limit of the directory; None: the disk's free space.
         settings: settings of reading storage.
-        connection, max_readers, max_bytes_per_s: see `penstock.join`.
+        connection: hub, token, address and transports; see `penstock.join`.
+        max_readers: concurrent readers of each model; see `penstock.join`.
+        max_bytes_per_s: limit for all readers together; see `penstock.join`.
 
     Raises:
         ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.

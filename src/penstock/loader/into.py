@@ -51,7 +51,14 @@ def load_into(
 
     Args:
         target: a module (its parameters and persistent buffers, tied ones filled once) or tensors by name.
-        uri, names, verify, group, memory_bytes, storage_options, progress, trace: see `load`.
+        uri: the weight set; see `load`.
+        names: the tensors to load; see `load`.
+        verify: whether bytes are compared with digests; see `load`.
+        group: ranks that read a part each and exchange it; see `load`.
+        memory_bytes: limit of host staging; see `load`.
+        storage_options: credentials and endpoint of an object store; see `load`.
+        progress: a bar, nothing, or a function; see `load`.
+        trace: a file for a Chrome trace; see `load`.
         strict: every tensor must have a target and every target a tensor; False fills what both sides have.
         rename: checkpoint name to target name.
         arena: first move the target into one arena (`memory.rehome`), so that peers reach it by one registration.

@@ -311,7 +311,7 @@ def load_file(
     """Return every tensor of one safetensors file by name, in file order, as `safetensors.torch.load_file`.
 
     Raises:
-        As `safe_open`.
+        PenstockError: see `safe_open`.
 
     Ownership: the caller's. On the CPU, tensors of a local file are mapped and small neighbours share a mapping.
     """

@@ -110,7 +110,8 @@ def verify(
     Args:
         uri: as `load`.
         public_key: path of an Ed25519 public key in PEM.
-        storage_options, progress: see `load`.
+        storage_options: credentials and endpoint of an object store; see `load`.
+        progress: a bar, nothing, or a function; see `load`.
 
     Raises:
         ConfigError: the key cannot be read.

@@ -428,7 +428,8 @@ def subscriber(
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each in its own layout.
-        connection, arena: see `publisher`.
+        connection: hub, token, address and transports; see `publisher`.
+        arena: first move the target into one arena; see `publisher`.
         mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
             they arrive in the target itself while the engine is paused; no further memory is needed.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
