@@ -1,4 +1,4 @@
-"""The wheel, installed into a clean environment: it has all its files, and the base installation works without extras."""
+"""The wheel, installed into a clean environment: it has all its files, and works without extras."""
 
 from __future__ import annotations
 
