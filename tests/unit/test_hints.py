@@ -21,8 +21,10 @@ from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
 from penstock.hub.auth import Auth, first_token
 from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
 from penstock.hub.messages import Status
-from penstock.hub.server import bind
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
 from penstock.jobs.convert import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.peer.server import PeerServer
@@ -105,3 +107,21 @@ def test_no_message_names_an_extra_of_a_package_that_pip_does_not_find() -> None
     source = Path(penstock.__file__).parent
     named = [path.name for path in source.rglob("*.py") if "pip install 'penstock" in path.read_text(encoding="utf-8")]
     assert named == []
+
+
+def test_a_hub_without_tls_is_named_at_once(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-of-this-hub\n")
+    auth = Auth.of(token_file=tokens)
+    hub = HubThread(Directory(MemoryStore()), bind("127.0.0.1:0", auth), auth)
+    hub.start()
+    try:
+        with HubClient.connect(hub.url.replace("http://", "https://"), "a-token-of-this-hub") as client:
+            assert "http://" in hint_of(lambda: client.status(None))
+    finally:
+        hub.stop()
+
+
+@pytest.mark.parametrize("uri", ["hf://owner/model", "owner/model"])
+def test_a_repository_of_hugging_face_is_named(uri: str) -> None:
+    assert "hf download owner/model" in hint_of(lambda: penstock.inspect(uri))

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -30,7 +30,7 @@ app = typer.Typer(
     name="penstock",
     help="Moves model weights to GPUs at the speed of the link: verified, in bounded memory.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -53,6 +53,23 @@ def version(format: FormatOption = Format.human) -> None:
         write_json(found)
     else:
         write_fields({name: value or "not installed" for name, value in found.items()})
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from penstock.cli.terminal import package_version, write_lines
+
+        write_lines(f"penstock {package_version('penstock') or 'from a source tree'}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Move model weights to GPUs at the speed of the link: verified, in bounded memory."""
 
 
 app.command("load")(load.load)

@@ -330,6 +330,13 @@ class HubClient(Closing):
                 self._drop(pool)
             except OSError as error:
                 last = error
+                if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+                    # What answered is no TLS: it will not become one by trying again.
+                    raise ConfigError(
+                        "the hub at this address does not speak TLS",
+                        uri=url,
+                        hint="write http:// if it was started without --cert, or correct the port",
+                    ) from error
                 # A try shortened by the end of the deadline cannot tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):

@@ -97,6 +97,11 @@ def _scheme_of(uri: str) -> str | None:
     if not is_registered(scheme):
         known = ", ".join(f"{name}://" for name in registered_schemes())
         hint = f"give a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
+        if scheme == "hf":
+            # Everybody's first try; the hub of Hugging Face is not a storage yet.
+            hint = (
+                f"download it first: hf download {uri.partition('://')[2]} --local-dir DIRECTORY, then give DIRECTORY"
+            )
         raise ConfigError(f"no storage for {scheme}://", uri=uri, hint=hint)
     return scheme
 

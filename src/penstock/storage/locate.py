@@ -24,6 +24,8 @@ SIDECAR = "penstock.manifest"
 """Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""A name as Hugging Face has it: an owner and a repository."""
 _INDEX = f"model{INDEX_SUFFIX}"
 # Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
 # Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
@@ -140,6 +142,8 @@ def _nothing_at(path: str) -> NotFound:
     # `s3:/bucket` is a path to the system, and a slip to its user.
     scheme, _, rest = path.partition(":/")
     hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
+    if hint is None and _REPOSITORY.fullmatch(path):
+        hint = f"a repository of Hugging Face is downloaded first: hf download {path} --local-dir DIRECTORY"
     return NotFound("no such file or directory", uri=path, hint=hint)
 
 
