@@ -149,7 +149,8 @@ class ConnectionSettings:
             It is left out of the repr.
         listen: `host:port` where other hosts reach this member; None: this host only.
         rack: a label that hosts near each other share.
-        transports: allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`); None: all that work here.
+        transports: names of the allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
+            one); None: all that work here.
         stall_s: seconds without progress after which the hub, or another member, counts as stalled; None:
             `PENSTOCK_STALL_S`.
 

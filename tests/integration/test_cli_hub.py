@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
         done = penstock("hub", *arguments)
         assert done.returncode == 2 and word in done.stderr, done.stderr
     done = penstock("status", "--hub", "nothing")
-    assert done.returncode == 2 and "no address of a hub" in done.stderr
+    assert done.returncode == 2 and "not the address of a hub" in done.stderr
 
 
 def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstock: Run) -> None:

@@ -281,7 +281,7 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_PROFILE", "team")
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(MissingExtra, match="penstock\\[aws\\]"):
+    with pytest.raises(MissingExtra, match="pip install 'boto3"):
         open_object("s3://bucket/key", settings=SETTINGS)
 
 

@@ -87,12 +87,12 @@ def row_of(member: MemberStatus, ttl_s: float = 10.0) -> Row:
         "rack": member.rack,
         "silent": member.silent_s > ttl_s / 2,
         "complaints": member.complaints,
-        "holdings": [_holding_row(holding) for holding in member.holdings],
+        "holdings": [_weights_row(holding) for holding in member.holdings],
         "syncs": [_sync_row(state) for state in member.syncs],
     }
 
 
-def _holding_row(holding: HoldingState) -> Row:
+def _weights_row(holding: HoldingState) -> Row:
     # A draining holder may have been whole, and then lists no ranges.
     is_whole = holding.state == "whole" or (holding.state == "draining" and not holding.have)
     have = holding.num_chunks if is_whole else sum(stop - start for start, stop in holding.have)

@@ -107,7 +107,7 @@ def register_transport(kind: TransportKind) -> None:
         ConfigError: the name is none, or another transport has it.
     """
     require_type("kind", kind, TransportKind, "a penstock.transport.TransportKind")
-    # Names of transports made here from a registered one, such as staged_http: a user may list them as any other.
+    # These names are of the ways in which bytes of `shm` and `http` reach a device; reports show them as paths.
     if not _NAME.fullmatch(kind.name) or kind.name.startswith(("staged_", "pinned_")):
         hint = "up to 32 lower-case letters, digits and _; staged_ and pinned_ are taken"
         raise ConfigError(f"cannot register a transport called {kind.name!r}: not a name", hint=hint)
