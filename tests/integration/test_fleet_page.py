@@ -190,6 +190,7 @@ def announce(directory: Directory, number: int, *, silent: bool = False) -> None
     directory.beat(name, Beat(holdings=(holding,)))
 
 
+@pytest.mark.parametrize("browser", ["light"], indirect=True)
 def test_a_thousand_members_are_usable(
     directory: Directory, hub: HubThread, browser: webdriver.Chrome, shot: Shot
 ) -> None:
