@@ -258,7 +258,7 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
     old = server.tokens()
     assert old not in fresh.values()
     status, said = server.ask("/start_weight_update")
-    assert (status, "subscribed to nothing" in said) == (500, True), said
+    assert (status, "not subscribed to a sync" in said) == (500, True), said
     server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 10.0})
 
     with trainer(llama, runtime, tmp_path) as first:
