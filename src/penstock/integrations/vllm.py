@@ -190,6 +190,8 @@ def _stream(
     if in_fleet is not None:
         rank = _rank()
         shared = {name: options[name] for name in ("memory_bytes",) if name in options}
+        # Again: this module may be imported before vLLM has configured its own logger.
+        vllm_logger()
         fleet = replica.join(in_fleet, files, log=_logger, rank=rank, **shared)
         if fleet is not None:
             # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
