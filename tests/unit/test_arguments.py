@@ -60,6 +60,7 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "numbers as coordinates": lambda file: ps.join("m", variant=ps.Variant(parallel=3)),
     "a number as a dtype": lambda file: ps.Variant(dtype=3),
     "a list as a quantisation config": lambda file: ps.Variant(quantization=[8]),
+    "a quantisation that is no JSON": lambda file: ps.Variant(quantization={"dtype": object()}),
     "a mapping as a variant": lambda file: ps.join("m", variant={"role": "draft"}),
     "a rank without a number of ranks": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, rank=0),
     "a rank above the number of ranks": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, rank=(2, 2)),

@@ -23,7 +23,7 @@ from penstock.arguments import require_name, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
-from penstock.errors import IntegrityError, PenstockError
+from penstock.errors import ConfigError, IntegrityError, PenstockError
 from penstock.fetch.discover import Discovery, Target
 from penstock.fetch.report import FetchReport, Provenance, report_of
 from penstock.fetch.run import Fetch
@@ -262,19 +262,30 @@ class Variant:
             require_type(name, getattr(self, name), str, "a str that is equal at all members")
         require_type("quantization", self.quantization, (str, Mapping), "the quantisation config, or its digest")
         require_text_map("parallel", self.parallel, 'coordinates: {"tp": "1/4"}')
+        self.quantization_digest()
+
+    def quantization_digest(self) -> str:
+        """Return `quantization` if it is a text, else a digest of it: a config may have hundreds of entries.
+
+        Raises:
+            ConfigError: it holds a value that JSON does not have.
+        """
+        if isinstance(self.quantization, str):
+            return self.quantization
+        try:
+            ordered = msgspec.json.encode(self.quantization, order="deterministic")
+        except (TypeError, msgspec.MsgspecError) as error:
+            hint = "give plain values of JSON, or a digest of your own"
+            raise ConfigError(f"quantization cannot be digested: {error}", hint=hint) from error
+        return str(blake3(ordered).hexdigest(length=16))
 
     def identity(self, model: str, revision: str) -> Identity:
         """Return the identity by which the hub compares members; its layout is not known yet."""
-        quantization = self.quantization
-        if not isinstance(quantization, str):
-            # A config may have hundreds of entries, and the hub needs equality only: it gets a digest.
-            ordered = msgspec.json.encode(quantization, order="deterministic")
-            quantization = str(blake3(ordered).hexdigest(length=16))
         return Identity(
             model=model,
             revision=revision,
             dtype=self.dtype,
-            quantization=quantization,
+            quantization=self.quantization_digest(),
             parallel=dict(self.parallel or {}),
             role=self.role,
             post_processing=self.post_processing,

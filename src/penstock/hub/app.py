@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -218,16 +218,8 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         CALLER.set(STRANGER)
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
-    # Within the app's life, so that it runs in the server's own event loop and ends with it.
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(_beat(directory, auth)), asyncio.create_task(keep_sampling(feed))]
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    app = FastAPI(title="Penstock hub", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    life = _running(lambda: _beat(directory, auth), lambda: keep_sampling(feed))
+    app = FastAPI(title="Penstock hub", version="1", lifespan=life, docs_url=None, redoc_url=None)
     for operation in OPERATIONS:
         # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
         app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
@@ -245,25 +237,33 @@ def create_page_app(status: Callable[[], Status], auth: Auth) -> FastAPI:
     Args:
         status: returns the members of the fleet.
         auth: authenticates the page's requests.
+
+    Raises:
+        MissingExtra: FastAPI is not installed.
     """
     from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
     feed = FleetFeed(status)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sampling = asyncio.create_task(keep_sampling(feed))
-        yield
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
-
-    app = FastAPI(
-        title="Penstock fleet", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    life = _running(lambda: keep_sampling(feed))
+    app = FastAPI(title="Penstock fleet", version="1", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.state.on_unauthorized = lambda path, client: None
     _map_faults(app, lambda status: None)
     return app
+
+
+def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return a lifespan in which this work runs: in the server's own event loop, cancelled when the app ends."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(start()) for start in work]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    return lifespan
 
 
 async def _beat(directory: Directory, auth: Auth) -> None:

@@ -4,7 +4,7 @@ In: a function that returns the status. Out: routes `/`, `/assets/NAME` and `/v1
 Not here: the status itself (`snapshot`), what the page draws (`assets/app.js`), authentication (`auth`, `connection`).
 
     browser --GET /--> files of this package; nothing from another origin
-            --GET /v1/events?since=N, bearer token--> rows that changed since N, again after each interval
+            --GET /v1/events?since=CURSOR, bearer token--> rows that changed since, again after each interval
 
 The page sends the token itself, because a browser's event source cannot: it reads the stream by `fetch`. A stream ends
 after `STREAM_S`, before the hub's deadline for an answer; the page then asks for what changed since.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -46,6 +47,10 @@ STREAM_S = 50.0
 HISTORY_S = 3600.0
 SAMPLE_S = 5.0
 """Between two points of the charts: 720 in an hour."""
+SILENT_S = 5.0
+"""A member that the hub has not heard of for so long is shown as silent; members of a fleet beat every 2 s."""
+MAX_GONE = 10_000
+"""Members that left and are remembered for viewers; a viewer that missed more gets everything again."""
 MAX_VIEWERS = 32
 """Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second."""
 SECURITY_HEADERS = {
@@ -59,6 +64,7 @@ SECURITY_HEADERS = {
 }
 _log = logging.getLogger("penstock.hub")
 _ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+_CURSOR = re.compile(r"([0-9a-f]{16})\.(\d{1,18})")
 _SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
 
 Row = dict[str, Any]
@@ -73,19 +79,14 @@ def shares(path: str) -> list[dict[str, Any]]:
     ]
 
 
-def row_of(member: MemberStatus, ttl_s: float = 10.0) -> Row:
-    """Return a member as the page draws it.
-
-    Args:
-        member: from the hub.
-        ttl_s: seconds of silence after which it is shown as silent.
-    """
+def row_of(member: MemberStatus) -> Row:
+    """Return a member as the page draws it."""
     return {
         "id": member.member,
         "name": member.name,
         "host": member.host,
         "rack": member.rack,
-        "silent": member.silent_s > ttl_s / 2,
+        "silent": member.silent_s > SILENT_S,
         "complaints": member.complaints,
         "holdings": [_weights_row(holding) for holding in member.holdings],
         "syncs": [_sync_row(state) for state in member.syncs],
@@ -159,8 +160,13 @@ class FleetFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._changed: dict[str, int] = {}
-        self._gone: deque[tuple[int, str]] = deque(maxlen=10_000)
+        self._gone: deque[tuple[int, str]] = deque()
+        # Serial numbers count in one life of one process. Several hubs may act as one, so a viewer's next stream may
+        # come from another hub, which recognises by this that the number is not its own.
+        self._life = secrets.token_hex(8)
         self._serial = 0
+        self._forgotten = 0
+        """Changes up to this one are no longer all known."""
         self._looked_s = float("-inf")
         self._history: deque[Row] = deque(maxlen=int(HISTORY_S / SAMPLE_S))
         self._sampled_s = float("-inf")
@@ -187,35 +193,40 @@ class FleetFeed:
             for name in gone:
                 del self._changed[name]
                 self._gone.append((self._serial, name))
+            while len(self._gone) > MAX_GONE:
+                self._forgotten = self._gone.popleft()[0]
             self._rows = rows
             if now_s - self._sampled_s >= SAMPLE_S * 0.9:
                 self._sampled_s = now_s
                 self._history.append({"at": time.time(), **totals(rows)})
 
-    def changes(self, since: int, caller: Caller) -> tuple[int, bytes]:
-        """Return the present serial number, and a message with what changed since; empty if nothing did.
+    def changes(self, cursor: str, caller: Caller) -> tuple[str, bytes]:
+        """Return the present cursor, and a message with what changed since; empty if nothing did.
 
         Args:
-            since: the serial number that the viewer has; 0: nothing yet, and the message has everything.
+            cursor: the one that the viewer has; one of another process, or empty: the message has everything.
             caller: rows are limited to the models that it may see.
         """
         with self._lock:
-            if since > self._serial:
-                since = 0  # of another life of this hub
-            if since == self._serial and since:
-                return since, b""
-            rows = [self._rows[name] for name, serial in self._changed.items() if serial > since]
-            message = {
-                "serial": self._serial,
-                "full": since == 0,
+            present = f"{self._life}.{self._serial}"
+            if cursor == present:
+                return present, b""
+            parts = _CURSOR.fullmatch(cursor)
+            since = int(parts[2]) if parts and parts[1] == self._life else -1
+            # A caller that may see some models gets all of its rows each time: to name those that left its sight would
+            # tell it of members that it may not see.
+            is_full = not self._forgotten <= since < self._serial or caller.models is not None
+            rows = [self._rows[name] for name, serial in self._changed.items() if is_full or serial > since]
+            message: dict[str, Any] = {
+                "cursor": present,
+                "full": is_full,
                 "rows": [visible for row in rows if (visible := visible_to(row, caller)) is not None],
-                "gone": [] if since == 0 else [name for serial, name in self._gone if serial > since],
+                "gone": [] if is_full else [name for serial, name in self._gone if serial > since],
             }
             if caller.models is None:
-                # Totals of all models are not for a caller that may see some of them.
                 message["totals"] = totals(self._rows)
-                message["history"] = list(self._history) if since == 0 else list(self._history)[-1:]
-            return self._serial, msgspec.json.encode(message)
+                message["history"] = list(self._history) if is_full else list(self._history)[-1:]
+            return present, msgspec.json.encode(message)
 
 
 def visible_to(row: Row, caller: Caller) -> Row | None:
@@ -231,12 +242,16 @@ def visible_to(row: Row, caller: Caller) -> Row | None:
 
 
 async def keep_sampling(feed: FleetFeed) -> None:
-    """Look at the status for the charts, also while nobody watches; a store that does not answer leaves a gap."""
+    """Look at the status for the charts, also without viewers; a store that does not answer leaves a gap in them."""
+    was_read = True
     while True:
         try:
             await run_in_threadpool(feed.look)
-        except (PenstockError, OSError) as error:
-            _log.warning("the status for the fleet page cannot be read: %s", error)
+            was_read = True
+        except PenstockError as error:
+            if was_read:  # one line for an outage, not one each time
+                _log.warning("the status for the fleet page cannot be read: %s", error.message)
+            was_read = False
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -262,8 +277,8 @@ def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Calle
     async def events(request: Request) -> Response:
         nonlocal viewers
         caller = caller_of(request)
-        since = request.query_params.get("since", "0")
-        if not since.isascii() or not since.isdigit() or len(since) > 18:
+        since = request.query_params.get("since", "")
+        if since and not _CURSOR.fullmatch(since):
             return Response(status_code=422, headers=SECURITY_HEADERS)
         if viewers >= MAX_VIEWERS:
             return Response(status_code=503, headers={**SECURITY_HEADERS, "Retry-After": "10"})
@@ -272,11 +287,15 @@ def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Calle
             nonlocal viewers
             viewers += 1
             try:
-                serial, end_s = int(since), time.monotonic() + STREAM_S
+                cursor, end_s = since, time.monotonic() + STREAM_S
                 while time.monotonic() < end_s:
-                    # In a thread: Redis may be behind the status, and 1,000 rows are compared.
-                    await run_in_threadpool(feed.look)
-                    serial, message = await run_in_threadpool(feed.changes, serial, caller)
+                    try:
+                        # In a thread: Redis may be behind the status, and 1,000 rows are compared.
+                        await run_in_threadpool(feed.look)
+                        cursor, message = await run_in_threadpool(feed.changes, cursor, caller)
+                    except PenstockError as error:
+                        # The answer has begun, so it cannot become a 503: the viewer is told in the stream.
+                        message = msgspec.json.encode({"error": error.message})
                     # A comment line keeps the connection alive, and shows the viewer that the hub answers.
                     yield b"data: " + message + b"\n\n" if message else b":\n\n"
                     await asyncio.sleep(feed.interval_s)

@@ -37,6 +37,7 @@ _OBJECT_STORES = ("s3://", "gs://", "az://")
 def vllm_logger() -> logging.Logger:
     """Return the integration's logger, with the handlers and level of vLLM's where the application gave it none."""
     # vLLM configures its own logger `vllm` only: without its handlers, no line of ours below a warning would be shown.
+    # Called where a line is written: this module may be imported before vLLM has configured its logger.
     logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
     if theirs.handlers and not logger.hasHandlers():
         for handler in theirs.handlers:
@@ -44,9 +45,6 @@ def vllm_logger() -> logging.Logger:
         if logger.level == logging.NOTSET:
             logger.setLevel(theirs.level)
     return logger
-
-
-_logger = vllm_logger()
 
 
 def register() -> None:
@@ -186,18 +184,17 @@ def _stream(
     """Yield the tensors of `files` as they arrive, from the fleet if there is one, and a line in the log at the end."""
     from penstock import api
 
+    log = vllm_logger()
     in_fleet = replica.FleetOptions.read(options)
     if in_fleet is not None:
         rank = _rank()
         shared = {name: options[name] for name in ("memory_bytes",) if name in options}
-        # Again: this module may be imported before vLLM has configured its own logger.
-        vllm_logger()
-        fleet = replica.join(in_fleet, files, log=_logger, rank=rank, **shared)
+        fleet = replica.join(in_fleet, files, log=log, rank=rank, **shared)
         if fleet is not None:
             # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
             device, stores = options.get("device", "cpu"), options.get("storage_options")
             tensors = replica.tensors(
-                fleet, files, in_fleet, log=_logger, device=device, storage_options=stores, serves=rank == 0
+                fleet, files, in_fleet, log=log, device=device, storage_options=stores, serves=rank == 0
             )
             yield from ((prefix + name, tensor) for name, tensor in tensors if wanted is None or wanted(name))
             return
@@ -208,7 +205,7 @@ def _stream(
     with api.stream(files, device=device, names=wanted, group=group, progress=progress, **arguments) as stream:
         for name, tensor in stream:
             yield prefix + name, tensor
-        _logger.info("penstock: %s", stream.report.summary())
+        log.info("penstock: %s", stream.report.summary())
 
 
 def _rank() -> int:

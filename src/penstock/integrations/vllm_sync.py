@@ -37,8 +37,6 @@ from penstock.hub.auth import first_token
 from penstock.integrations.vllm import vllm_logger
 from penstock.integrations.vllm_staging import StagingModel
 
-_logger = vllm_logger()
-
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -143,7 +141,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             stack.pop_all()
         self._joined = subscriber, staging
         self._strict = init_info.strict
-        _logger.info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
+        vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
     def start_weight_update(self) -> None:
         """Begin an update. Nothing is touched: the model may serve until `finish_weight_update`."""
@@ -200,7 +198,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         with _agreed():
             staging.install(subscriber.wanted)
         took_s = time.monotonic() - began
-        _logger.info("penstock: version %d of %s installed in %.3f s", self._landed, subscriber.name, took_s)
+        vllm_logger().info("penstock: version %d of %s installed in %.3f s", self._landed, subscriber.name, took_s)
 
     def shutdown(self) -> None:
         """Unsubscribe; the model keeps its version."""
@@ -226,7 +224,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # Already received if another worker failed and the call is repeated.
         if subscriber.version != info.version or subscriber.is_dirty:
             report = subscriber.update(info.version, timeout_s=info.timeout_s)
-            _logger.info("penstock: %s", report.summary())
+            vllm_logger().info("penstock: %s", report.summary())
         staging.check(subscriber.wanted, strict=self._strict)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:

@@ -112,6 +112,12 @@ class WorkerSettings:
             parse_bytes(self.memory_bytes)
         require_type("scratch", self.scratch, (str, os.PathLike, type(None)), "a directory, or None")
         require_type("ray", self.ray, (str, type(None)), "the address of a Ray cluster, or None")
+        require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
+        if self.rates is not None:
+            # Imported only here: most conversions are given no rates, and need nothing of the simulation.
+            from penstock.plan.cluster import Rates
+
+            require_type("rates", self.rates, Rates, "a penstock.plan.cluster.Rates, or None")
         if self.ray is not None and self.launcher is not None:
             raise ConfigError("ray and launcher are both given", hint="leave out ray=, or launcher=")
 

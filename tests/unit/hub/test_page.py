@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +15,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi")
+import uvicorn
+from fastapi import FastAPI
 
+from penstock.errors import HubUnavailable
+from penstock.hub import page
 from penstock.hub.auth import Auth, Caller
 from penstock.hub.directory import Directory
 from penstock.hub.messages import HoldingState, Identity, MemberStatus, Status, SyncState
@@ -41,11 +48,11 @@ class Fleet:
         self.now_s = 0.0
         self.feed = FleetFeed(lambda: Status(members=tuple(self.members.values())), clock=lambda: self.now_s)
 
-    def look(self, since: int, caller: Caller = ALL) -> tuple[int, dict | None]:
+    def look(self, cursor: str = "", caller: Caller = ALL) -> tuple[str, dict | None]:
         self.now_s += 10
         self.feed.look()
-        serial, message = self.feed.changes(since, caller)
-        return serial, json.loads(message) if message else None
+        present, message = self.feed.changes(cursor, caller)
+        return present, json.loads(message) if message else None
 
 
 def test_a_path_is_parted() -> None:
@@ -59,11 +66,11 @@ def test_a_path_is_parted() -> None:
 def test_a_viewer_gets_everything_once_and_then_what_changed() -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
-    serial, message = fleet.look(0)
+    cursor, message = fleet.look()
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["a", "b"]
-    assert fleet.look(serial) == (serial, None)
+    assert fleet.look(cursor) == (cursor, None)
     fleet.members["b"] = member("b", have=((0, 10),))
-    later, message = fleet.look(serial)
+    later, message = fleet.look(cursor)
     assert message is not None and not message["full"]
     assert [(row["id"], row["holdings"][0]["share"]) for row in message["rows"]] == [("b", 1.0)]
     del fleet.members["a"]
@@ -77,19 +84,41 @@ def test_clocks_that_run_are_no_change() -> None:
     assert row_of(first) == row_of(second)
 
 
-def test_a_serial_number_of_another_hub_begins_anew() -> None:
+def test_a_cursor_of_another_hub_begins_anew() -> None:
+    """Its number may be one that this hub has, too: hubs that act as one count apart."""
+    first, second = Fleet(), Fleet()
+    for fleet in (first, second):
+        fleet.members = {"a": member("a")}
+    cursor, _ = first.look()
+    second.look()
+    second.members["b"] = member("b")
+    _, message = second.look(cursor)
+    assert message is not None and message["full"] and len(message["rows"]) == 2
+
+
+def test_a_viewer_that_missed_too_many_departures_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MAX_GONE", 2)
     fleet = Fleet()
-    fleet.members = {"a": member("a")}
-    _, message = fleet.look(1_000)
-    assert message is not None and message["full"]
+    fleet.members = {name: member(name) for name in "abcd"}
+    cursor, _ = fleet.look()
+    for name in "abc":
+        del fleet.members[name]
+        fleet.look()
+    _, message = fleet.look(cursor)
+    assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["d"]
 
 
 def test_a_limited_caller_sees_its_models_only() -> None:
     fleet = Fleet()
+    limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
-    _, message = fleet.look(0, Caller(models=("llama",)))
+    cursor, message = fleet.look("", limited)
     assert message is not None and [row["id"] for row in message["rows"]] == ["a"]
     assert "totals" not in message and "secret" not in json.dumps(message)
+    # One that leaves its sight is gone, and nothing is said of those that it never saw.
+    fleet.members = {"a": member("a", model="secret")}
+    _, message = fleet.look(cursor, limited)
+    assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
 
 
 def test_bytes_from_peers_count_as_saved() -> None:
@@ -159,3 +188,29 @@ def test_the_stream_asks_for_a_token(ask) -> None:
     for token in (TOKEN, LIMITED):
         answer = ask("/v1/events", token)
         assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream; charset=utf-8")
+
+
+class _Away(FleetFeed):
+    """A feed whose status cannot be read, as while Redis or the hub behind `penstock ui` is away."""
+
+    def look(self) -> None:
+        raise HubUnavailable("the store does not answer")
+
+
+def test_a_store_that_is_away_is_said_in_the_stream() -> None:
+    app = FastAPI()
+    page.add_page(app, _Away(Status), lambda request: ALL)
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    try:
+        connection = http.client.HTTPConnection(*bound.getsockname(), timeout=10)
+        connection.request("GET", "/v1/events")
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            assert answer.status == 200
+            assert json.loads(answer.readline().removeprefix(b"data: ")) == {"error": "the store does not answer"}
+    finally:
+        server.should_exit = True
+        thread.join()
+        bound.close()

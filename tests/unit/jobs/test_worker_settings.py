@@ -18,6 +18,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a number as a directory": (lambda: ps.WorkerSettings(scratch=3), "scratch"),
     "a number as a cluster": (lambda: ps.WorkerSettings(ray=3), "ray"),
     "two ways to start workers": (lambda: ps.WorkerSettings(ray="auto", launcher=ForkLauncher()), "both given"),
+    "a text as a launcher": (lambda: ps.WorkerSettings(launcher="slurm"), "launcher"),
+    "a text as rates": (lambda: ps.WorkerSettings(rates="h200"), "rates"),
     "a text as workers": (lambda: ps.WorkerSettings.of("2"), "workers"),
     "a bool as workers": (lambda: ps.WorkerSettings.of(True), "workers"),
 }

@@ -4,7 +4,7 @@
 const rows = new Map(); // member id -> row
 let history = [];
 let totals = null;
-let serial = 0;
+let cursor = "";
 let token = location.hash.slice(1) || sessionStorage.getItem("penstock-token") || "";
 let dirty = true;
 
@@ -49,7 +49,7 @@ async function follow() {
   for (;;) {
     try {
       const headers = token ? { Authorization: `Bearer ${token}` } : {};
-      const answer = await fetch(`v1/events?since=${serial}`, { headers, cache: "no-store" });
+      const answer = await fetch(`v1/events?since=${cursor}`, { headers, cache: "no-store" });
       if (answer.status === 401) {
         await login();
         continue;
@@ -81,6 +81,11 @@ async function read(reader) {
 }
 
 function take(message) {
+  if (message.error) {
+    say(message.error, "lost");
+    return;
+  }
+  say("Live", "live");
   if (message.full) rows.clear();
   for (const row of message.rows) rows.set(row.id, row);
   for (const id of message.gone) rows.delete(id);
@@ -89,7 +94,7 @@ function take(message) {
     history = message.full ? message.history : history.concat(message.history.filter((p) => !history.length || p.at > history.at(-1).at));
     history = history.slice(-720);
   }
-  serial = message.serial;
+  cursor = message.cursor;
   dirty = true;
 }
 

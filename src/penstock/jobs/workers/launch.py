@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
@@ -56,6 +56,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of the GPUs that torch supports: NVIDIA's, those of WSL, AMD's."""
 
 
+@runtime_checkable
 class Launcher(Protocol):
     """A way to start workers and to end them.
 
