@@ -249,7 +249,7 @@ class Choice:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the link is being measured, or about to be."""
+        """Return whether the link is being measured. `begin` may start another measurement."""
         return self._is_open
 
     def sample(self, piece: memoryview, planes: Planes) -> None:

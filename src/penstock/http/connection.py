@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from penstock.http.head import MAX_HEAD_BYTES, MalformedMessage, MessageParser, RequestHead, ResponseHead
 from penstock.net.admission import MIN_BYTES_PER_S
+from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 MAX_VIEWS = 256
@@ -106,6 +107,8 @@ class HttpConnection:
                     raise ConnectionAbortedError("the connection ended in the middle of a message head")
                 raise ConnectionResetError("the other end closed the connection without an answer")
             response = parser.response()
+            if response.status < 100:
+                raise MalformedMessage(f"an answer of status {response.status}")
             if response.status >= 200:
                 return response, parser
         raise MalformedMessage(f"{_MAX_INTERIM} interim answers in a row")
@@ -238,12 +241,7 @@ class HttpConnection:
 
     def cut(self) -> None:
         """End the connection while another thread may be sending or receiving; from any thread, at once."""
-        try:
-            # Not SSLSocket's own, which makes a receiver in another thread take ciphertext for the bytes.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        except OSError:
-            # The other end was first.
-            return
+        cut(self._sock)
 
     def close(self) -> None:
         """Close the socket; not while another thread uses it (`cut` is for that)."""

@@ -17,7 +17,8 @@ import httptools
 from penstock.errors import ConfigError, FormatError
 
 MAX_HEAD_BYTES = 64 << 10
-"""Longest head of an answer. Reason: redirects of model hubs to signed URLs take up to 10 KiB with their cookies."""
+"""Longest head, unless the reader says otherwise. Reason: answers of model hubs that redirect to signed URLs take up to
+10 KiB with their cookies."""
 MAX_FIELDS = 100
 """Header fields of one head. Reason: common servers send 10 to 30; the standard library has the same limit."""
 
@@ -94,7 +95,9 @@ class _Events:
         self.is_in_body = True
 
     def on_body(self, piece: bytes) -> None:
-        self.body.append(piece)
+        # Bytes behind the end of the message are no part of it: of a second answer, that nobody asked for.
+        if not self.is_done:
+            self.body.append(piece)
 
     def on_message_complete(self) -> None:
         self.is_done = True
@@ -202,7 +205,10 @@ class MessageParser:
         if b"\r\n " in self._received or b"\r\n\t" in self._received:
             raise MalformedMessage("a message head with a folded line")
         version = self._parser.get_http_version()
-        if version not in {"1.0", "1.1"}:
+        line = self._received.partition(b"\r\n")[0]
+        protocol = line.partition(b" ")[0] if isinstance(self._parser, httptools.HttpResponseParser) else line[-8:]
+        # The parser also accepts requests of RTSP and ICE, and reports the version alone.
+        if version not in {"1.0", "1.1"} or not protocol.startswith(b"HTTP/"):
             raise MalformedMessage("a message that is not HTTP/1.1")
         headers: dict[str, str] = {}
         for name_bytes, value_bytes in self._events.fields:

@@ -89,7 +89,9 @@ class Pool:
             reusable = None
             while idle and reusable is None:
                 candidate = idle.pop()
-                if fresh or now_s - candidate.idle_since_s > _IDLE_S:
+                # One with unread bytes, or at its end, would answer the next request with what is left of another.
+                is_old = now_s - candidate.idle_since_s > _IDLE_S
+                if fresh or is_old or not candidate.wire.is_silent:
                     dropped.append(candidate)
                 else:
                     reusable = candidate
@@ -142,15 +144,22 @@ class Pool:
         is_tls = url.scheme == "https"
         port = url.port or (443 if is_tls else 80)
         proxy = _proxy(url)
-        where = (proxy.hostname or "", proxy.port or 80) if proxy else (url.hostname, port)
         try:
-            sock = socket.create_connection(where, timeout=self._silence_s)
+            # Also the name that only a proxy resolves: `wrap_socket` would leave its socket open at a name of no use.
+            url.hostname.encode("idna")
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
         try:
+            where = (proxy.hostname or "", proxy.port or 80) if proxy else (url.hostname, port)
+            where[0].encode("idna")
+        except ValueError as error:
+            raise ConfigError(f"the environment's proxy for {url.scheme}:// has no valid address: {error}") from error
+        sock = socket.create_connection(where, timeout=self._silence_s)
+        try:
             if is_tls:
                 if proxy:
-                    _open_tunnel(sock, f"{url.hostname}:{port}", wait_s=self._silence_s)
+                    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+                    _open_tunnel(sock, f"{host}:{port}", wait_s=self._silence_s)
                     sock.settimeout(self._silence_s)
                 sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
             is_forwarded = proxy is not None and not is_tls

@@ -294,14 +294,22 @@ class Exchange:
             location = self.reply.headers.get("location") if self.reply.status in _REDIRECTS else None
             if location is None:
                 if self.reply.status >= 300:
-                    self._read_code()
+                    self._read_code_or_close()
                 return self
-            self._read_code()
+            self._read_code_or_close()
             self._pool.put(self._url, self._connection, self.reply)
             why_not = self._address.moved(self._url, location)
             if why_not:
                 raise SourceUnavailable(why_not, uri=self._uri)
         raise SourceUnavailable(f"the server redirects more than {_MAX_REDIRECTS} times", uri=self._uri)
+
+    def _read_code_or_close(self) -> None:
+        """Read the code of an error; close the connection if that fails, since `__exit__` is not called then."""
+        try:
+            self._read_code()
+        except BaseException:
+            self._connection.close()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.put(self._url, self._connection, None if kind else self.reply)

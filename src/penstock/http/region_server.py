@@ -24,7 +24,7 @@ from http import HTTPStatus
 import msgspec
 import numpy as np
 
-from penstock.errors import FormatError
+from penstock.errors import MALFORMED, FormatError
 from penstock.http.compression import BLOCK_BYTES, Planes
 from penstock.http.connection import HttpConnection, advance, front
 from penstock.http.region_messages import (
@@ -221,5 +221,5 @@ def _parse(exchange: Exchange) -> tuple[int, ReadRequest]:
     body = exchange.read_body(MAX_BODY_BYTES)
     try:
         return int(number), _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise FormatError("a malformed request") from error

@@ -257,7 +257,9 @@ class Admission:
             paused_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
             self._swept_at = now
             with self._lock:
-                self._late = [conn for conn in self._open if conn.deadline + paused_s < now and not conn._is_cut]
+                for conn in self._open:
+                    conn.deadline += paused_s
+                self._late = [conn for conn in self._open if conn.deadline < now and not conn._is_cut]
         late = self._late[:most]
         self._late = self._late[len(late) :]
         with self._lock:

@@ -4,7 +4,7 @@ In / Out: see `protocol`.
 Not here: the holder's end (`http.region_server`), the reader's (`http_reader`), the messages (`http.region_messages`).
 
     holder  register -> a generation and a key, in the descriptor with the address
-    reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a seal
+    reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a trailer
 
 A process that has a descriptor may read the memory that it describes: its key is 16 random bytes, compared in constant
 time, and nothing is answered without it. TLS hides the key and the bytes. A reader sends nothing but the request to the

@@ -22,7 +22,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from penstock.errors import FormatError, PeerLost, PenstockError, PermissionDenied, SourceStalled, StaleDescriptor
+from penstock.errors import (
+    DestinationError,
+    FormatError,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    SourceStalled,
+    StaleDescriptor,
+)
 from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, Choice, Planes, block_bytes
 from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
@@ -242,8 +250,15 @@ class Peer:
             self._queue.extend(parts)
             missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
             for _ in range(missing):
+                try:
+                    threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
+                except RuntimeError as error:
+                    # Without one more thread, those that run carry the parts, more slowly.
+                    if self._num_threads:
+                        break
+                    self._queue.clear()
+                    raise DestinationError(f"no thread can be started to read from a peer: {error}") from error
                 self._num_threads += 1
-                threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
             self._changed.notify(len(parts))
 
     def close(self) -> None:

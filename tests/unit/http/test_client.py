@@ -151,3 +151,15 @@ def test_a_server_that_reads_a_request_slowly_holds_it_for_its_deadline_only() -
     connection.close()
     sipping.join()
     theirs.close()
+
+
+def test_bytes_of_a_second_answer_are_no_part_of_a_body(server: Server) -> None:
+    extra = OK + b"Content-Length: 5\r\n\r\nhello"
+    reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n" + extra)
+    assert reply.read(1000) == b"abc" and not reply.is_reusable
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 099 No", b"RTSP/1.0 200 OK", b"ICE/1.0 200 OK"])
+def test_what_is_no_answer_of_http(server: Server, line: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        server.get(line + b"\r\nContent-Length: 0\r\n\r\n")

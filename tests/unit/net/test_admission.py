@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
-from penstock.net.admission import Admission, Connection, ConnectionLimits, network_of
+from penstock.net.admission import SWEEP_S, Admission, Connection, ConnectionLimits, network_of
 
 LIMITS = ConnectionLimits(total=8, unproven=4, unproven_per_address=2, per_principal=3, grace_s=0.0, head_s=60.0)
 
@@ -99,6 +100,26 @@ def test_what_is_late_is_cut_once() -> None:
     cuts.admission.sweep()
     cuts.admission.sweep()
     assert cuts.names == ["late"] and cuts.admission.num_open == 1
+
+
+def test_a_pause_of_the_process_is_added_to_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("penstock.net.admission.time.monotonic", lambda: now)
+    cuts = Cuts()
+    waiting = cuts.come("waiting", "10.0.0.1")
+    assert waiting is not None
+    waiting.expect(10.0)
+    cuts.admission.sweep()
+    # The process is stopped for a minute: what arrived meanwhile could not be read.
+    now += 60.0
+    cuts.admission.sweep()
+    now += SWEEP_S
+    cuts.admission.sweep()
+    assert not cuts.names
+    for _ in range(20):
+        now += SWEEP_S
+        cuts.admission.sweep()
+    assert cuts.names == ["waiting"]
 
 
 def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:

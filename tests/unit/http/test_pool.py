@@ -1,0 +1,95 @@
+"""The pool of object reads: connections that may be used again, and addresses and proxies that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.http.pool import Pool
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+EVIL = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nEVIL!"
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(ca_file=None, silence_s=5.0)
+    made.hold()
+    yield made
+    made.drop()
+
+
+def read(pool: Pool, url: str) -> bytes:
+    parts = urlsplit(url)
+    connection = pool.get(parts)
+    reply = connection.get(parts, {})
+    body = reply.read(100)
+    pool.put(parts, connection, reply)
+    return body
+
+
+def test_an_answer_that_nobody_asked_for_is_not_that_to_the_next_request(pool: Pool) -> None:
+    """It comes after the first answer was read, and lies in the socket while the connection is idle."""
+    sent = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        for is_first in (True, False):
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(ANSWER)
+                if is_first:
+                    time.sleep(0.05)
+                    sock.sendall(EVIL)
+                sent.set()
+                # The client closes with bytes unread, which resets the connection.
+                with contextlib.suppress(ConnectionResetError):
+                    sock.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert read(pool, f"{url}/one") == b"ok"
+        assert sent.wait(5)
+        assert read(pool, f"{url}/two") == b"ok"
+
+
+@pytest.mark.parametrize("proxy", ["http://proxy:abc", "http://a..b:80"])
+def test_a_proxy_without_a_valid_address(pool: Pool, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(ConfigError, match="no valid address"):
+        pool.get(urlsplit("http://host/x"))
+
+
+def test_a_host_name_that_only_a_proxy_would_resolve_is_checked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(ConfigError, match="host name is not valid"):
+        pool.get(urlsplit("https://a..b/x"))
+
+
+def test_a_tunnel_to_an_ipv6_address_has_it_in_brackets(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            asked.append(sock.recv(65536))
+            sock.sendall(b"HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        with pytest.raises(OSError):
+            pool.get(urlsplit("https://[::1]:8443/x"))
+        thread.join(5)
+    assert asked[0].startswith(b"CONNECT [::1]:8443 HTTP/1.1")
