@@ -134,15 +134,20 @@ def test_a_log_that_cannot_be_is_the_peers_fault(change: dict[str, bytes]) -> No
         holding = whole(bad)
         honest = holding.log_after
 
+        told: list[int] = []
+
         def lie(serial: int, wait_s: float) -> LogReply:
+            told.append(serial)
             return msgspec.structs.replace(honest(serial, wait_s), **change)
 
         vars(holding)["log_after"] = lie
         good.offer({name: tensor.clone() for name, tensor in ours.items()})
         found: dict[str, torch.Tensor] = {}
         with ps.join("m") as reader:
-            reader.fetch(found)
+            report = reader.fetch(found)
+        assert told
         assert_same(found, ours)
+        assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
 
 
 def test_memory_that_a_transport_turns_out_not_to_reach_is_taken_from_storage(

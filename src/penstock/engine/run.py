@@ -405,9 +405,7 @@ class Executor:
     def post(self, *items: WorkItem) -> None:
         """Queue items. Raises DestinationError if the system allows not even one thread."""
         with self._state:
-            for item in items:
-                # The sequence number keeps equals in their order, and the heap from comparing items.
-                heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
+            # Threads first: without any, nothing is queued, and the items stay the caller's.
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
                 index = len(self._threads)
                 name = f"penstock-{self.name}-{index}"
@@ -417,6 +415,9 @@ class Executor:
                 if not start_thread(thread, is_needed=not self._threads):
                     break
                 self._threads.append(thread)
+            for item in items:
+                # The sequence number keeps equals in their order, and the heap from comparing items.
+                heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
             self._state.notify(len(items))
 
     def close(self) -> None:
@@ -446,7 +447,8 @@ class Executor:
     def _work(self, index: int) -> None:
         in_flight: deque[InFlight] = deque()
         if self._on_thread_start is not None:
-            self._on_thread_start()
+            # A failure stops the ticket: this thread goes on, and abandons what is queued.
+            guarded(self._ticket, self._on_thread_start)
         while True:
             item = self._next(bool(in_flight))
             if item is not None:

@@ -152,8 +152,8 @@ class Fleet:
             # Members that read our chunks already must not wait for the ones that never come.
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and not is_new:
-                # Storage writes to the target before it passes chunks on, so its byte count tells, too.
-                is_touched = running.is_touched or (storage is not None and storage.nbytes > 0)
+                # Storage writes to the target before it passes chunks on.
+                is_touched = running.is_touched or (storage is not None and storage.is_touched)
                 error.mutated = error.mutated or is_touched
             raise
         return provenance

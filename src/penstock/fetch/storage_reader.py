@@ -39,7 +39,8 @@ class StorageReader:
         rows: flat uint8, the destination of each row of the layout.
 
     Attributes:
-        nbytes: bytes requested from storage so far.
+        nbytes: bytes of the reads that are complete so far.
+        is_touched: whether a byte of the destination may have been written.
     """
 
     def __init__(self, session: Session, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
@@ -48,6 +49,7 @@ class StorageReader:
         self._rows = rows
         self.uri = session.weights.uri
         self.nbytes = 0
+        self.is_touched = False
         self._moved_bytes = 0
         self._runs: list[LoadRun] = []
         self._lock = threading.Lock()
@@ -108,7 +110,9 @@ class StorageReader:
                 self.nbytes += sum(run.paths.values())
                 self._runs.remove(run)
                 self._moved_bytes += run.ticket.moved_bytes
+            # First the end of its reads: one that is under way may be the first to write.
             run.close()
+            self.is_touched |= run.is_touched
 
     def _begin(self, wanted: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
         """Start a run of the loader that reads these rows into these tensors."""

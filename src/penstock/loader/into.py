@@ -16,7 +16,7 @@ import torch
 
 from penstock.arguments import require_type
 from penstock.engine.place import place_on
-from penstock.errors import PenstockError, PlanError, SourceChanged, SourceTruncated
+from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, reports_failure
 from penstock.loader.report import LoadReport, ProgressOption
 from penstock.loader.session import Options, Session
@@ -235,9 +235,5 @@ def _marks_target(session: Session) -> Iterator[None]:
     except PenstockError as error:
         # Closed first: a read that is still under way may write to the target after this look.
         session.close()
-        # A read that found the file changed or too short has filled a part of its buffers, which may be the target.
-        has_read = session.run is not None and (
-            bool(session.run.paths) or isinstance(error, SourceChanged | SourceTruncated)
-        )
-        error.mutated = error.mutated or has_read
+        error.mutated = error.mutated or (session.run is not None and session.run.is_touched)
         raise

@@ -24,9 +24,10 @@ from penstock.engine.fetch_ring import HostedExecutor, Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
 from penstock.engine.run import Executor, Item, Pending, Run, Ticket
 from penstock.engine.trace import Trace
+from penstock.errors import PenstockError
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import LoadPlan
-from penstock.storage import Source
+from penstock.storage import Counting, Source
 from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring
 
@@ -203,6 +204,7 @@ class LoadRun(Run):
     def post_place(self, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
         """Copy a buffer's packed segments into their slabs, on the place executor; then give the buffer back."""
         assert self.pool is not None
+        self.is_touched = True
         self._place.post(
             Item(
                 read,
@@ -331,7 +333,15 @@ class _Read:
         segments = run.segments(read)
         views = self._direct(segments)
         if views is not None:
-            run.note_path(self._file, source.readv(self._offset, views), self.nbytes)
+            before = source.received_bytes if isinstance(source, Counting) else -1
+            try:
+                path = source.readv(self._offset, views)
+            except PenstockError:
+                # A read that fails midway has filled a part of its buffers; a source that does not count may have.
+                run.is_touched |= not isinstance(source, Counting) or source.received_bytes != before
+                raise
+            run.is_touched = True
+            run.note_path(self._file, path, self.nbytes)
             run.placed(read, segments)
             return None
         assert run.pool is not None

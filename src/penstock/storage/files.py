@@ -76,6 +76,8 @@ class FileSource(LocalFile):
             # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         # Written without a lock: a byte is stored whole, and a window that two threads learn of at once is the same.
+        self.received_bytes = 0
+        """See `Counting`: also of reads that failed later, by which a caller sees that its buffers were written to."""
         self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
         # For the opening of the second descriptor.
         self._lock = threading.Lock()
@@ -106,6 +108,7 @@ class FileSource(LocalFile):
                 # tmpfs has no RWF_NOWAIT and no need of it. Any other error comes again below, and is typed there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
+            self.received_bytes += max(0, nbytes_read)
             if nbytes_read == nbytes:
                 self.require_unmodified()
                 return "page-cache"
@@ -222,6 +225,7 @@ class FileSource(LocalFile):
             # Nothing at all is the end of the file; less than was asked for is only a short read.
             if got == 0:
                 raise self._ended(offset)
+            self.received_bytes += got
             take(buffers, got)
             offset += got
 
@@ -259,6 +263,7 @@ class FileSource(LocalFile):
                 break
             if got == 0:
                 raise self._ended(offset)
+            self.received_bytes += got
             take(buffers, got)
             offset += got
         return offset

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
-from penstock.errors import Cancelled, SourceStalled, SourceUnavailable
+from penstock.errors import Cancelled, DestinationError, SourceStalled, SourceUnavailable
 
 
 @pytest.fixture
@@ -125,3 +125,31 @@ def test_a_closed_run_is_freed_without_the_collector(how: str) -> None:
         assert alive() is None and ticket.done
     finally:
         gc.enable()
+
+
+def test_without_any_thread_nothing_is_queued(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, log = run.executor("fetch", 2), list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(DestinationError):
+            executor.post(Item(0, "a", 1, start=lambda: log.append("a")))
+    executor.post(Item(0, "b", 1, start=lambda: log.append("b"), finish=run.ticket.finish))
+    run.wait()
+    assert log == ["b"]
+
+
+def test_a_failure_at_the_start_of_a_thread_reaches_the_waiter(run: Run) -> None:
+    def fail() -> None:
+        raise SourceUnavailable("no device", uri="x")
+
+    abandoned = threading.Event()
+    executor = run.executor("fetch", 1, on_thread_start=fail)
+    executor.post(Item(0, "a", 1, start=lambda: None, abandon=abandoned.set))
+    with pytest.raises(SourceUnavailable, match="no device"):
+        run.wait()
+    run.close()
+    assert abandoned.is_set()
