@@ -30,7 +30,6 @@ from benchmarks.load import limits
 from tests.support.keeper import KeeperProcess
 
 import penstock as ps
-from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.engine.place import CudaRegistrar
 from penstock.memory.arena import Arena
@@ -230,7 +229,7 @@ def main() -> None:
                 rates = [file_limits(place, nbytes) for _ in range(reps)]
                 bounds = {what: max(one[what] for one in rates) for what in rates[0]}
                 print(f"\nreads into memory that is present: {bounds.pop('disk -> present'):.2f} GB/s")
-                tiers = [Level(tier=ArenaTier()), Level(tier=SpillTier(place, settings=Settings()))]
+                tiers = [Level(tier=ArenaTier()), Level(tier=SpillTier(place))]
                 rows = measure(lambda tiers=tiers: tiers, nbytes, reps)  # type: ignore[misc]
             rows["fresh load"] = fresh_load(place, arguments.device, load_nbytes, reps)
             show(rows, bounds)

@@ -11,7 +11,6 @@ workers in it, which import torch themselves.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -77,6 +76,8 @@ def plain(function: str, sources: Sequence[str], into: str) -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
     convert: Callable[[str, Sequence[torch.Tensor]], dict[str, torch.Tensor]] = globals()[function]
+    from demo import reset_peak
+
     reset_peak()
     before, begun = memory("VmRSS"), time.perf_counter()
     Path(into).mkdir()
@@ -94,12 +95,6 @@ def memory(which: str) -> int:
     """`VmRSS` (now) or `VmHWM` (peak) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
-
-
-def reset_peak() -> None:
-    """Let the peak start from now; where the kernel refuses, it counts the imports too."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 # --- Penstock --------------------------------------------------------------------------------------------------------

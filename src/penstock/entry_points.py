@@ -1,7 +1,7 @@
 """Metadata of installed packages: entry points that add storages, transports and formats, and what our extras need.
 
 In: a group and a name, or an extra. Out: the objects that entry points name; the command that installs an extra.
-Not here: what may be registered (`storage.registry`, `transport.choose`, `transform.formats`).
+Not here: what may be registered (`storage`, `transport.choose`, `transform.formats`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,13 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Literal
 
+import msgspec
+
 Blame = Literal["source", "destination", "plan", "config"]
+
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The exceptions of msgspec for bytes that are no message of the wanted type, also for text that is no UTF-8 and for
+lists nested too deep. Whatever decodes bytes of a file or of another process catches all three."""
 
 
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")

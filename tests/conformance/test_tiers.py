@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import Settings
 from penstock.memory.tier import Tier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
@@ -34,4 +33,4 @@ class TestSpill(TierTests):
         self.path = tmp_path
 
     def make(self) -> Tier:
-        return SpillTier(self.path / "spill", settings=Settings())
+        return SpillTier(self.path / "spill")

@@ -165,7 +165,9 @@ def test_a_question_waits_for_a_redis_that_is_stopped_for_a_moment(hubs, redis) 
     redis.pause()
     resume = threading.Timer(1.0, redis.resume)
     resume.start()
+    began = time.monotonic()
     a.beat(a.member, Beat())
+    assert time.monotonic() - began > 0.5  # it has waited: Redis answers again after a second
     resume.join()
 
 

@@ -1,7 +1,7 @@
 """The CUDA driver by ctypes, without torch: its calls and their errors, and streams and events that are used again.
 
 In: addresses, handles, streams and events as numbers. Out: the same; a refusal of the driver is a typed error.
-Not here: the use of the calls (`transport.cuda_ipc`, `transport.into_device`, `engine.place_cuda`), allocation
+Not here: the use of the calls (`transport.cuda_ipc`, `transport.into_device`, `engine.place`), allocation
 (`memory.arena`, torch), kernels for short copies (`gather`, `pack`).
 
 Every call but the first acts in the calling thread's current context: `with driver.entered(device)`. Not by torch: it

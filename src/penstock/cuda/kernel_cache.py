@@ -28,7 +28,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from penstock.errors import DestinationError, MissingExtra
+from penstock.errors import MALFORMED, DestinationError, MissingExtra
 
 _ALIGNMENT = 16
 """Bytes to which all pointers must be aligned for a copy: Triton may have compiled for pointers that are.
@@ -146,7 +146,7 @@ def _loaded(shape: tuple[str, str, object, int], device: torch.device) -> _Kerne
             return _Kernel(msgspec.msgpack.decode(file.read(), type=_Copy))
     except OSError:
         return None
-    except (msgspec.MsgspecError, DestinationError):
+    except (*MALFORMED, DestinationError):
         # Damaged: without the file it is compiled and stored anew.
         path.unlink(missing_ok=True)
         return None

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.entry_points import install_hint
 from penstock.errors import (
+    MALFORMED,
     HubUnavailable,
     MissingExtra,
     PenstockError,
@@ -330,7 +331,7 @@ def _endpoint(
                     if operation.takes is Hello:
                         _check_version(_ANNOUNCED.decode(body))
                     message = decoder.decode(body)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                except MALFORMED as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, message)
             speaker = None if operation.speaker is None else operation.speaker(parameter, message)

@@ -24,6 +24,7 @@ import msgspec
 from penstock.arguments import require_hub_address, require_name
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
+    MALFORMED,
     ConfigError,
     HubUnavailable,
     PenstockError,
@@ -365,7 +366,7 @@ class HubClient(Closing):
                 return None  # type: ignore[return-value]
             try:
                 return msgspec.json.decode(answer, type=gives)
-            except msgspec.MsgspecError as error:
+            except MALFORMED as error:
                 message = f"the answer is not that of a hub of this version: {error}"
                 raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
         fault = _fault(status, answer)
@@ -415,7 +416,7 @@ def _fault(status: int, answer: bytes) -> Fault:
     """Return the fault in an answer that is not 2xx; one of a proxy in between has none."""
     try:
         return _FAULT.decode(answer)
-    except msgspec.MsgspecError:
+    except MALFORMED:
         return Fault(error=f"status {status} with a body that is not a hub's")
 
 

@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from penstock.errors import GrantRefused
+from penstock.errors import MALFORMED, GrantRefused
 
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
@@ -162,7 +162,7 @@ class GrantChecker:
             signed = _GRANT.decode(body)
         except InvalidSignature:
             return "not signed by this hub"
-        except msgspec.MsgspecError:
+        except MALFORMED:
             return "malformed"
         for name, actual, wanted in (
             ("key", signed.key, key),

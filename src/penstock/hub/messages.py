@@ -7,7 +7,7 @@ In this order: the identity of weights, whose digest is the key that members exc
 protocol; values; messages of a member and the hub; messages of two members. Within one major version fields are only
 added, each with a default: unknown ones are ignored, missing ones take their default, and both sides use the fields
 that both have. A change that an older side would misread is a new major version. Layouts and parts of a sync are bytes
-here, as `plan.columns` encodes them.
+here, as `plan.layout` encodes them.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The right to read until it is released, or not used for `ttl_s`."""
 
-    lease: Word
+    lease: Key
     ttl_s: float
     max_bytes_per_s: Count = 0
     """The share of the source's cap this reader keeps to; 0: no cap."""
@@ -474,7 +474,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """The right to send requests, until the member is silent for `ttl_s`."""
 
-    session: Word
+    session: Key
     ttl_s: float
     protocol: ProtocolVersion = PROTOCOL
 

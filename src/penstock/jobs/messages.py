@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.trace import Span
-from penstock.errors import FormatError, PeerLost
+from penstock.errors import MALFORMED, FormatError, PeerLost
 from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit
 from penstock.net.listener import GuardedListener
 
@@ -213,7 +213,7 @@ class Wire:
                 break
             try:
                 messages.append(decoder.decode(bytes(self._came[4:stop])))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except MALFORMED as error:
                 raise FormatError(f"not a message of a job: {error}") from error
             del self._came[:stop]
         return messages

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from penstock.config import Settings
 from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves
 from penstock.errors import (
+    MALFORMED,
     ConfigError,
     DestinationError,
     DiskFull,
@@ -110,7 +111,7 @@ class Journal:
         """Read the finished tasks of earlier runs, and cut the file after the last readable line."""
         # A crash can leave half a line, or blocks of zeros: the lines before it are good, and only they are kept.
         whole = 0
-        with suppress(msgspec.DecodeError, ValueError), open(self._fd, "rb", closefd=False) as file:
+        with suppress(*MALFORMED, ValueError), open(self._fd, "rb", closefd=False) as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
@@ -276,7 +277,7 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
     # Damaged or foreign files are no error here: whatever is at the destination, this job did not write it.
     try:
         mark, there = _STAMP.decode(raw), decode(manifest, uri=into)
-    except (msgspec.DecodeError, UnicodeDecodeError, FormatError, IntegrityError):
+    except (*MALFORMED, FormatError, IntegrityError):
         # Something else is there: it stays, and the call fails before it writes.
         return None
     if mark.job != job.key or mark.revision != there.revision:
@@ -371,7 +372,7 @@ def config_of(
         return None
     try:
         config = msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         message = f"it is not a JSON object: {error}"
         raise FormatError(message, uri=at, hint="repair it, or convert a directory without it") from error
     try:

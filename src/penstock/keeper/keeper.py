@@ -430,7 +430,7 @@ def _levels(
     levels, below = [], []
     # The disk's tier first: it checks its directory, and pinning host memory takes seconds.
     if disk is not None:
-        below.append(Level(tier=SpillTier(disk, settings=settings), budget_bytes=disk_bytes))
+        below.append(Level(tier=SpillTier(disk), budget_bytes=disk_bytes))
     if device.type == "cpu":
         if host_bytes is not None:
             message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"

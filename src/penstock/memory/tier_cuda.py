@@ -1,7 +1,7 @@
 """The tier of one GPU's memory: an arena a block, copied to and from host memory on a stream of its own.
 
 In: sizes; host bytes, pinned if the link is to be filled. Out: rooms.
-Not here: the host's half (`tier_host`), loads (`engine.place_cuda`).
+Not here: the host's half (`tier_host`), loads (`engine.place`).
 """
 
 from __future__ import annotations

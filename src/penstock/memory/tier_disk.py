@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, DestinationError, IntegrityError
 from penstock.storage.files import FileSource
@@ -34,10 +33,9 @@ class SpillRoom:
         why: the reason why bytes went through the page cache; empty while those of whole pages did not.
     """
 
-    def __init__(self, directory: Path, nbytes: int, settings: Settings) -> None:
+    def __init__(self, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
         self._directory = directory
-        self._settings = settings
         self._leaves: U64 = np.zeros(-(-nbytes // LEAF_BYTES), np.uint64)
         self._lock = threading.Lock()
         self._source: FileSource | None = None
@@ -123,7 +121,6 @@ class SpillTier:
 
     Args:
         directory: made if it is not there.
-        settings: of reading files.
 
     Raises:
         ConfigError: the file system has no files without names (O_TMPFILE), or the directory cannot be written to.
@@ -131,9 +128,8 @@ class SpillTier:
 
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
 
-    def __init__(self, directory: str | os.PathLike[str], *, settings: Settings) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._settings = settings
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -143,7 +139,7 @@ class SpillTier:
 
     def open_room(self, nbytes: int) -> SpillRoom:
         """See `Tier.open_room`."""
-        return SpillRoom(self.directory, nbytes, self._settings)
+        return SpillRoom(self.directory, nbytes)
 
     def trim(self) -> None:
         """See `Tier.trim`."""

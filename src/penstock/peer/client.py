@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import (
+    MALFORMED,
     FormatError,
     NotFound,
     PeerLost,
@@ -202,7 +203,7 @@ class PeerClient(Closing):
         if code == 200:
             try:
                 return msgspec.msgpack.decode(raw, type=kind)
-            except msgspec.DecodeError as error:
+            except MALFORMED as error:
                 raise FormatError(f"the answer to {verb} {path} is malformed: {error}", uri=self._uri()) from error
         raise self._refusal(code, raw)
 
@@ -222,7 +223,7 @@ class PeerClient(Closing):
         """Return the error that an answer of another status than 200 stands for."""
         try:
             fault = msgspec.msgpack.decode(raw, type=Fault)
-        except msgspec.DecodeError:
+        except MALFORMED:
             fault = Fault(error=f"HTTP {code}")
         if code == 429:
             others = ", ".join(reader[:8] for reader in fault.alternatives)

@@ -14,7 +14,7 @@ Not here: weight bytes (`transport`), connections (`http.server`), the client (`
 
 Members do not run the hub's ASGI stack. For a request without work (2 cores, Python 3.11), FastAPI on uvicorn in a
 thread takes 460 ms of processor time to import and start, 19 MiB of memory, and for each request 85 us of processor
-time, or 190 us in its thread pool, where handlers that wait for news must run. `http.server` takes 6 ms, 0.1 MiB and
+time, or 190 us in its thread pool, where handlers that wait for news must run. This server takes 6 ms, 0.1 MiB and
 28 us, in a process whose engine or trainer needs the memory and the interpreter lock.
 """
 
@@ -35,6 +35,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from penstock.errors import (
+    MALFORMED,
     ConfigError,
     FormatError,
     NotFound,
@@ -344,7 +345,7 @@ class PeerServer:
             _send(exchange, HTTPStatus.CONFLICT, _fault(error))
         except StaleDescriptor as error:
             _send(exchange, HTTPStatus.GONE, _fault(error))
-        except (FormatError, msgspec.DecodeError) as error:
+        except (FormatError, *MALFORMED) as error:
             _send_malformed(exchange, error)
         except PenstockError as error:
             # Before ValueError, which ConfigError is too.
@@ -398,8 +399,8 @@ class PeerServer:
             return to_message(weights.layout)
         if name == "log":
             after, wait_ms = (int(query.get(parameter, ["0"])[0]) for parameter in ("after", "wait_ms"))
-            if after < 0 or wait_ms < 0:
-                raise FormatError("after and wait_ms are not negative")
+            if not (0 <= after < 1 << 63 and 0 <= wait_ms < 1 << 63):
+                raise FormatError("after and wait_ms are numbers of 63 bits")
             # Bounded, because the wait occupies a thread.
             reply = self.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
             # The share is computed after the wait: readers come and go meanwhile.
@@ -420,7 +421,7 @@ def check_version(body: bytes) -> None:
     """Check the protocol version of a request before the rest of it is decoded.
 
     Raises:
-        VersionRefused: another major version. msgspec.DecodeError: it is malformed.
+        VersionRefused: another major version. One of `MALFORMED`: it is no message.
     """
     # This field alone: another release may send others that do not decode, and must be refused for its version instead.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)

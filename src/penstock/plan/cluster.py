@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import MALFORMED, ConfigError, PlanError
 from penstock.types import GB, I64
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -223,7 +223,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
     """Return a value of `kind`. ConfigError where the bytes are none."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ConfigError(f"the file does not describe a {kind.__name__}: {error}") from error
 
 

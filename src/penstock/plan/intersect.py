@@ -256,7 +256,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
         # The largest first, so that the wanted box is cut to few pieces; stable, so that equal inputs give equal plans.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
             piece = found.boxes.box(i)
-            new += [common for rest in left if (common := _common(rest, piece)) is not None]
+            new += [common for rest in left if (common := common_box(rest, piece)) is not None]
             added = len(new) - (len(want) - len(keep))
             want += [target] * added
             holders += [int(found.held[i])] * added
@@ -271,7 +271,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
     return Pieces(want=wants[order], held=np.array(holders, np.int64)[order], boxes=cut[order])
 
 
-def _common(a: Box, b: Box) -> Box | None:
+def common_box(a: Box, b: Box) -> Box | None:
     """Return the box that two boxes have in common; None: nothing."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
@@ -280,7 +280,7 @@ def _common(a: Box, b: Box) -> Box | None:
 
 def minus(a: Box, b: Box) -> Iterator[Box]:
     """Yield `a` without `b`, as boxes that do not overlap."""
-    common = _common(a, b)
+    common = common_box(a, b)
     if common is None:
         yield a
         return
@@ -301,7 +301,7 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
         stray = next(minus(piece, want), None)
         if stray is not None:
             return "a piece lies outside of it at", stray
-        again = next((common for other in pieces[:i] if (common := _common(piece, other)) is not None), None)
+        again = next((common for other in pieces[:i] if (common := common_box(piece, other)) is not None), None)
         if again is not None:
             return "two pieces cover", again
         left = [part for rest in left for part in minus(rest, piece)]

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from penstock.errors import FormatError, PlanError
+from penstock.errors import MALFORMED, FormatError, PlanError
 from penstock.types import I64, Box, DType
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """Return a value of `kind`, a `decodable`. FormatError where the bytes are none; its numbers are not checked."""
     try:
         return cast(T, _decoders[kind].decode(raw))
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise FormatError(f"these bytes are not a {kind.__name__}: {error}") from error
 
 

@@ -339,12 +339,12 @@ class _Run:
             median_s=float(np.median(done)) if len(done) else 0.0,
             stages=tuple(stages),
             links=loads,
-            timeline=self._timeline(alive, last),
+            timeline=self._timeline(last),
             failed=tuple(self.relinked),
             assumed=assumed(self.rates, ("digest_gb_per_s", "hop_s")),
         )
 
-    def _timeline(self, alive: np.ndarray, last: int) -> tuple[Span, ...]:
+    def _timeline(self, last: int) -> tuple[Span, ...]:
         """Return the chain of the last member: its upstream, that one's upstream, and so on."""
         spans: list[Span] = []
         at = last

@@ -28,6 +28,7 @@ from penstock.arguments import require_type, wrong
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.strip import Strips
 from penstock.errors import (
+    MALFORMED,
     FormatError,
     HubUnavailable,
     NotFound,
@@ -398,7 +399,7 @@ class SyncClient(PeerClient):
             raise self._refusal(code, raw)
         try:
             return msgspec.msgpack.decode(raw, type=kind)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise FormatError(f"the peer's answer cannot be decoded: {error}", uri=self._uri()) from error
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -439,5 +440,5 @@ _KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}
 def _fault(raw: bytes) -> str:
     try:
         return msgspec.msgpack.decode(raw, type=Fault).error
-    except msgspec.DecodeError:
+    except MALFORMED:
         return "the peer gave no reason"

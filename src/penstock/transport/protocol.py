@@ -24,7 +24,7 @@ from typing import Annotated, Generic, Protocol, TypeVar, TypeVarTuple, runtime_
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, FormatError, PenstockError, SourceStalled
+from penstock.errors import MALFORMED, ConfigError, DestinationError, FormatError, PenstockError, SourceStalled
 from penstock.segments import Rectangles, Segments
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
@@ -71,7 +71,7 @@ def decode(raw: bytes) -> Descriptor:
     try:
         # Fields that a newer release added are ignored by the decoder: members of two releases read each other.
         return _DECODER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed descriptor: {error}") from error
 
 
@@ -79,7 +79,7 @@ def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload
     """Return a descriptor's payload, typed. FormatError if it is malformed."""
     try:
         return decoder.decode(source.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed {source.transport} descriptor: {error}") from error
 
 

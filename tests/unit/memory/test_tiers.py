@@ -14,7 +14,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.config import Settings
 from penstock.errors import (
     BudgetTooSmall,
     ConfigError,
@@ -328,7 +327,7 @@ def test_damage_on_disk_is_found_and_read_anew(tmp_path: Path, caplog) -> None:
     source = Source()
     levels = [
         Level(tier=HeapTier("host"), budget_bytes=100),
-        Level(tier=Rotten(tmp_path, settings=Settings()), budget_bytes=1 << 20),
+        Level(tier=Rotten(tmp_path), budget_bytes=1 << 20),
     ]
     with Tiers(levels) as tiers:
         tiers.put(block(0), source.of(block(0)))

@@ -15,6 +15,7 @@ from tests.unit.peer.test_local_weights import make, mark_verified
 
 from penstock.errors import (
     ConfigError,
+    FormatError,
     GrantRefused,
     NotFound,
     PeerLost,
@@ -321,3 +322,65 @@ def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.M
                 found = late.recv(999)
         assert b"204" in found
     door.close()
+
+
+def ask_raw(door: PeerServer, request: bytes) -> bytes:
+    """Send bytes to the server's socket; return the first line of the answer."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(door.addresses[0].removeprefix("unix://"))
+        sock.sendall(request)
+        return sock.recv(65536).partition(b"\r\n")[0]
+
+
+def test_a_body_nested_without_end_is_malformed_and_ends_no_thread(door: PeerServer) -> None:
+    body = b"\x81\xa1x" + b"\x91" * 60_000 + b"\xc0"
+    head = b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    for _ in range(3):
+        assert ask_raw(door, head + body).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("query", ["after=0&wait_ms=" + "9" * 400, "after=" + "9" * 400 + "&wait_ms=0"])
+def test_a_number_without_end_is_malformed(door: PeerServer, holding: LocalWeights, query: str) -> None:
+    with peer(door, holding.key) as reader:
+        lease = reader.lease().lease
+        request = f"GET /v1/leases/{lease}/log?{query} HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert ask_raw(door, request.encode()).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"\x81\xa5lease\xa2\xff\xff", id="no UTF-8"),
+        pytest.param(b"\x81\xa5lease" + b"\x91" * 60_000 + b"\xc0", id="nested"),
+        pytest.param(msgspec.msgpack.encode({"lease": "a b", "ttl_s": 1.0}), id="a lease that is no id"),
+        pytest.param(msgspec.msgpack.encode({"lease": "a\r\nX: y", "ttl_s": 1.0}), id="a line break in it"),
+    ],
+)
+def test_an_answer_that_is_no_message_is_the_peers_fault(tmp_path: Path, answer: bytes) -> None:
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(65536)
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            sock.recv(1)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "bad.sock"))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        upstream = Upstream(
+            member="holder",
+            host="h",
+            doors=(f"unix://{tmp_path / 'bad.sock'}",),
+            device="cpu",
+            state="whole",
+            num_have=0,
+            grant=b"good",
+        )
+        client = PeerClient(upstream, member="reader", key="0" * 32, same_host=True, stall_s=5.0)
+        with contextlib.closing(client), pytest.raises(FormatError) as caught:
+            client.lease()
+        assert caught.value.blame == "source"
+        thread.join(5)

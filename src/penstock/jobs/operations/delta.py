@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.digest.leaf import num_leaves
-from penstock.errors import FormatError, IntegrityError, PlanError
+from penstock.errors import MALFORMED, FormatError, IntegrityError, PlanError
 from penstock.jobs.operations.operation import Unchanged, copy_recipe, specs_of
 from penstock.plan.tasks import Input, Output, Recipe, Spec
 from penstock.types import U64, Box, DType, Manifest, TensorTable
@@ -121,7 +121,7 @@ def decoded(raw: bytes) -> Delta:
     """Decode what `encoded` returned. FormatError for anything else."""
     try:
         delta = msgspec.json.decode(raw, type=Delta)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise FormatError(f"not a delta: {error}") from error
     if delta.version != 1 or delta.leaf_bytes < 1:
         raise FormatError(

@@ -27,7 +27,7 @@ from blake3 import blake3
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
-from penstock.errors import ConfigError, FormatError, OperationFailed, PenstockError, PlanError
+from penstock.errors import MALFORMED, ConfigError, FormatError, OperationFailed, PenstockError, PlanError
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
@@ -298,7 +298,7 @@ def _json(raw: bytes, uri: str) -> dict[str, Any]:
     """Decode a configuration file. FormatError if it is not a JSON object."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise FormatError(f"a configuration file of this source is not a JSON object: {error}", uri=uri) from error
 
 

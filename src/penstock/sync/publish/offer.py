@@ -201,7 +201,7 @@ class VersionSnapshot(Closing):
     def _on_host(self, memory: Memory) -> Memory:
         """Allocate host memory for a copy, pinned where the copied memory is on a device."""
         arena = Arena.allocate(max(memory.nbytes, 1))
-        # Fault the pages in with few calls: page by page, as the pin would, takes about twice as long (`memory.pages`).
+        # Fault the pages in with few calls: page by page, as the pin would, takes about twice as long (`memory.arena`).
         populate(arena.address, arena.nbytes)
         if memory.device != "cpu" and memory.nbytes:
             registrar = CudaRegistrar(torch.device(memory.device))

@@ -23,9 +23,9 @@ import torch
 from penstock.errors import DestinationError, PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.plan.intersect import common_box
 from penstock.plan.sync import layer_order
 from penstock.sync.recording.layout import cut
-from penstock.sync.recording.stride_map import meet
 from penstock.sync.shards import Row, row_of
 from penstock.transform.formats import Format, Output, alignment, fault, foreign, format_of, outputs, owned
 from penstock.transform.fuse import Fusion, Job, fuse
@@ -296,7 +296,7 @@ def _batches(
         for edge, buffer in boundary.get(id(choice), ()):
             jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
             # Of a boundary block this rank copies its own elements; the exchange reads the others.
-            if common := meet(edge, box):
+            if common := common_box(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)
         first += count

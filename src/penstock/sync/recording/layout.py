@@ -20,7 +20,8 @@ import torch
 
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype, torch_shape
-from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, meet, restrict
+from penstock.plan.intersect import common_box
+from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, restrict
 from penstock.sync.shards import Declarable, Row, Shard, declared
 from penstock.types import Box, DType
 
@@ -203,7 +204,7 @@ def checkpoint_shards(
 def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
     """Return a row's shards of one record's source."""
     box = _torch_box(row)
-    common = meet(box, record.target_box)
+    common = common_box(box, record.target_box)
     if common is None:
         return
     if any(kind == "view" for kind, _ in record.steps):

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
+from penstock.plan.intersect import common_box
 from penstock.sync.recording.layout import Step, live_tensors
-from penstock.sync.recording.stride_map import Grid, NotBoxes, StrideMap, between, boxes, chain, meet, restrict
+from penstock.sync.recording.stride_map import Grid, NotBoxes, StrideMap, between, boxes, chain, restrict
 from penstock.types import Box
 
 
@@ -95,7 +96,7 @@ def identity(box: Box) -> StrideMap:
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
     """Return the rest of a piece after `box` is written."""
     whole = piece.map.target_box()
-    if meet(whole, box) is None:
+    if common_box(whole, box) is None:
         yield piece
         return
     # Dim by dim the parts before and after the box are cut off; what remains in the end is inside the box.

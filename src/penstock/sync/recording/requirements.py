@@ -33,10 +33,9 @@ from penstock.hub.messages import layout_digest
 from penstock.loader.into import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
-from penstock.plan.intersect import minus
+from penstock.plan.intersect import common_box, minus
 from penstock.sync.recording.layout import Constant, Load, Record, Recording, cut, install, live_tensors
 from penstock.sync.recording.meta_tensors import LoadRecorder, Recorded, written
-from penstock.sync.recording.stride_map import meet
 from penstock.sync.shards import Row, row_of
 from penstock.types import MIB, Box, TensorTable
 
@@ -389,7 +388,7 @@ class _Destinations:
         # each is skipped.
         apart = not whole and _apart([entry.source_box for entry in records])
         for entry, view in views:
-            overlapping = [] if apart else [(p, m) for p in mine if (m := meet(p.box, entry.source_box))]
+            overlapping = [] if apart else [(p, m) for p in mine if (m := common_box(p.box, entry.source_box))]
             if inside := next((place for place, common in overlapping if common == entry.source_box), None):
                 self._moves.append((inside, entry))
                 continue
@@ -397,7 +396,7 @@ class _Destinations:
             # Elements that another place receives already are copied from there, so that none crosses the wire twice.
             left = [place.box]
             for other, _ in overlapping:
-                for common in filter(None, [meet(rest, other.box) for rest in left]):
+                for common in filter(None, [common_box(rest, other.box) for rest in left]):
                     self._copies.append((place, other, common))
                 left = [part for rest in left for part in minus(rest, other.box)]
             self._rows += [(place, rest) for rest in left]

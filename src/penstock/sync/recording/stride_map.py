@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.plan.intersect import common_box
 from penstock.types import Box
 
 MAX_BOXES = 1 << 14
@@ -214,13 +215,6 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
     return uneven
 
 
-def meet(box: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    start = tuple(map(max, box.start, other.start))
-    stop = tuple(map(min, box.stop, other.stop))
-    return Box(start=start, stop=stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
-
-
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
     """Return the part of a map of boxes that writes into `box`, which lies inside the map's target.
 
@@ -274,7 +268,7 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
     Raises:
         NotBoxes: their digits do not divide each other.
     """
-    shared = meet(first.target_box(), then.source_box())
+    shared = common_box(first.target_box(), then.source_box())
     if shared is None:
         return
     for reader in restrict(then.flipped(), shared):
