@@ -17,6 +17,7 @@ COMMANDS = {
     "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --ray --rates --hub --token-file --listen --dry-run --format",
+    "storage-initializer": "PAIRS --hub --token-file --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
     "ui": "--hub --token-file --port",
     "status": "MODEL --hub --token-file --watch --format",

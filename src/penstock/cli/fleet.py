@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -216,7 +215,7 @@ def keep(
 ) -> None:
     """Keep models in memory for engines of this host, which attach without a copy; be a source for the fleet."""
     from penstock import api
-    from penstock.storage.locate import look
+    from penstock.storage.locate import look, model_name
 
     # By position: the first --model names the first URI.
     names = model or [model_name(uri) for uri in uris]
@@ -252,16 +251,6 @@ def _rest(keeper: api.Keeper) -> str:
     first = next(iter(keeper.stats().tiers))
     away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]
     return f" ({', '.join(away)})" if away else ""
-
-
-def model_name(uri: str) -> str:
-    """Return the default name of a weight set: the last part of its path. ConfigError for a glob."""
-    last = PurePosixPath(urlsplit(uri).path or uri).name
-    for ending in (".index.json", ".safetensors"):
-        last = last.removesuffix(ending)
-    if not last or any(letter in last for letter in "*?["):
-        raise ConfigError(f"{uri!r} gives the model no name", hint="give --model NAME")
-    return last
 
 
 def pull(

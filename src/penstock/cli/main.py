@@ -20,7 +20,7 @@ DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 try:
     import typer
 
-    from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, load, plan, terminal
+    from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, initialize, load, plan, terminal
     from penstock.cli.terminal import Format, FormatOption, write_fields, write_json
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
@@ -79,6 +79,7 @@ app.command("manifest")(checkpoints.manifest)
 app.command("keep")(fleet.keep)
 app.command("pull")(fleet.pull)
 app.command("convert")(convert.convert)
+app.command("storage-initializer")(initialize.storage_initializer)
 app.command("hub")(hub.hub)
 app.command("ui")(hub.ui)
 app.command("status")(fleet.status)

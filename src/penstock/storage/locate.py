@@ -14,6 +14,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import PurePosixPath
+from urllib.parse import urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied
@@ -199,6 +201,16 @@ def _text(uri: object) -> str:
     """Return the text of one path or URI, `file://` taken away."""
     text = text_of(uri)
     return text if is_remote(text) else local_path(text)
+
+
+def model_name(uri: str) -> str:
+    """Return the default name of a weight set: the last part of its path. ConfigError for a glob."""
+    last = PurePosixPath(urlsplit(uri).path or uri).name
+    for ending in (INDEX_SUFFIX.removeprefix(SUFFIX), SUFFIX):
+        last = last.removesuffix(ending)
+    if not last or any(letter in last for letter in "*?["):
+        raise ConfigError(f"{uri!r} gives the model no name", hint="give --model NAME")
+    return last
 
 
 def _is_http(uri: str) -> bool:

@@ -7,7 +7,6 @@ Not here: weights (`safetensors`, `files`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import fnmatch
 import glob
@@ -20,13 +19,13 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.config import Settings, runai_settings
-from penstock.errors import DestinationError, DiskFull, NotFound, PenstockError, PlanError
+from penstock.errors import NotFound, PenstockError
 from penstock.loader.safe_open import also
-from penstock.storage import list_uris, open_source
-from penstock.types import MIB
+from penstock.storage import list_uris
+from penstock.storage.download import download, inside
+from penstock.storage.output import typed
 
 _SCHEMES = ("s3://", "gs://", "az://")
-_PIECE_BYTES = 8 * MIB
 
 
 @dataclass(slots=True)
@@ -143,40 +142,18 @@ def pull_files(
     root = model_path.rstrip("/") + "/"
     with raising_value_errors():
         for uri in list_objects(root, s3_credentials, recursive=True, allow=allow_pattern, ignore=ignore_pattern):
-            _download(uri, _inside(dst, uri.removeprefix(root), uri), options)
-
-
-def _inside(dst: str, key: str, uri: str) -> Path:
-    """Return the path of a key under `dst`. PlanError: it would be outside, as a key with `..` in it is."""
-    root = Path(dst).resolve()
-    place = (root / key.lstrip("/")).resolve()
-    if not place.is_relative_to(root) or place == root:
-        raise PlanError("the key would be written outside the destination", uri=uri)
-    return place
+            _download(uri, inside(Path(dst), uri.removeprefix(root), uri=uri), options)
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
     """Download one object to a path, where it appears complete or not at all."""
-    source = open_source(uri, settings=Settings.read(), storage_options=options)
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        piece = memoryview(bytearray(min(_PIECE_BYTES, source.nbytes)))
-        with open(part, "wb") as file:
-            for offset in range(0, source.nbytes, _PIECE_BYTES):
-                view = piece[: min(_PIECE_BYTES, source.nbytes - offset)]
-                source.readv(offset, [view])
-                file.write(view)
-        os.replace(part, place)
-    # Errors of the source: NotFound and PermissionDenied are OSErrors too, and not about the destination.
-    except PenstockError:
-        raise
-    except OSError as error:
-        kind = DiskFull if error.errno == errno.ENOSPC else DestinationError
-        raise kind(f"cannot write {place}: {error.strerror}", uri=uri) from error
+        download({uri: part}, settings=Settings.read(), storage_options=options)
+        with typed(place):
+            os.replace(part, place)
     finally:
         part.unlink(missing_ok=True)
-        source.close()
 
 
 class ObjectStorageModel:

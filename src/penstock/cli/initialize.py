@@ -1,0 +1,45 @@
+"""`penstock storage-initializer`: put models into directories before an engine starts, as KServe asks for it.
+
+In: pairs of a source and a destination. Out: a line for each on stdout, warnings on stderr.
+Not here: the work (`fetch.storage_initializer`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import Format, FormatOption, Hub, TokenFile, connection_of, write_json, write_lines
+from penstock.errors import ConfigError
+
+
+def storage_initializer(
+    pairs: Annotated[
+        list[str],
+        typer.Argument(metavar="SRC DEST...", help="A model's URI and the directory for its files."),
+    ],
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Put all files of a model into a directory: the entry point of an init container, by KServe's contract."""
+    from penstock.fetch.storage_initializer import initialize
+
+    if len(pairs) % 2:
+        raise ConfigError(f"{pairs[-1]!r} has no destination", hint="give pairs: SRC DEST [SRC DEST ...]")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logging.getLogger("penstock").addHandler(handler)
+    connection = connection_of(hub, token_file)
+    reports = []
+    for source, destination in zip(pairs[::2], pairs[1::2], strict=True):
+        reports.append(initialize(source, destination, connection=connection))
+        if format is Format.human:
+            write_lines(reports[-1].summary())
+            # Pods' logs are followed while the next model is copied.
+            sys.stdout.flush()
+    if format is Format.json:
+        write_json(reports)

@@ -1,0 +1,202 @@
+"""Storage initializer: a model's files in a directory before an engine starts, from a fleet or from storage.
+
+In: a URI and a directory, as KServe gives them to an init container. Out: all files of the model there, verified.
+Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`storage.download`).
+
+    SRC --list--> files --hub: fetch the weights; else copy--> DEST/.penstock.partial --verify, rename--> DEST
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import ConnectionSettings, Settings
+from penstock.errors import ConfigError, HubUnavailable
+from penstock.report import Summarised
+from penstock.storage import is_remote, list_uris, local_path, read_small
+from penstock.storage.download import download, inside
+from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name
+from penstock.storage.output import typed
+from penstock.types import GB
+
+if TYPE_CHECKING:
+    from penstock.fetch.report import FetchReport
+
+FLEET_PREFIX = "penstock+"
+"""Stands before a URI that another storage initializer of the cluster would claim too: `penstock+s3://bucket/model`."""
+PARTIAL = ".penstock.partial"
+"""Name of the directory in the destination that files are written to before they are renamed."""
+_log = logging.getLogger("penstock.storage_initializer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitializeReport(Summarised):
+    """The outcome of one `initialize`."""
+
+    uri: str
+    destination: str
+    num_files: int
+    nbytes: int
+    """Bytes of all files."""
+    wall_s: float
+    nbytes_by_path: Mapping[str, int]
+    """Path (`shm <- MEMBER`, `storage URI`) -> bytes that came by it."""
+    verified: bool
+    why: str
+    """What the weights were compared with, or why with nothing."""
+    faults: tuple[str, ...]
+    """Sources that failed on the way, with the reason."""
+
+    def summary(self) -> str:
+        """Return a line for people."""
+        size = f"{self.num_files} files, {self.nbytes / GB:.2f} GB in {self.wall_s:.1f} s"
+        total = max(1, sum(self.nbytes_by_path.values()))
+        paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
+        verdict = f"{'verified' if self.verified else 'NOT verified'}: {self.why}"
+        line = f"{self.uri} -> {self.destination}: {size}; {paths}; {verdict}"
+        return "\n".join([line, *(f"fault on the way: {fault}" for fault in self.faults)])
+
+
+def initialize(
+    uri: str, destination: str | os.PathLike[str], *, connection: ConnectionSettings | str | None = None
+) -> InitializeReport:
+    """Put all files of a model into a directory, and verify its weights.
+
+    With a hub (`connection`, `PENSTOCK_HUB`) the weights come from members of the fleet, and from storage what none of
+    them has; the other files come from storage. If the hub does not answer, a warning says so and storage is read.
+
+    Args:
+        uri: a directory, prefix or file as `load` takes it, files of any format; `penstock+` may stand before it. The
+            model's name in the fleet is its last part.
+        destination: a directory, which may exist. Files of the same names are replaced.
+        connection: the hub, or its address; see `penstock.join`.
+
+    Raises:
+        ConfigError: the destination has weights that are not the model's; nothing was changed.
+        IntegrityError: weights differ from the manifest; the destination has none of the files.
+        DiskFull, DestinationError: the destination cannot be written.
+        SourceError, FormatError: the storage failed, or the weights are malformed.
+
+    Cost: disk space for the files once; verifying without a fleet reads the weights once more, from the page cache.
+    """
+    from penstock.hub.client import resolve_connection
+
+    begun = time.perf_counter()
+    uri = uri.removeprefix(FLEET_PREFIX)
+    settings, connection = Settings.read(), resolve_connection(connection)
+    target = Path(destination).absolute()
+    partial = target / PARTIAL
+    files = _files(uri, settings)
+    with typed(target):
+        target.mkdir(parents=True, exist_ok=True)
+        # A container that was killed leaves it, and the next attempt starts again.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    try:
+        weights = {name for name in files if _is_weights(name)}
+        fetched = _from_fleet(uri, partial, connection) if connection.hub is not None and weights else None
+        copied = [name for name in files if fetched is None or name not in weights]
+        paths = {} if fetched is None else dict(fetched.nbytes_by_path)
+        from_storage = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
+        if from_storage:
+            at = f"storage {display(uri)}"
+            paths[at] = paths.get(at, 0) + from_storage
+        if fetched is None:
+            verified, why = _verify(partial, weights)
+        else:
+            verified, why = fetched.verified, fetched.verified_against
+        num_files, nbytes = _publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return InitializeReport(
+        uri=display(uri),
+        destination=str(target),
+        num_files=num_files,
+        nbytes=nbytes,
+        wall_s=time.perf_counter() - begun,
+        nbytes_by_path=paths,
+        verified=verified,
+        why=why,
+        faults=() if fetched is None else fetched.faults,
+    )
+
+
+def _files(uri: str, settings: Settings) -> dict[str, str]:
+    """Return the files of a model by their names below `uri`, those of directories below it too."""
+    place = uri if is_remote(uri) else local_path(uri)
+    listed = list_uris(place, settings=settings)
+    if listed == [place]:
+        name = display(place).rpartition("/")[2]
+        return {name: place, **_manifest_of(name, place, settings)}
+    root = f"{place.rstrip('/')}/"
+    pattern = root if is_remote(place) else glob.escape(root)
+    return {name.removeprefix(root): name for name in list_uris(f"{pattern}**", settings=settings)}
+
+
+def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
+    """Return the manifest beside a single file of weights, by its name; nothing if there is none."""
+    if not name.endswith(SUFFIX) or display(file) != file:
+        return {}
+    manifest = f"{file}.{SIDECAR}"
+    return {} if read_small(manifest, settings=settings) is None else {f"{name}.{SIDECAR}": manifest}
+
+
+def _is_weights(name: str) -> bool:
+    """Return whether a fetch writes this file: a shard, the index, or the manifest of the set."""
+    return "/" not in name and name.endswith((SUFFIX, INDEX_SUFFIX, SIDECAR))
+
+
+def _from_fleet(uri: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
+    """Fetch the weights into the partial directory. None: no hub answers."""
+    # On first use: both import torch, which a copy of files does not need.
+    from penstock.fetch.join import join
+    from penstock.fetch.pull import pull
+
+    pulled = partial / "pulled"
+    try:
+        with join(model_name(uri), connection=connection) as fleet:
+            report = pull(fleet, to=pulled, fallback=uri)
+    # A slow start is better than none: only a hub that is away leads to storage, and the log says so.
+    except HubUnavailable as error:
+        _log.warning("%s is read from storage instead of the fleet: %s", display(uri), error)
+        return None
+    with typed(partial):
+        for file in pulled.iterdir():
+            file.rename(partial / file.name)
+        pulled.rmdir()
+    return report
+
+
+def _verify(directory: Path, weights: Collection[str]) -> tuple[bool, str]:
+    """Compare the copied weights with their manifest; return whether there was one, and what was compared."""
+    from penstock.loader.verify import verify
+
+    if not weights:
+        return False, "no file of safetensors"
+    # A single file has a manifest of its own, a directory has one for all files.
+    own = [name for name in weights if f"{name}.{SIDECAR}" in weights]
+    verdict = verify(str(directory / own[0] if own else directory))
+    return verdict.verified, verdict.why
+
+
+def _publish(partial: Path, target: Path) -> tuple[int, int]:
+    """Rename all files into the target, those that make weights readable last; return their number and bytes."""
+    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+    others = {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names)
+    if others:
+        message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
+        raise ConfigError(message, uri=str(target), hint="remove them, or give an empty directory")
+    nbytes = sum((partial / name).stat().st_size for name in names)
+    with typed(target):
+        for name in sorted(names, key=lambda name: name.endswith((INDEX_SUFFIX, SIDECAR))):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / name, target / name)
+    return len(names), nbytes

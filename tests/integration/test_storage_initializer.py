@@ -1,0 +1,167 @@
+"""`penstock storage-initializer`, as KServe starts it: what is in the directory, and what its exit code says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.commands import run
+from tests.support.fork_server import ForkServer
+
+import penstock as ps
+from penstock.cli.checkpoints import manifest
+from penstock.fetch.storage_initializer import PARTIAL
+from penstock.hub.local_hub import find_hub
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.s3_server import SwiftServer, Unavailable
+
+SMALL_FILES = {"config.json": b"{}", "tokenizer.json": b"[1]", "1_Pooling/config.json": b"{2}", "empty.txt": b""}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of more than one range, a manifest, and files beside and below them."""
+    directory = tmp_path_factory.mktemp("source") / "llama"
+    write_llama(directory, total_bytes=40_000_000, shards=2)
+    for name, data in SMALL_FILES.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(data)
+    manifest(str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[SwiftServer]:
+    try:
+        SwiftServer.check()
+    except Unavailable as why:
+        pytest.skip(str(why))
+    folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
+    try:
+        with SwiftServer(folder) as server:
+            server.make_bucket("models")
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def upload(server: SwiftServer, directory: Path, prefix: str) -> str:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            server.store("models").put(f"{prefix}/{path.relative_to(directory)}", path.read_bytes())
+    return f"s3://models/{prefix}"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def environ(s3: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials as KServe gives them to an init container."""
+    for name, value in s3.storage_options.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+
+
+@pytest.mark.usefixtures("environ")
+def test_pairs_from_s3_are_copied_and_verified(
+    s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    source = upload(s3, model, "llama")
+    s3.store("models").put("sklearn/model.joblib", b"no weights")
+    first, second = tmp_path / "mnt" / "models", tmp_path / "other"
+    # A volume is there before the container, and an attempt that was killed leaves its files.
+    (first / PARTIAL).mkdir(parents=True)
+    (first / PARTIAL / "model.safetensors").write_bytes(b"half")
+    done = run(
+        fork_server, ["storage-initializer", f"penstock+{source}/", str(first), "s3://models/sklearn/", str(second)]
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(first) == contents(model)
+    assert contents(second) == {"model.joblib": b"no weights"}
+    lines = done.stdout.splitlines()
+    assert f"{source}/ -> {first}: 8 files" in lines[0] and "; verified: " in lines[0]
+    assert "NOT verified: no file of safetensors" in lines[1]
+    # Once more over what is there, as after a restart of the pod.
+    assert run(fork_server, ["storage-initializer", source, str(first)]).returncode == 0
+    assert contents(first) == contents(model)
+
+
+@pytest.mark.usefixtures("environ")
+def test_damaged_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    source = upload(s3, model, "damaged")
+    shard = next(model.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    s3.store("models").put(f"damaged/{shard.name}", bytes(data))
+    done = run(fork_server, ["storage-initializer", source, str(tmp_path / "models")])
+    assert done.returncode == 3
+    assert "digest" in done.stderr
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_single_file_is_held_to_its_own_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    source = tmp_path / "one.safetensors"
+    shutil.copy(next(model.glob("*.safetensors")), source)
+    manifest(str(source))
+    done = run(fork_server, ["storage-initializer", source.as_uri(), str(tmp_path / "out"), "--format", "json"])
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["verified"] and report["num_files"] == 2
+    assert contents(tmp_path / "out")["one.safetensors"] == source.read_bytes()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    yield Path(directory)
+    shutil.rmtree(directory)
+
+
+def test_with_a_hub_the_weights_come_from_members(
+    runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    with ps.Keeper() as keeper:
+        keeper.keep("llama", model)
+        hub = find_hub(runtime)
+        assert hub is not None
+        done = run(fork_server, ["storage-initializer", str(model), str(tmp_path / "out"), "--hub", hub])
+    assert done.returncode == 0, done.stderr
+    assert "; 100% shm <- " in done.stdout and "; verified: the manifest's digests" in done.stdout
+    assert ps.verify(str(tmp_path / "out")).revision == ps.verify(str(model)).revision
+    small = {name: data for name, data in contents(tmp_path / "out").items() if name in SMALL_FILES}
+    assert small == SMALL_FILES
+
+
+def test_without_the_hub_it_says_so_and_reads_storage(
+    runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    gone = f"unix://{runtime}/gone.sock"
+    done = run(fork_server, ["storage-initializer", str(model), str(tmp_path / "out"), "--hub", gone])
+    assert done.returncode == 0, done.stderr
+    assert "is read from storage instead of the fleet" in done.stderr
+    assert contents(tmp_path / "out") == contents(model)
+
+
+def test_other_weights_at_the_destination_are_not_mixed_with(
+    model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "model-00001-of-00009.safetensors").write_bytes(b"another model")
+    done = run(fork_server, ["storage-initializer", str(model), str(target)])
+    assert done.returncode == 2
+    assert "the destination has other weights: model-00001-of-00009.safetensors" in done.stderr
+    assert contents(target) == {"model-00001-of-00009.safetensors": b"another model"}
+
+
+def test_a_source_without_a_destination_is_wrong_usage(tmp_path: Path, fork_server: ForkServer) -> None:
+    done = run(fork_server, ["storage-initializer", "s3://models/a", str(tmp_path / "a"), "s3://models/b"])
+    assert done.returncode == 2
+    assert "'s3://models/b' has no destination" in done.stderr
+    assert not (tmp_path / "a").exists()
