@@ -1,0 +1,215 @@
+"""Two releases of Penstock on one host: this tree, and the previous release in an environment of its own.
+
+In: the repository's history. Out: processes of either release: drivers of the API, and `penstock` commands.
+Not here: the calls that a driver answers (`tests.support.release_driver`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
+"""The commit of the previous release. With each release move it to the commit that was released last, so that
+tests/integration/test_upgrade.py always joins two neighbouring releases. CONTRIBUTING.md says so too."""
+CALL_S = 60.0
+"""Deadline of a call, and of a command's first words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release that can be run."""
+
+    name: str
+    python: Path
+    environ: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def this_release() -> Release:
+    """Return the release of this tree."""
+    # In front: with an editable installation of another checkout, that one would be tested.
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return Release("new", Path(sys.executable), {**os.environ, "PYTHONPATH": path})
+
+
+def previous_release() -> Release:
+    """Return the previous release, installed at the first call; skip the test where that is not possible."""
+    name = f"previous-{PREVIOUS[:12]}-{sys.version_info.major}.{sys.version_info.minor}"
+    directory = ROOT / ".cache" / name
+    if not directory.exists():
+        directory.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=name) as building:
+            _install(Path(building))
+            # All at once: an interrupted build leaves nothing that a later run takes for whole.
+            shutil.move(Path(building, "environment"), directory)
+    environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    return Release("old", directory / "bin" / "python", environ)
+
+
+def git(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """Run git on this repository."""
+    return subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "-C", ROOT, *words], capture_output=True, timeout=60, check=False
+    )
+
+
+def _install(building: Path) -> None:
+    """Build the wheel of the previous commit and install it into `building/environment`, without dependencies."""
+    archive = git("archive", PREVIOUS, "src", "pyproject.toml", "README.md", "LICENSE")
+    if archive.returncode:
+        pytest.skip(f"commit {PREVIOUS[:12]} is not in this clone's history (a shallow clone?): git fetch --unshallow")
+    tree, environment = building / "tree", building / "environment"
+    tree.mkdir()
+    subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    built = subprocess.run(
+        [*pip, "wheel", "--no-deps", "-w", building, tree], capture_output=True, text=True, timeout=170, check=False
+    )
+    if built.returncode and "hatchling" in built.stderr:
+        pytest.skip("the build needs hatchling from a package index, which does not answer here")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = building.glob("penstock-*.whl")
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    subprocess.run([*pip, "install", "--no-deps", "--target", packages, wheel], check=True, timeout=170)
+    # Dependencies are those of this environment. By a .pth file, which does not read the .pth files in the directories
+    # that it names: this tree's editable installation is one of them, and must not be found.
+    depends = [entry for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}]
+    (packages / "dependencies.pth").write_text("\n".join(depends) + "\n")
+
+
+class CallFailed(Exception):
+    """A PenstockError in a driver's process.
+
+    Attributes:
+        error: the name of its type.
+    """
+
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(f"{error}: {message}")
+        self.error = error
+
+
+class _Ended:
+    """A process that is killed at the end of a block."""
+
+    process: subprocess.Popen[Any]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(30)
+
+
+class Driver(_Ended):
+    """A process of a release that answers calls of `release_driver`. A context manager; killed at its end."""
+
+    def __init__(self, release: Release, environ: Mapping[str, str]) -> None:
+        self.release = release
+        ours, theirs = socket.socketpair()
+        command = [release.python, "-P", ROOT / "tests" / "support" / "release_driver.py", str(theirs.fileno())]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, env={**release.environ, **environ}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        ours.settimeout(CALL_S)
+        self._lines = ours.makefile("rw")
+        # Closed with the file made of it.
+        ours.close()
+
+    def send(self, call: str, /, **arguments: Any) -> None:
+        """Start a call; see `result`."""
+        print(json.dumps({"call": call, "arguments": arguments}), file=self._lines, flush=True)
+
+    def result(self) -> Any:
+        """Return the result of the call that was sent. CallFailed: it failed."""
+        line = self._lines.readline()
+        assert line, f"the driver ended with {self.process.wait(10)}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CallFailed(answer["error"], answer["message"])
+        return answer["result"]
+
+    def __call__(self, call: str, /, **arguments: Any) -> Any:
+        """Make a call and return its result. CallFailed: it failed."""
+        self.send(call, **arguments)
+        return self.result()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._lines.close()
+
+
+class Command(_Ended):
+    """A `penstock` command of a release that runs until it is stopped. A context manager; killed at its end.
+
+    Args:
+        release: whose command.
+        words: its arguments.
+        environ: changes of its environment.
+        until: the start of the line by which it says that it serves.
+    """
+
+    def __init__(self, release: Release, words: Sequence[str], environ: Mapping[str, str], until: str) -> None:
+        command = [release.python, "-P", "-m", "penstock", *words]
+        self.process = subprocess.Popen(
+            command, env={**release.environ, **environ}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.said: list[str] = []
+        self._until = until
+        self._serves = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._serves.wait(CALL_S) or not any(line.startswith(until) for line in self.said):
+            super().__exit__(None, None, None)
+            raise ChildProcessError(f"penstock {words[0]} does not serve: {''.join(self.said)}")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        # To its end: a command whose pipe is full would hang.
+        for line in self.process.stdout:
+            self.said.append(line)
+            if line.startswith(self._until):
+                self._serves.set()
+        self._serves.set()
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(CALL_S)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
