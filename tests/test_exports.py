@@ -9,7 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber", "convert", "manifest", "status", "why"]
+VERBS += ["publisher", "subscriber", "convert", "manifest", "serve_metrics", "status", "why"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -24,7 +24,7 @@ VALUES = [
     "TensorStream",
     "Variant",
 ]
-VALUES += ["ConvertReport", "ManifestReport", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
+VALUES += ["ConvertReport", "ManifestReport", "MetricsEndpoint", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name

@@ -19,12 +19,13 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
-    frozenset({"segments"}),
+    frozenset({"segments", "tally"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),
     frozenset({"engine"}),
+    frozenset({"telemetry"}),
     frozenset({"loader", "jobs"}),
     frozenset({"hub"}),
     frozenset({"peer"}),

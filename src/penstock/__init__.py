@@ -6,10 +6,10 @@ The public names are in `__all__`; verbs are imported, and torch with them, when
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConnectionSettings
+from penstock.entry_points import own_version
 from penstock.errors import (
     BudgetTooSmall,
     Cancelled,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Keeper,
         LoadReport,
         ManifestReport,
+        MetricsEndpoint,
         Publisher,
         PublishReport,
         Shard,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
         manifest,
         publisher,
         safe_open,
+        serve_metrics,
         status,
         stream,
         subscriber,
@@ -78,11 +80,7 @@ if TYPE_CHECKING:
         why,
     )
 
-try:
-    __version__ = version("penstock")
-except PackageNotFoundError:
-    # Run from a source tree that is not installed.
-    __version__ = "0+unknown"
+__version__ = own_version()
 
 __all__ = [
     "AttachReport",
@@ -109,6 +107,7 @@ __all__ = [
     "LoadReport",
     "Manifest",
     "ManifestReport",
+    "MetricsEndpoint",
     "MissingExtra",
     "NotFound",
     "OperationFailed",
@@ -145,6 +144,7 @@ __all__ = [
     "manifest",
     "publisher",
     "safe_open",
+    "serve_metrics",
     "status",
     "stream",
     "subscriber",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.sync.receive.subscriber import Hooks, Subscriber, subscriber
     from penstock.sync.report import PublishReport, UpdateReport
     from penstock.sync.shards import Shard
+    from penstock.telemetry.endpoint import MetricsEndpoint, serve_metrics
 
 # Name -> module below `penstock`. Must agree with the imports above, which only type checkers see.
 _ROOMS = {
@@ -38,6 +39,7 @@ _ROOMS = {
     "Keeper": "keeper.keeper",
     "LoadReport": "loader.report",
     "ManifestReport": "loader.verify",
+    "MetricsEndpoint": "telemetry.endpoint",
     "PublishReport": "sync.report",
     "Publisher": "sync.publish.publisher",
     "Shard": "sync.shards",
@@ -58,6 +60,7 @@ _ROOMS = {
     "manifest": "loader.verify",
     "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
+    "serve_metrics": "telemetry.endpoint",
     "status": "hub.client",
     "stream": "loader.load",
     "subscriber": "sync.receive.subscriber",
@@ -76,6 +79,7 @@ __all__ = [
     "Keeper",
     "LoadReport",
     "ManifestReport",
+    "MetricsEndpoint",
     "PublishReport",
     "Publisher",
     "Shard",
@@ -96,6 +100,7 @@ __all__ = [
     "manifest",
     "publisher",
     "safe_open",
+    "serve_metrics",
     "status",
     "stream",
     "subscriber",

@@ -62,6 +62,34 @@ def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAddress:
+    """An address to serve metrics at: a host, and the ports of which the first free one is taken."""
+
+    host: str
+    first_port: int
+    last_port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        last = f"-{self.last_port}" if self.last_port != self.first_port else ""
+        return f"{host}:{self.first_port}{last}"
+
+
+def metrics_address(text: str) -> MetricsAddress:
+    """Return the address that `host:port` or `host:first-last` names. ConfigError: it is neither."""
+    host, _, ports = text.rpartition(":")
+    first, _, last = ports.partition("-")
+    last = last or first
+    is_host = bool(host) and (":" not in host or host[0] + host[-1] == "[]")
+    if not (is_host and all(port.isascii() and port.isdigit() for port in (first, last))):
+        hint = "write 127.0.0.1:9464, or 127.0.0.1:9464-9479 where several processes share the setting"
+        raise ConfigError(f"{text!r} is not an address for metrics", hint=hint)
+    if not int(first) <= int(last) <= 65535:
+        raise ConfigError(f"{text!r} is not a range of ports", hint="the first port comes first, and 65535 is the last")
+    return MetricsAddress(host=host.removeprefix("[").removesuffix("]"), first_port=int(first), last_port=int(last))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings of a process; `Settings.read()` overlays the environment on the defaults."""
 
@@ -92,6 +120,13 @@ class Settings:
     )
     runtime_dir: Path | None = _env(
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
+    )
+
+    metrics: MetricsAddress | None = _env(
+        "PENSTOCK_METRICS", metrics_address, None, "address at which Prometheus reads this process; unset: none"
+    )
+    metrics_token_file: Path | None = _env(
+        "PENSTOCK_METRICS_TOKEN_FILE", Path, None, "file of tokens, one of which a reader of the metrics must show"
     )
 
     redis_url: str = _env(

@@ -1,6 +1,7 @@
 """Metadata of installed packages: entry points that add storages, transports and formats, and what our extras need.
 
-In: a group and a name, or an extra. Out: the objects that entry points name; the command that installs an extra.
+In: a group and a name, or an extra. Out: the objects that entry points name; the command that installs an extra; the
+version of this package.
 Not here: what may be registered (`storage`, `transport.choose`, `transform.formats`).
 """
 
@@ -33,6 +34,15 @@ def load(entry: importlib.metadata.EntryPoint) -> object:
             f"the entry point {entry.name} = {entry.value} of {entry.group} cannot be loaded: {error}",
             hint=f"{package} declares it: repair or uninstall that package",
         ) from error
+
+
+def own_version() -> str:
+    """Return the version of this package."""
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        # Run from a source tree that is not installed.
+        return "0+unknown"
 
 
 def install_hint(extra: str) -> str:

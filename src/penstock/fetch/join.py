@@ -25,7 +25,7 @@ from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, IntegrityError, PenstockError
 from penstock.fetch.discover import Discovery, Target
-from penstock.fetch.report import FetchReport, Provenance, report_of
+from penstock.fetch.report import FetchReport, Provenance, outcome_of, report_of
 from penstock.fetch.run import Fetch
 from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
@@ -36,6 +36,7 @@ from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
+from penstock.telemetry.journey import Journey
 
 
 class Fleet:
@@ -87,7 +88,7 @@ class Fleet:
         phases = Phases(_name="discover")
         record = open_trace(trace)
         is_over = threading.Event()
-        with ExitStack() as stack:
+        with Journey("fetch", self.identity.model, member=self.member.id[:8]) as journey, ExitStack() as stack:
             stack.callback(is_over.set)
             target_weights = Discovery(self.identity, self.member, self._settings).find(
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
@@ -107,7 +108,7 @@ class Fleet:
             with showing_progress(
                 progress, self.identity.model, lambda: (int(chunks.nbytes[weights.have].sum()), weights.layout.nbytes)
             ):
-                provenance = self._fill(weights, storage, phases, record, is_new=new_tensors is not None)
+                provenance = self._fill(weights, storage, phases, record, journey, is_new=new_tensors is not None)
             weights.set_state("whole")
             self.member.beat_now()
             # Only now: an empty target gets all tensors or none.
@@ -118,12 +119,21 @@ class Fleet:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
             header_bytes = target_weights.session.weights.opening_bytes if target_weights.session is not None else 0
-            return report_of(
+            report = report_of(
                 weights, provenance, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
             )
+            journey.outcome = outcome_of(report)
+            return report
 
     def _fill(
-        self, weights: LocalWeights, storage: StorageReader | None, phases: Phases, record: Trace, *, is_new: bool
+        self,
+        weights: LocalWeights,
+        storage: StorageReader | None,
+        phases: Phases,
+        record: Trace,
+        journey: Journey,
+        *,
+        is_new: bool,
     ) -> Provenance:
         """Run the fetch into weights that other members can read already; stop serving them if it fails.
 
@@ -137,6 +147,7 @@ class Fleet:
             trace=record,
             on_first=lambda: phases.enter("move"),
         )
+        journey.received = running.provenance.received
         try:
             with running:
                 provenance = running.run()
@@ -156,6 +167,9 @@ class Fleet:
                 is_touched = running.is_touched or (storage is not None and storage.is_touched)
                 error.mutated = error.mutated or is_touched
             raise
+        finally:
+            journey.num_wrong = running.provenance.num_wrong
+            journey.num_retries = len(running.provenance.faults)
         return provenance
 
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:

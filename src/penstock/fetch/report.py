@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from penstock.errors import SourceError
 from penstock.peer.local_weights import LocalWeights
 from penstock.report import Summarised
+from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
 NEAREST = "the nearest there is"
@@ -32,12 +33,24 @@ class Provenance:
     why: dict[str, str] = field(default_factory=dict)
     """Path -> reason for it: why no nearer transport, why storage, or that it is the nearest."""
     why_storage: str = NO_MEMBER
+    num_wrong: int = 0
+    """Times that received chunks differed from their digests."""
 
     def add_bytes(self, path: str, nbytes: int) -> None:
         """Add verified bytes of a path."""
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
         if path.startswith("storage "):
             self.why[path] = self.why_storage
+
+    def received(self) -> dict[tuple[str, str], int]:
+        """Return the verified bytes so far, by source and path; for metrics, from any thread."""
+        received: dict[tuple[str, str], int] = {}
+        # A copy: the fetch adds paths meanwhile.
+        for path, nbytes in list(self.nbytes_by_path.items()):
+            name = path.partition(" ")[0]
+            key = ("storage", "fallback") if name == "storage" else ("peer", name)
+            received[key] = received.get(key, 0) + nbytes
+        return received
 
     def read_without_claim(self, hub_says: str) -> None:
         """Record that storage is read without a claim, because the hub refused or did not answer."""
@@ -115,6 +128,23 @@ class FetchReport(Summarised):
             f"revision {self.revision[:19]}",
         ]
         return "\n".join(lines + [f"fault on the way: {fault}" for fault in self.faults])
+
+
+def outcome_of(report: FetchReport) -> Outcome:
+    """Return what metrics and spans show of a fetch."""
+    # Bytes from storage count as verified only if something was there to compare them with.
+    hashed = (
+        0
+        if report.verified
+        else sum(nbytes for path, nbytes in report.nbytes_by_path.items() if path.startswith("storage "))
+    )
+    return Outcome(
+        nbytes=report.nbytes,
+        phases=report.phases,
+        verified_bytes=report.nbytes - hashed,
+        path=", ".join(f"{nbytes / GB:.2f} GB by {path}" for path, nbytes in report.nbytes_by_path.items()),
+        attributes={"revision": report.revision, "storage_bytes": report.storage_bytes},
+    )
 
 
 def report_of(

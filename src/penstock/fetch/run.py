@@ -539,6 +539,7 @@ class Fetch(Run):
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
         """Reject chunks with a wrong digest: they are read again, and the source is not used any more."""
         message = f"chunk {wrong} differs from its digest"
+        self.provenance.num_wrong += 1
         if arrival.upstream_reader is None:
             bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="download the files again")
             self._storage_failed(bad, arrival.chunks)

@@ -40,6 +40,10 @@ from penstock.errors import (
 from penstock.http.client import Reply
 from penstock.http.head import MalformedMessage
 from penstock.http.pool import Pool, PooledConnection
+from penstock.tally import Tally
+
+retried_requests = Tally()
+"""Requests of this process that failed, or were refused for now, and were sent again."""
 
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
@@ -157,6 +161,7 @@ class Patience:
                 hint = "raise stall_s to wait longer"
                 raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range, hint=hint) from cause
             pause_s = min(max(pause_s, wait_s), left_s)
+        retried_requests.add()
         self._sleep(pause_s)
 
 

@@ -37,6 +37,10 @@ from penstock.http.region_messages import (
     chunk_head,
 )
 from penstock.http.server import Exchange, HttpServer, Refused
+from penstock.tally import Tally
+
+served_bytes = Tally()
+"""Bytes of regions that this process has sent whole answers of, before compression."""
 
 MAX_ANSWER_BYTES = 1 << 30
 """Longest answer. Reason: it bounds the cost of one request; a reader of ours asks for 64 MiB at most."""
@@ -164,6 +168,7 @@ class RegionServer:
                 self._send_coded(exchange, region, request.key, views, total)
             else:
                 self._send_plain(exchange, region, request.key, views, total)
+            served_bytes.add(total)
         finally:
             with self._lock:
                 region.under_way.pop(wire, None)

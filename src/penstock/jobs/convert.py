@@ -32,7 +32,7 @@ from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs
-from penstock.jobs.report import ConvertReport, Predicted, how_verified, predict, rows_of
+from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.result import (
     METADATA,
     ONE_FILE,
@@ -67,6 +67,7 @@ from penstock.storage.output import (
     typed,
 )
 from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.telemetry.journey import Journey
 from penstock.types import MIB
 
 if TYPE_CHECKING:
@@ -180,36 +181,54 @@ def convert(
     settings = WorkerSettings.of(workers)
     if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
-    # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
-    devices_of(devices, settings.num_workers, list)
-    stages = open_trace(trace)
-    with ExitStack() as stack:
-        # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
-        launcher = _launcher(settings, devices, stack)
-        with stages.stage("plan"):
-            request = plan_request(
-                sources,
-                to,
-                operations,
-                stack,
-                verify=verify,
-                task_bytes=task_bytes,
-                shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
-                memory_bytes=settings.memory_bytes,
-                storage_options=storage_options,
+    into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
+    with Journey("convert", uri=into) as journey:
+        # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
+        devices_of(devices, settings.num_workers, list)
+        stages = open_trace(trace)
+        with ExitStack() as stack:
+            # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
+            launcher = _launcher(settings, devices, stack)
+            with stages.stage("plan"):
+                request = plan_request(
+                    sources,
+                    to,
+                    operations,
+                    stack,
+                    verify=verify,
+                    task_bytes=task_bytes,
+                    shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
+                    memory_bytes=settings.memory_bytes,
+                    storage_options=storage_options,
+                )
+                request.job.check_budget(request.job_spec.memory_bytes, "one task")
+            # One stack for everything: sources, staging files and workers end together, after the result is published.
+            run = _Run(
+                stack=stack,
+                stages=stages,
+                launcher=launcher,
+                devices=devices,
+                settings=settings,
+                progress=progress,
+                journey=journey,
             )
-            request.job.check_budget(request.job_spec.memory_bytes, "one task")
-        # One stack for everything: sources, staging files and workers end together, after the result is published.
-        run = _Run(stack=stack, stages=stages, launcher=launcher, devices=devices, settings=settings, progress=progress)
-        result = _make(request, destination, run)
-        end = stack.pop_all()
-    # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
-    with stages.stage("close"):
-        end.close()
-    if trace is not None:
-        traces = () if result.ran is None else result.ran.coordinator.traces
-        save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
-    return _report(result, began)
+            result = _make(request, destination, run)
+            end = stack.pop_all()
+        # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
+        with stages.stage("close"):
+            end.close()
+        if trace is not None:
+            traces = () if result.ran is None else result.ran.coordinator.traces
+            save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
+        report = _report(result, began)
+        # Workers that were lost were replaced.
+        journey.num_retries = max(0, len(report.workers) - report.num_workers)
+        journey.received = lambda: {
+            ("storage", "workers"): report.fetched_bytes,
+            ("cache", "workers"): report.held_bytes,
+        }
+        journey.outcome = outcome_of(report)
+        return report
 
 
 def plan(
@@ -374,6 +393,7 @@ class _Run:
     devices: str | Sequence[str]
     settings: WorkerSettings
     progress: ProgressOption
+    journey: Journey
 
     def run(self, staged: _Staged) -> _Ran:
         """Run every task that no earlier run finished. Workers start while disk space is allocated.
@@ -409,6 +429,8 @@ class _Run:
             predicted = predict(job, journal.kept, uris, here, self.settings.rates)
             # No task before there is room for it: a disk that is too small fails here, and not hours later.
             room.result()
+        # While it runs, of the workers alone; at its end, of the report.
+        self.journey.received = lambda: {("storage", "workers"): sum(s.fetched_bytes for s in list(coordinator.stats))}
         with stages.stage("run"):
             coordinator.run()
         check_repeated(job, journal, staged.out, coordinator.repeated)

@@ -23,6 +23,7 @@ from penstock.plan.placement import depth_of
 from penstock.report import Summarised
 from penstock.storage import is_remote
 from penstock.storage.weight_set import WeightSet
+from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
 if TYPE_CHECKING:
@@ -156,6 +157,23 @@ class ConvertReport(Summarised):
     def utilisation(self) -> dict[str, float]:
         """Return the mean number of busy threads of each executor, over `num_workers` and `wall_s`."""
         return {name: busy_s / (self.wall_s * max(1, self.num_workers)) for name, busy_s in self.busy_s.items()}
+
+
+def outcome_of(report: ConvertReport) -> Outcome:
+    """Return what metrics and spans show of a conversion."""
+    return Outcome(
+        nbytes=report.nbytes,
+        phases={"start": report.start_s, "move": report.moving_s, "end": report.end_s},
+        verified_bytes=report.verified_bytes,
+        attributes={
+            "uri": report.uri,
+            "revision": report.revision,
+            "operation": report.operation,
+            "read_bytes": report.read_bytes,
+            "num_tasks": report.num_tasks,
+            "num_resumed": report.num_resumed,
+        },
+    )
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:

@@ -51,6 +51,8 @@ from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
 from penstock.peer.member import host_id
 from penstock.report import Summarised
+from penstock.telemetry.journey import Journey
+from penstock.telemetry.metrics import Outcome
 from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
 from penstock.types import GB, I64, U64
@@ -209,7 +211,29 @@ def attach(
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
-    connection = resolve_connection(connection)
+    with Journey("attach", model) as journey:
+        attached = _attach(model, resolve_connection(connection), device, revision, verify=verify, wait_s=wait_s)
+        report = attached.report
+        journey.outcome = Outcome(
+            nbytes=report.nbytes,
+            phases=report.phases,
+            verified_bytes=report.nbytes if report.verified else 0,
+            path=report.path,
+            attributes={"revision": report.revision, "device": report.device},
+        )
+        return attached
+
+
+def _attach(
+    model: str,
+    connection: ConnectionSettings,
+    device: str | int | torch.device | None,
+    revision: str | None,
+    *,
+    verify: bool,
+    wait_s: float,
+) -> Attached:
+    """Attach to a keeper; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
     wanted = None if device is None else resolve_device(device)
     phases = Phases(_name="find")
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s

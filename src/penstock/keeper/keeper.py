@@ -48,6 +48,7 @@ from penstock.memory.tiers import Level, Tiers
 from penstock.peer.local_weights import LocalWeights, revision_of
 from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
+from penstock.telemetry.metrics import Sample, watch
 from penstock.types import Manifest
 
 log = logging.getLogger("penstock.fleet")
@@ -148,6 +149,7 @@ class Keeper:
             raise
         self.member.server.recall = self._recalled
         self.member.on_damaged = self._damaged
+        watch(self)
 
     def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
         """Fetch a model from members that have it, and the rest from storage; keep it from then on.
@@ -226,6 +228,19 @@ class Keeper:
     def stats(self) -> TiersStats:
         """Return the contents of the tiers, and the bytes moved between them so far."""
         return self.tiers.stats()
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the values of this keeper for metrics; called by the thread of a scrape."""
+        stats = self.stats()
+        for tier, use in stats.tiers.items():
+            yield "penstock_tier_models", (tier,), use.num_blocks
+            yield "penstock_tier_used_bytes", (tier,), use.used_bytes
+            if use.budget_bytes is not None:
+                yield "penstock_tier_limit_bytes", (tier,), use.budget_bytes
+        for link, moves in stats.links.items():
+            yield "penstock_tier_moved_bytes", link, moves.nbytes
+        yield "penstock_tier_requests", ("hit",), stats.hits
+        yield "penstock_tier_requests", ("miss",), stats.misses
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:

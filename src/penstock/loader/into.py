@@ -18,11 +18,12 @@ from penstock.arguments import require_type
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, reports_failure
-from penstock.loader.report import LoadReport, ProgressOption
+from penstock.loader.report import LoadReport, ProgressOption, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.rehome import rehome
 from penstock.storage.weight_set import Names, Uris
+from penstock.telemetry.journey import Journey
 from penstock.types import TensorTable
 
 if TYPE_CHECKING:
@@ -84,8 +85,12 @@ def load_into(
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
-    with deferred_interrupts(group):
-        return _load_into(target, targets, uri, options, memory_bytes, group, strict=strict, rename=rename, arena=arena)
+    with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
+        report = _load_into(
+            target, targets, uri, options, memory_bytes, group, journey, strict=strict, rename=rename, arena=arena
+        )
+        journey.outcome = outcome_of(report)
+        return report
 
 
 def _load_into(
@@ -95,6 +100,7 @@ def _load_into(
     options: Options,
     memory_bytes: int | str | None,
     group: ProcessGroup | None,
+    journey: Journey,
     *,
     strict: bool,
     rename: Rename,
@@ -102,6 +108,7 @@ def _load_into(
 ) -> LoadReport:
     """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     with open_session(uri, options, memory_bytes, group) as session:
+        journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
             table = session.table()

@@ -26,13 +26,14 @@ from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled
 from penstock.lifecycle import Closing, paused_gc, quick_handover
-from penstock.loader.report import LoadReport, ProgressOption
+from penstock.loader.report import LoadReport, ProgressOption, outcome_of
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.report import pre
 from penstock.storage import Source
 from penstock.storage.weight_set import Names, Uris
+from penstock.telemetry.journey import Journey
 from penstock.types import GB, Manifest
 
 if TYPE_CHECKING:
@@ -84,8 +85,10 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         manifest: of the requested tensors.
     """
 
-    def __init__(self, session: Session, group: ProcessGroup | None) -> None:
+    def __init__(self, session: Session, group: ProcessGroup | None, journey: Journey) -> None:
         self._session: Session | None = session
+        self._journey = journey
+        journey.received = session.received
         self._group = group
         self._report: LoadReport | None = None
         # A generator cannot be advanced by two threads at once. Re-entrant, because a failing `next` closes the stream.
@@ -114,7 +117,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         except StopIteration:
             self._end()
             raise
-        except BaseException:
+        except BaseException as error:
+            self._journey.end(error)
             self.close()
             raise
         self._num_tensors += 1
@@ -130,6 +134,10 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
             raise Cancelled("the stream was closed before its end", hint="open another one")
         try:
             self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
+            self._journey.outcome = outcome_of(self._report)
+        except BaseException as error:
+            self._journey.end(error)
+            raise
         finally:
             self.close()
 
@@ -148,6 +156,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         with self._turn:
             self._tensors.close()
             session.close()
+            self._journey.end()
             # The session's files and memory are released here, inside the block where a signal is only noted.
             self._session = None
 
@@ -207,17 +216,21 @@ def load(
         progress=progress,
         trace=trace,
     )
-    with deferred_interrupts(group):
-        return _load(uri, options, memory_bytes, group)
+    with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(options.device)) as journey:
+        return _load(uri, options, memory_bytes, group, journey)
 
 
-def _load(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Weights:
+def _load(
+    uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
+) -> Weights:
     """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     # To a GPU, reader threads and the placing thread pass the GIL for every chunk; to the CPU there is no such traffic.
     quick = quick_handover() if options.device.type == "cuda" else nullcontext()
     with paused_gc(), quick, open_session(uri, options, memory_bytes, group) as session:
+        journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
+        journey.outcome = outcome_of(report)
         return Weights(tensors, report, session.manifest)
 
 
@@ -257,7 +270,19 @@ def stream(
     # Defaults are filled in by `_called_as`, so `options` has every field of `Options`.
     wanted = Options(device=resolve_device(device), **options)
     with deferred_interrupts(group):
-        return TensorStream(open_session(uri, wanted, memory_bytes, group), group)
+        return open_stream(uri, wanted, group, lambda: open_session(uri, wanted, memory_bytes, group))
+
+
+def open_stream(
+    uri: Uris, options: Options, group: ProcessGroup | None, open_session: Callable[[], Session]
+) -> TensorStream:
+    """Return a stream of the session that a function opens, counted as a load."""
+    journey = Journey("load", uri=str(uri), device=str(options.device)).begin()
+    try:
+        return TensorStream(open_session(), group, journey)
+    except BaseException as error:
+        journey.end(error)
+        raise
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:

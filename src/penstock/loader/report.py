@@ -21,6 +21,7 @@ from penstock import lifecycle
 from penstock.arguments import wrong
 from penstock.config import Settings
 from penstock.report import Summarised
+from penstock.telemetry.metrics import Outcome
 from penstock.types import GB, MIB
 
 if TYPE_CHECKING:
@@ -73,21 +74,35 @@ class LoadReport(Summarised):
         # An empty weight set takes no measurable time.
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
-    def summary(self) -> str:
-        """Return three lines for people."""
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+    def paths(self) -> str:
+        """Return the paths with their bytes, and why no faster one was taken."""
         # By path and not by file: a model has hundreds of files, which took one or two paths.
         by_path: dict[str, int] = {}
         for file in self.files:
             key = f"{file.path} ({file.why})" if file.why else file.path
             by_path[key] = by_path.get(key, 0) + file.nbytes
-        paths = ", ".join(f"{nbytes / GB:.2f} GB by {path}" for path, nbytes in by_path.items())
+        return ", ".join(f"{nbytes / GB:.2f} GB by {path}" for path, nbytes in by_path.items())
+
+    def summary(self) -> str:
+        """Return three lines for people."""
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         return (
             f"{self.num_tensors} tensors, {self.nbytes / GB:.2f} GB -> {self.device} in {self.wall_s:.3f} s "
             f"({self.gb_per_s:.2f} GB/s): {phases}\n"
-            f"paths: {paths or 'none'}; staging peak {self.peak_staging_bytes / MIB:.0f} MiB\n"
+            f"paths: {self.paths() or 'none'}; staging peak {self.peak_staging_bytes / MIB:.0f} MiB\n"
             f"{'verified' if self.verified else 'not verified'}: {self.why}; revision {self.revision[:19]}"
         )
+
+
+def outcome_of(report: LoadReport) -> Outcome:
+    """Return what metrics and spans show of a load."""
+    return Outcome(
+        nbytes=report.nbytes,
+        phases=report.phases,
+        verified_bytes=report.nbytes if report.verified else 0,
+        path=report.paths(),
+        attributes={"uri": report.uri, "device": report.device, "revision": report.revision},
+    )
 
 
 @dataclass(slots=True)

@@ -266,6 +266,17 @@ class Session(Closing):
         self.why = ""
         self.group_bytes = 0
 
+    def received(self) -> dict[tuple[str, str], int]:
+        """Return the bytes that came so far, by source and path; for metrics, from any thread."""
+        received: dict[tuple[str, str], int] = {}
+        # A copy: readers add paths meanwhile.
+        for (_, path), nbytes in list(self.run.paths.items()) if self.run is not None else ():
+            key = ("cache" if path == "cache" else "storage", path)
+            received[key] = received.get(key, 0) + nbytes
+        if self.group_bytes:
+            received["peer", "group"] = self.group_bytes
+        return received
+
     @property
     def manifest(self) -> Manifest:
         """Return the manifest of the tensors that were requested."""

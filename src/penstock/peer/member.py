@@ -18,13 +18,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.config import ConnectionSettings
+from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -61,6 +61,8 @@ from penstock.net.unix_sockets import RuntimeDir
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
+from penstock.telemetry.endpoint import start_configured
+from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import Links, open_links
 from penstock.transport.host_endpoint import here
 from penstock.transport.http import LOOPBACK, host_and_port
@@ -131,6 +133,7 @@ class Member:
         self._runtime_dir = RuntimeDir()
         listen = connection.listen
         try:
+            start_configured(Settings.read())
             tls = MemberTls.read()
             self.trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:
@@ -170,6 +173,23 @@ class Member:
         # Last: the thread uses all of the above.
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._beats.start()
+        watch(self)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the values of this member for metrics; called by the thread of a scrape."""
+        if self._closing.is_set():
+            return
+        yield "penstock_members", ("away" if self.hub_is_away else "reachable",), 1
+        for weights in self.weights:
+            model, on_device = weights.identity.model, "gpu" if weights.device.type == "cuda" else "host"
+            state = weights.state if weights.damage is None else "damaged"
+            nbytes = int(weights.layout.chunks.nbytes[weights.have].sum())
+            yield "penstock_held_bytes", (model, weights.tier or on_device, state), nbytes
+            yield "penstock_readers", (model,), weights.num_readers
+        for sync in self.syncs:
+            shown = sync()
+            yield "penstock_sync_version", (shown.name, shown.side), shown.version
+            yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
 
     def _join(self, within_s: float) -> Welcome:
         """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over."""
@@ -296,6 +316,8 @@ class Member:
             if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
             error = weights.mark_damaged(chunk)
+        if (registry := recording()) is not None:
+            registry.add("penstock_verification_failures", ("serve",))
         self.server.hide(weights.key)
         if weights.state != "filling":
             # Not while a fetch still writes into them: it fails at its end, and stops serving them itself.

@@ -38,6 +38,7 @@ from penstock.config import Settings
 from penstock.lifecycle import let_go_in_children
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.source import Source, span, take
+from penstock.tally import Tally
 from penstock.types import MIB
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ class CacheStats:
     """Requested by readers, on the disk or not."""
     miss_bytes: int = 0
     """Read from the source, whole chunks."""
+
+
+# The same counts of all sources of this process, those that were closed included.
+_tallies = {field.name: Tally() for field in fields(CacheStats)}
+
+
+def cache_totals() -> CacheStats:
+    """Return what the cache did for all sources of this process so far."""
+    return CacheStats(**{name: tally.total for name, tally in _tallies.items()})
 
 
 def open_cached(source: Source, *, settings: Settings) -> Source:
@@ -267,6 +277,8 @@ class CachedSource:
         with self._lock:
             for field in fields(self.stats):
                 setattr(self.stats, field.name, getattr(self.stats, field.name) + counts.get(field.name, 0))
+        for name, count in counts.items():
+            _tallies[name].add(count)
 
 
 def _digest(views: list[memoryview]) -> int:

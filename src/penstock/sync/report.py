@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.report import Summarised
+from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
 PublishMode = Literal["live", "snapshot"]
@@ -100,6 +101,8 @@ class UpdateReport(Summarised):
     """How much of the version was read, and why no less."""
     attempts: int = 1
     """Above 1: a source failed, or a newer version came, during the update."""
+    nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
+    """Path (`shm <- MEMBER`) -> bytes that came by it."""
 
     @property
     def gb_per_s(self) -> float:
@@ -114,3 +117,37 @@ class UpdateReport(Summarised):
             f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
         ]
         return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why])
+
+
+def publish_outcome(report: PublishReport) -> Outcome:
+    """Return what metrics and spans show of a publish."""
+    live = {"committed": len(report.committed), "late": len(report.late), "failed": len(report.failed)}
+    return Outcome(
+        nbytes=report.nbytes,
+        phases={"copy": report.copy_s, "transform": report.transform_s, "wait": report.wait_s},
+        subscribers=live if report.mode == "live" else {},
+        attributes={"version": report.version, "mode": report.mode},
+    )
+
+
+def update_outcome(report: UpdateReport) -> Outcome:
+    """Return what metrics and spans show of an update."""
+    return Outcome(
+        nbytes=report.nbytes,
+        phases={"plan": report.plan_s, "wire": report.wire_s, "install": report.install_s},
+        # Every byte is compared with its source's digests before the version is live.
+        verified_bytes=report.nbytes,
+        path=report.path,
+        # An update that found nothing new paused nothing.
+        pause_s=report.pause_s if report.version_bytes else None,
+        attributes={"version": report.version, "mode": report.mode, "revision": report.revision},
+    )
+
+
+def received(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """Return the bytes of an update's paths by source and transport, for metrics."""
+    received: dict[tuple[str, str], int] = {}
+    for path, nbytes in nbytes_by_path.items():
+        key = ("peer", path.partition(" ")[0])
+        received[key] = received.get(key, 0) + nbytes
+    return received

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ import torch
 
 from penstock.compat.runai_streamer.objects import S3Credentials, raising_value_errors, storage_options
 from penstock.config import Settings, runai_settings
-from penstock.loader.load import TensorStream
+from penstock.loader.load import TensorStream, open_stream
 from penstock.loader.session import Options, Session, resolve_device
 from penstock.loader.tensor import torch_dtype
 from penstock.storage import open_source, text_of
@@ -183,7 +184,8 @@ class SafetensorsStreamer:
         parts, self._parts = self._parts, []
         for part in parts:
             with raising_value_errors():
-                self._stream = TensorStream(Session(part, self._options, self._settings), self._group)
+                opens = partial(Session, part, self._options, self._settings)
+                self._stream = open_stream(part, self._options, self._group, opens)
             try:
                 while True:
                     # Around `next` only: an error that the caller raises at the yield is not ours to change.

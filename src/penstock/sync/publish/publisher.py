@@ -33,9 +33,10 @@ from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import Offer, VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.report import PublishMode, PublishReport
+from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable, declared, layout_of, to_arenas
+from penstock.telemetry.journey import Journey
 
 
 class Publisher(Closing):
@@ -138,7 +139,11 @@ class Publisher(Closing):
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
             Cancelled: it was closed.
         """
-        with self._publishing, quick_handover():
+        with (
+            self._publishing,
+            quick_handover(),
+            Journey("publish", self.name, version=version, member=self.member.id[:8]) as journey,
+        ):
             begun = time.perf_counter()
             self._check(version)
             # A snapshot is read after this returns, so there is nothing to decide about.
@@ -150,7 +155,7 @@ class Publisher(Closing):
                 copy_s = self._publish_snapshot(self._snapshot, version)
             wall_s = time.perf_counter() - begun
             offer = self._offer
-            return PublishReport(
+            report = PublishReport(
                 name=self.name,
                 version=version,
                 mode=self.mode,
@@ -166,6 +171,10 @@ class Publisher(Closing):
                 late=decision.late,
                 failed=decision.failed,
             )
+            if report.exchanged_bytes:
+                journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
+            journey.outcome = publish_outcome(report)
+            return report
 
     def _check(self, version: int) -> None:
         """Check that the version may come next, and that this group still owns the name."""

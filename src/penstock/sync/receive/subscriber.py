@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,9 +45,11 @@ from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.receive.update import Options, Staged, UpdateLoop
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.report import UpdateMode, UpdateReport
+from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import to_arenas
+from penstock.telemetry.journey import Journey
+from penstock.telemetry.metrics import Outcome
 from penstock.transform.formats import format_of
 
 ASK_S = 1.0
@@ -207,13 +209,16 @@ class Subscriber(Closing):
             SourceError, PeerLost, IntegrityError: no source could supply it. Staged: the version before is still live.
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
         """
-        with self._updating:
+        with self._updating, self._journey("update") as journey:
             with showing_progress(progress, self.name, lambda: self._update_loop.progress):
                 if self.mode == "direct":
-                    return self._update_direct(version, timeout_s)
+                    return _counted(journey, self._update_direct(version, timeout_s))
                 self._stage(version, timeout_s)
             # Outside the block: a caller's progress function that raises must not interrupt a flip.
-            return self._commit()
+            return _counted(journey, self._commit())
+
+    def _journey(self, kind: str) -> Journey:
+        return Journey(kind, self.name, member=self.member.id[:8])
 
     def stage(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
@@ -221,8 +226,22 @@ class Subscriber(Closing):
         """Read and verify a version into the staging copy for `commit`; return the version. Errors as `update`."""
         if self.mode != "staged":
             raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
-        with self._updating, showing_progress(progress, self.name, lambda: self._update_loop.progress):
-            return self._stage(version, timeout_s).version
+        with (
+            self._updating,
+            self._journey("stage") as journey,
+            showing_progress(progress, self.name, lambda: self._update_loop.progress),
+        ):
+            staged = self._stage(version, timeout_s)
+            journey.received = lambda: received(staged.nbytes_by_path)
+            journey.num_retries = staged.attempts - 1
+            journey.outcome = Outcome(
+                nbytes=staged.nbytes,
+                phases={"plan": staged.plan_s, "wire": staged.wire_s},
+                verified_bytes=staged.nbytes,
+                path=staged.path,
+                attributes={"version": staged.version},
+            )
+            return staged.version
 
     def commit(self) -> UpdateReport:
         """Make the staged version live.
@@ -230,8 +249,12 @@ class Subscriber(Closing):
         Raises:
             ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
         """
-        with self._updating:
-            return self._commit()
+        with self._updating, self._journey("commit") as journey:
+            report = self._commit()
+            # Its bytes and their time were counted by `stage`.
+            outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
+            journey.outcome = outcome
+            return report
 
     def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
         self._check_open()
@@ -350,6 +373,7 @@ class Subscriber(Closing):
             pause_s=pause_s,
             path=staged.path,
             sources=staged.sources,
+            nbytes_by_path=staged.nbytes_by_path,
             why=staged.why,
             attempts=staged.attempts,
         )
@@ -405,6 +429,14 @@ class Subscriber(Closing):
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()
+
+
+def _counted(journey: Journey, report: UpdateReport) -> UpdateReport:
+    """Set what a journey shows of an update; return its report."""
+    journey.received = lambda: received(report.nbytes_by_path)
+    journey.num_retries = max(0, report.attempts - 1)
+    journey.outcome = update_outcome(report)
+    return report
 
 
 def subscriber(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -65,6 +65,8 @@ class Staged:
     path: str = ""
     """The share of bytes per transport and source, as text."""
     sources: Mapping[str, int]
+    nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
+    """Path (`shm <- MEMBER`) -> bytes."""
     why: tuple[str, ...] = ()
 
 
@@ -346,6 +348,7 @@ class UpdateLoop:
             wire_s=report.seconds,
             path=_path_of(report),
             sources={link.member: link.nbytes for link in report.links},
+            nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in report.links if link.nbytes},
             why=(*dict.fromkeys(link.why for link in report.links if link.why), *buffers.wanted.why()),
         )
 

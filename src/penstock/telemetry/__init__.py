@@ -1,0 +1,1 @@
+"""What operators see of a process: Prometheus metrics of its journeys and members, and OpenTelemetry spans."""

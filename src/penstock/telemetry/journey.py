@@ -1,0 +1,134 @@
+"""A journey as operators see it: counted for Prometheus, and a span of OpenTelemetry where that is set up.
+
+In: a call of a verb, from its start to its end, with what its report says. Out: counts, a span.
+Not here: the metrics (`metrics`), the Chrome trace of a journey's threads (`engine.trace`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import Settings
+from penstock.errors import Cancelled, IntegrityError, PenstockError, without_secrets
+from penstock.telemetry.endpoint import start_configured
+from penstock.telemetry.metrics import Attribute, Outcome, Received, Registry, recording
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+class Journey:
+    """One call of a verb. A context manager, in which its span is the current one; or `begin` and `end`.
+
+    Args:
+        kind: one of `metrics.JOURNEYS`.
+        model: the name of the model or the sync; empty: it has none, as a load.
+        attributes: attributes of the span that are known at the start.
+
+    Attributes:
+        received: returns the bytes that came so far; also called by the thread of a scrape.
+        num_wrong: times that bytes differed from their digest.
+        num_retries: sources that were replaced, or attempts that were repeated.
+        outcome: what the report says; None unless the journey succeeded.
+    """
+
+    def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:
+        self.kind = kind
+        self.model = model
+        self.received: Callable[[], Received] = dict
+        self.num_wrong = 0
+        self.num_retries = 0
+        self.outcome: Outcome | None = None
+        self._attributes = attributes
+        self._span: Span | None = None
+        self._current: AbstractContextManager[Any] | None = None
+        self._registry: Registry | None = None
+        self._begun = 0.0
+        self._is_over = False
+
+    def begin(self) -> Journey:
+        """Start the clock and the span. ConfigError or MissingExtra: the environment asks for metrics in vain."""
+        start_configured(Settings.read())
+        self._begun = time.perf_counter()
+        self._registry = recording()
+        if self._registry is not None:
+            self._registry.begin(self)
+        # Not imported here: it takes 60 ms, and a process in which nobody did has no SDK to send spans with.
+        if (trace := sys.modules.get("opentelemetry.trace")) is not None:
+            attributes = {f"penstock.{name}": _clean(value) for name, value in self._attributes.items()}
+            if self.model:
+                attributes["penstock.model"] = self.model
+            self._span = trace.get_tracer("penstock").start_span(f"penstock {self.kind}", attributes=attributes)
+        return self
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Count the journey and end its span. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        seconds = time.perf_counter() - self._begun
+        if error is not None:
+            self.outcome = None
+        # Without an error and without an outcome: an iteration that its caller left.
+        is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
+        result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
+        self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
+        if self._registry is not None:
+            self._registry.end(self, result, error, seconds)
+        if self._span is not None:
+            _end_span(self._span, self.outcome, error)
+        # It may be the last reference to the files and the memory of the journey.
+        self.received = dict
+
+    def __enter__(self) -> Journey:
+        self.begin()
+        if self._span is not None:
+            # The errors of the block are recorded by `end`, with their blame.
+            self._current = sys.modules["opentelemetry.trace"].use_span(
+                self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
+            )
+            self._current.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._current is not None:
+            self._current.__exit__(None, None, None)
+        self.end(error)
+
+
+def _clean(value: Attribute) -> Attribute:
+    # Bounded: a list of URIs, or the sources of a large sync, may be long.
+    return without_secrets(value)[:1024] if isinstance(value, str) else value
+
+
+def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) -> None:
+    """Set what is known at the end, and end the span."""
+    # Imported already, by whoever set up the span's provider.
+    from opentelemetry.trace import Status, StatusCode
+
+    if outcome is not None:
+        span.set_attribute("penstock.bytes", outcome.nbytes)
+        span.set_attribute("penstock.verified_bytes", outcome.verified_bytes)
+        if outcome.path:
+            span.set_attribute("penstock.path", _clean(outcome.path))
+        for phase, seconds in outcome.phases.items():
+            span.set_attribute(f"penstock.phase.{phase}_s", seconds)
+        if outcome.pause_s is not None:
+            span.set_attribute("penstock.pause_s", outcome.pause_s)
+        for name, value in outcome.attributes.items():
+            span.set_attribute(f"penstock.{name}", _clean(value))
+    if error is not None:
+        span.record_exception(error)
+        span.set_attribute("error.type", type(error).__name__)
+        if isinstance(error, PenstockError):
+            span.set_attribute("penstock.blame", error.blame)
+            span.set_attribute("penstock.mutated", error.mutated)
+        span.set_status(Status(StatusCode.ERROR, str(error)[:1024]))
+    span.end()
