@@ -22,6 +22,7 @@ COMMANDS = {
     "ui": "--hub --token-file --port",
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
+    "drain": "MEMBER --undo --reason --hub --token-file",
     "doctor": "--path --calibrate --format",
     "version": "--format",
     "plan load": "URI --names --memory-bytes --explain --format",

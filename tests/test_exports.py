@@ -9,7 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber", "convert", "manifest", "serve_metrics", "status", "why"]
+VERBS += ["publisher", "subscriber", "convert", "manifest", "serve_metrics", "drain", "status", "why"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -25,6 +25,7 @@ VALUES = [
     "Variant",
 ]
 VALUES += ["ConvertReport", "ManifestReport", "MetricsEndpoint", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
+VALUES += ["HubReporter"]
 VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
 ERRORS = sorted(
     name

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.fetch.join import Fleet, Variant, join
     from penstock.fetch.report import FetchReport
-    from penstock.hub.client import status, why
+    from penstock.hub.client import drain, status, why
+    from penstock.hub.job_reporter import HubReporter
     from penstock.jobs.convert import WorkerSettings, convert
     from penstock.jobs.report import ConvertReport
     from penstock.keeper.attach import Attached, AttachReport, attach
@@ -35,6 +36,7 @@ _ROOMS = {
     "FetchReport": "fetch.report",
     "Fleet": "fetch.join",
     "Hooks": "sync.receive.subscriber",
+    "HubReporter": "hub.job_reporter",
     "InspectReport": "loader.verify",
     "Keeper": "keeper.keeper",
     "LoadReport": "loader.report",
@@ -52,6 +54,7 @@ _ROOMS = {
     "WorkerSettings": "jobs.convert",
     "attach": "keeper.attach",
     "convert": "jobs.convert",
+    "drain": "hub.client",
     "inspect": "loader.verify",
     "join": "fetch.join",
     "load": "loader.load",
@@ -75,6 +78,7 @@ __all__ = [
     "FetchReport",
     "Fleet",
     "Hooks",
+    "HubReporter",
     "InspectReport",
     "Keeper",
     "LoadReport",
@@ -92,6 +96,7 @@ __all__ = [
     "WorkerSettings",
     "attach",
     "convert",
+    "drain",
     "inspect",
     "join",
     "load",

@@ -24,7 +24,7 @@ from penstock.hub.app import MAX_BODY_BYTES, create_app
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import Beat, ClaimRequest, Complaint, Hello, UpstreamsRequest, WhyRequest
+from penstock.hub.messages import Beat, ClaimRequest, Complaint, Drain, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 
@@ -99,6 +99,36 @@ def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) 
     assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
     with HubClient.connect(url, TOKEN) as hub:
         hub.hello(hello(hub.member))
+
+
+def test_an_operator_alone_drains_members(serve, tmp_path, caplog) -> None:
+    operator = "operator-0123456789"
+    (tmp_path / "tokens").write_text(f"{TOKEN}\n{operator} @operator\n")
+    url = serve(auth=Auth.of(token_file=tmp_path / "tokens"))
+    order = Drain(by="somebody else", reason="maintenance")
+    with HubClient.connect(url, TOKEN) as member, HubClient.connect(url, operator) as asks:
+        member.hello(hello(member.member))
+        assert member.beat(member.member, Beat()).drain is None
+        with pytest.raises(PermissionDenied, match="operator"):
+            member.drain(member.member, order)
+        assert not member.status().may_drain and asks.status().may_drain
+        # As a browser sends it for a page of another site; none of its own could set the token.
+        foreign = {"authorization": f"Bearer {operator}", "sec-fetch-site": "cross-site"}
+        answer = httpx.put(f"{url}/v1/drains/{member.member}", json={}, headers=foreign, timeout=5)
+        assert answer.status_code == 403
+        preflight = {"origin": "https://elsewhere", "access-control-request-method": "PUT"}
+        answer = httpx.options(f"{url}/v1/drains/{member.member}", headers=preflight, timeout=5)
+        assert answer.status_code == 401 and "access-control-allow-origin" not in answer.headers
+        assert member.status().members[0].drain is None
+        asks.drain(member.member, order)
+        drain = member.beat(member.member, Beat()).drain
+        assert drain is not None and drain.reason == "maintenance" and drain.by.startswith("token:")
+        asks.drain(member.member, None)
+        assert member.beat(member.member, Beat()).drain is None
+        with pytest.raises(UnknownMember):
+            asks.drain("f" * 32, order)
+    assert f"event=drain member={member.member}" in caplog.text
+    assert "event=forbidden operation=drain site='cross-site'" in caplog.text
 
 
 def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:

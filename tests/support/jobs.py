@@ -127,6 +127,15 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 slowly.rows = True  # type: ignore[attr-defined]
 
 
+def waits(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that leaves time to look at: tasks of a small checkpoint take seconds, all together."""
+    time.sleep(0.15)
+    return tensor
+
+
+waits.rows = True  # type: ignore[attr-defined]
+
+
 def reports(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """An operation that takes six seconds a tensor, and says that it gets on."""
     for _ in range(60):

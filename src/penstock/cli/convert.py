@@ -21,7 +21,6 @@ from penstock.cli.plan import RatesOption, read_rates
 from penstock.cli.terminal import (
     Format,
     FormatOption,
-    Hub,
     Listen,
     Operations,
     TaskBytes,
@@ -64,6 +63,10 @@ Trace = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of all workers.", show_default=False),
 ]
+ReportHub = Annotated[
+    str | None,
+    option("--hub", "URL", "Report progress to this hub, for its page and status; of keeper:MODEL the keeper's hub."),
+]
 Ray = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
@@ -89,7 +92,7 @@ def convert(
     trace: Trace = None,
     ray: Ray = None,
     rates: RatesOption = None,
-    hub: Hub = None,
+    hub: ReportHub = None,
     token_file: TokenFile = None,
     listen: Listen = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
@@ -103,10 +106,11 @@ def convert(
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
-    # Refused, not ignored: whoever gives them expects that the result is offered to a fleet.
-    if (hub, token_file, listen) != (None, None, None) and not places[-1].startswith("keeper:"):
-        message = f"--hub, --token-file and --listen are for a destination keeper:MODEL, not for {places[-1]!r}"
-        raise ConfigError(message, hint="leave them out")
+    # Refused, not ignored: whoever gives it expects that the result is offered to a fleet.
+    if listen is not None and not places[-1].startswith("keeper:"):
+        message = f"--listen is for a destination keeper:MODEL, not for {places[-1]!r}"
+        raise ConfigError(message, hint="leave it out")
+    connection = connection_of(hub, token_file, listen)
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
@@ -133,7 +137,13 @@ def convert(
         launcher.begin()
     from penstock.jobs.result import SCHEME
 
-    settings = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray, "rates": speeds}
+    settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray}
+    settings["rates"] = speeds
+    # By the option alone: a process with PENSTOCK_HUB set for its engine does not announce its conversions.
+    if hub is not None:
+        from penstock.hub.job_reporter import HubReporter
+
+        settings["observer"] = HubReporter(connection)
     run = partial(
         _run,
         launcher,
@@ -149,7 +159,7 @@ def convert(
         progress=None if format is Format.human else False,
     )
     if places[-1].startswith(SCHEME):
-        _keep(run, places[-1].removeprefix(SCHEME), connection_of(hub, token_file, listen), format)
+        _keep(run, places[-1].removeprefix(SCHEME), connection, format)
     else:
         write_report(run(destination=places[-1]), format)
 

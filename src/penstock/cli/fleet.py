@@ -35,6 +35,7 @@ from penstock.report import plain
 if TYPE_CHECKING:
     from penstock import api
     from penstock.hub.messages import HoldingState, MemberStatus, Status
+    from penstock.jobs.observer import JobState
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
 _HEADER = [
@@ -53,6 +54,7 @@ _HEADER = [
     "why",
     "silent",
 ]
+_JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "bytes", "from", "silent"]
 
 
@@ -97,7 +99,7 @@ def _show(fleet: Status, model: str | None, format: Format) -> None:
 
         write_json(msgspec.to_builtins(fleet))
         return
-    if not fleet.members:
+    if not fleet.members and not fleet.jobs:
         write_lines("no members" if model is None else f"no member has or wants {model}")
         return
     weights = [row for member in fleet.members for row in _rows(member, model)]
@@ -108,6 +110,10 @@ def _show(fleet: Status, model: str | None, format: Format) -> None:
         write_lines("")
     if syncs:
         write_columns(_SYNC_HEADER, syncs)
+    if fleet.jobs:
+        if weights or syncs:
+            write_lines("")
+        write_columns(_JOB_HEADER, [_job_row(job.state) for job in fleet.jobs])
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
@@ -149,6 +155,23 @@ def _sync_rows(member: MemberStatus) -> list[list[object]]:
     ]
 
 
+def _job_row(job: JobState) -> list[object]:
+    """Return the row of a conversion."""
+    return [
+        job.name,
+        job.process,
+        job.phase,
+        f"{job.num_done}/{job.num_tasks}",
+        f"{bytes_text(job.done_bytes)} of {bytes_text(job.total_bytes)}",
+        f"{job.gb_per_s:.2f} GB/s",
+        f"{job.eta_s:.0f} s" if job.eta_s > 0 else "",
+        job.num_workers,
+        job.num_late,
+        f"{job.num_reassigned} reassigned, {job.num_duplicated} duplicated",
+        "" if job.error is None else f"{job.error.error}: {job.error.message}",
+    ]
+
+
 def _cells(holding: HoldingState) -> list[object]:
     """Return the cells of one set of weights."""
     num_have = sum(stop - start for start, stop in holding.have)
@@ -187,6 +210,20 @@ def why(
         write_json(msgspec.to_builtins(answer))
     else:
         write_lines(*answer.lines)
+
+
+def drain(
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Its id, or the beginning of it as status shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Send readers to it again.")] = False,
+    reason: Annotated[str, typer.Option("--reason", help="For the audit and the fleet page.", show_default=False)] = "",
+    hub: Hub = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Send no more readers to a member until it leaves; those it has finish or move on. Needs an operator's token."""
+    from penstock import api
+
+    name = api.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
+    write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
 
 
 def keep(

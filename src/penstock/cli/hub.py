@@ -90,7 +90,7 @@ def ui(
         sys.stdout.flush()
 
     with HubClient.connect(connection.hub, connection.token) as client:
-        run_page(client.status, port, ready=ready)
+        run_page(client, port, ready=ready)
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:

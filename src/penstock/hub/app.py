@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -32,16 +32,18 @@ from penstock.errors import (
     UnknownMember,
 )
 from penstock.hub.audit import CALLER, STRANGER
-from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, Auth, Caller, member_of
+from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
     UPGRADE_HINT,
     AnnouncedVersion,
     Beat,
+    BeatReply,
     ClaimReply,
     ClaimRequest,
     Complaint,
+    Drain,
     Fault,
     Hello,
     MemberId,
@@ -57,6 +59,7 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.hub.store import MemoryStore
+from penstock.jobs.observer import JobState
 from penstock.types import MIB
 
 try:
@@ -110,6 +113,7 @@ class Operation:
     """Called with the directory, the parameter in path or query, the body, and the caller."""
     speaker: Callable[[str, Any], str] | None = None
     """Returns, from the parameter and the body, the member spoken for, whose secret the caller must show."""
+    is_for_operators: bool = False
 
 
 def _in_path(parameter: str, _: Any) -> str:
@@ -135,7 +139,7 @@ OPERATIONS = (
     ),
     Operation(
         name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat, with all that the member holds.",
-        takes=Beat, speaker=_in_path,
+        takes=Beat, gives=BeatReply, speaker=_in_path,
         models=lambda beat: (
             *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
         ),
@@ -167,8 +171,25 @@ OPERATIONS = (
         answer=lambda directory, _, body, caller: directory.complain(body, caller),
     ),
     Operation(
+        name="job", method="PUT", path="/v1/jobs/{member}", about="The state of a conversion.", takes=JobState,
+        models=lambda state: (state.name,), speaker=_in_path,
+        answer=lambda directory, job, body, caller: directory.job(job, body, caller),
+    ),
+    Operation(
+        name="drain", method="PUT", path="/v1/drains/{member}", about="Send no more readers to a member.", takes=Drain,
+        is_for_operators=True,
+        answer=lambda directory, member, body, caller: directory.drain(member, body, caller),
+    ),
+    Operation(
+        name="undrain", method="DELETE", path="/v1/drains/{member}", about="Send readers to a member again.",
+        is_for_operators=True,
+        answer=lambda directory, member, _, caller: directory.drain(member, None, caller),
+    ),
+    Operation(
         name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
-        answer=lambda directory, model, _, caller: directory.status(model or None),
+        answer=lambda directory, model, _, caller: msgspec.structs.replace(
+            directory.status(model or None), may_drain=caller.is_operator
+        ),
     ),
     Operation(
         name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
@@ -232,11 +253,23 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     return app
 
 
-def create_page_app(status: Callable[[], Status], auth: Auth) -> FastAPI:
-    """Create an app that serves the fleet page and nothing else.
+class FleetClient(Protocol):
+    """What the page of `penstock ui` needs of a hub; `client.HubClient` has it."""
+
+    def status(self) -> Status:
+        """Return the fleet."""
+        ...
+
+    def drain(self, member: str, drain: Drain | None) -> None:
+        """Send no more readers to a member, or with None send them again."""
+        ...
+
+
+def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
+    """Create an app that serves the fleet page, and passes on what its user may ask of the hub.
 
     Args:
-        status: returns the members of the fleet.
+        hub: client of the hub.
         auth: authenticates the page's requests.
 
     Raises:
@@ -244,13 +277,32 @@ def create_page_app(status: Callable[[], Status], auth: Auth) -> FastAPI:
     """
     from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
-    feed = FleetFeed(status)
+    feed = FleetFeed(hub.status)
     life = _running(lambda: keep_sampling(feed))
     app = FastAPI(title="Penstock fleet", version="1", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     add_page(app, feed, lambda request: _check_caller(request, auth))
+    app.add_route("/v1/drains/{member}", _drain_at(hub, auth), methods=["PUT", "DELETE"])
     app.state.on_unauthorized = lambda path, client: None
     _map_faults(app, lambda status: None)
     return app
+
+
+def _drain_at(hub: FleetClient, auth: Auth) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that passes on a request to drain a member; the hub decides by the client's token."""
+    decoder = msgspec.json.Decoder(Drain)
+
+    async def endpoint(request: Request) -> Response:
+        _check_caller(request, auth)
+        _check_site("drain", request)
+        try:
+            member = msgspec.convert(request.path_params["member"], MemberId)
+            order = decoder.decode(await _body(request)) if request.method == "PUT" else None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _Refused(422, f"drain: {error}"[:1000]) from error
+        await run_in_threadpool(hub.drain, member, order)
+        return Response(status_code=204)
+
+    return endpoint
 
 
 def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -320,6 +372,8 @@ def _endpoint(
     async def answer(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
+            if operation.is_for_operators:
+                _check_operator(operation.name, request, caller)
             parameter = _parameter(operation, request)
             body = await _body(request)
             if decoder is None:
@@ -376,6 +430,23 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise _Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
+
+
+def _check_operator(operation: str, request: Request, caller: Caller) -> None:
+    """Refuse a request with status 403 unless it is an operator's, and not sent by a page of another site."""
+    _check_site(operation, request)
+    if not caller.is_operator:
+        audit.warning("event=forbidden operation=%s caller=%s", operation, caller.name)
+        raise _Refused(403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file")
+
+
+def _check_site(operation: str, request: Request) -> None:
+    """Refuse a request with status 403 if a browser says that a page of another site sent it."""
+    # No cookie authenticates here, so a foreign page has nothing that a browser would add to its requests; a browser
+    # that says where a request comes from is believed all the same.
+    if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
+        audit.warning("event=forbidden operation=%s site=%r", operation, request.headers["sec-fetch-site"])
+        raise _Refused(403, "a page of another site sent this request", "use the hub's own page, or `penstock drain`")
 
 
 def _client(request: Request) -> str:

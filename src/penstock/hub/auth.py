@@ -40,6 +40,8 @@ MAX_TOKENS_BYTES = 1 << 20
 
 TOKEN_CALLER = "token:"
 """Beginning of `Caller.name` for callers that have a token."""
+OPERATOR = "@operator"
+"""Word behind a token that may drain members."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -61,11 +63,14 @@ class Caller:
         name: how it authenticated, without the secret: `token:` and the beginning of a digest, `certificate:` and the
             names in it; `anybody`, where the hub requires neither.
         certificate: the names in the certificate that it showed; empty: the hub requires none.
+        is_operator: whether it may drain members: its token has the word `@operator`, or the hub requires nothing, and
+            then only processes of its own user reach it.
     """
 
     models: tuple[str, ...] | None = None
     name: str = "anybody"
     certificate: str = ""
+    is_operator: bool = False
 
     def may_ask(self, models: Iterable[str]) -> bool:
         """Return True if the caller may access all of these models."""
@@ -102,7 +107,7 @@ class Auth:
 
         Args:
             token_file: read again whenever it changes. One token a line, at least 16 characters, then the patterns of
-                the models it is for (none: all); `#` begins a remark.
+                the models it is for (none: all), and `@operator` if it may drain members; `#` begins a remark.
             certificate: see the class. private_key: see the class. client_ca: see the class.
 
         Raises:
@@ -134,7 +139,9 @@ class Auth:
             certificate: the names in the certificate that was shown, and checked, where `client_ca` asks for one.
         """
         if self.token_file is None:
-            return Caller(name=f"certificate:{certificate}", certificate=certificate) if certificate else Caller()
+            if certificate:
+                return Caller(name=f"certificate:{certificate}", certificate=certificate)
+            return Caller(is_operator=self.client_ca is None)
         scheme, _, credentials = authorization.partition(" ")
         caller_of_token: Caller | None = None
         shown = credentials.strip().encode("utf-8", "replace")
@@ -223,7 +230,12 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         if not _TOKEN.fullmatch(words[0]):
             hint = "openssl rand -hex 32 makes one"
             raise ConfigError(f"{path}:{number}: a token is 16 to 512 letters, digits and ._~+/=-", hint=hint)
-        tokens.append((words[0].encode(), Caller(tuple(words[1:]) or None, _token_name(words[0]))))
+        patterns = tuple(word for word in words[1:] if word != OPERATOR)
+        # Any other word with an @ would be a pattern that no model matches: more often it is a misspelt right.
+        if unknown := next((word for word in patterns if word.startswith("@")), None):
+            raise ConfigError(f"{path}:{number}: {unknown} is no right of a token", hint=f"the only one is {OPERATOR}")
+        caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
+        tokens.append((words[0].encode(), caller))
     if not tokens:
         raise ConfigError(f"token file {path} has no token", hint="openssl rand -hex 32 makes one")
     return tuple(tokens)

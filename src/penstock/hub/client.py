@@ -21,12 +21,13 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from penstock.arguments import require_hub_address, require_name
+from penstock.arguments import require_hub_address, require_name, wrong
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     MALFORMED,
     ConfigError,
     HubUnavailable,
+    NotFound,
     PenstockError,
     PermissionDenied,
     PlanError,
@@ -38,9 +39,11 @@ from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.messages import (
     UPGRADE_HINT,
     Beat,
+    BeatReply,
     ClaimReply,
     ClaimRequest,
     Complaint,
+    Drain,
     Fault,
     Hello,
     Status,
@@ -53,6 +56,7 @@ from penstock.hub.messages import (
     WhyRequest,
     version_fault,
 )
+from penstock.jobs.observer import JobState
 from penstock.lifecycle import Closing
 
 TIMEOUT_S = 10.0
@@ -66,6 +70,8 @@ REST = 4.0
 that shared two cores with 64 copying processes fell behind until its clients took it for silent."""
 MAX_REST_S = 5.0
 _MAX_PAUSE_S = 0.5
+_ID_LENGTH = len(member_of(""))
+_MAX_REASON = 256
 T = TypeVar("T")
 _FAULT = msgspec.json.Decoder(Fault)
 _ERRORS: dict[int, type[PenstockError]] = {
@@ -256,9 +262,10 @@ class HubClient(Closing):
             raise ConfigError(fault, hint=UPGRADE_HINT)
         return welcome
 
-    def beat(self, member: str, beat: Beat) -> None:
+    def beat(self, member: str, beat: Beat) -> BeatReply:
         """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
-        self._request("PUT", f"/v1/members/{quote(member, safe='')}", beat, None)
+        # A hub of an earlier release answers 204, without a body.
+        return self._request("PUT", f"/v1/members/{quote(member, safe='')}", beat, BeatReply) or BeatReply()
 
     def leave(self, member: str) -> None:
         """Sign a member off for good."""
@@ -284,6 +291,15 @@ class HubClient(Closing):
         """Return the members and what they hold, of one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
         return self._request("GET", f"/v1/status{query}", None, Status, within_s=within_s)
+
+    def job(self, state: JobState, *, within_s: float) -> None:
+        """Report the state of a conversion, under the id of this client."""
+        self._request("PUT", f"/v1/jobs/{self.member}", state, None, within_s=within_s)
+
+    def drain(self, member: str, drain: Drain | None) -> None:
+        """Send no more readers to a member, or with None send them again. Raises UnknownMember, PermissionDenied."""
+        path = f"/v1/drains/{quote(member, safe='')}"
+        self._request("DELETE" if drain is None else "PUT", path, drain, None)
 
     def why(self, request: WhyRequest) -> Why:
         """Return the reasons why members read a model from their upstreams."""
@@ -362,7 +378,7 @@ class HubClient(Closing):
     def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
         """Return the message of an answer, or raise the error that its status stands for."""
         if 200 <= status < 300:
-            if gives is None:
+            if gives is None or status == 204:
                 return None  # type: ignore[return-value]
             try:
                 return msgspec.json.decode(answer, type=gives)
@@ -454,3 +470,40 @@ def why(model: str, *, member: str | None = None, connection: ConnectionSettings
     require_name("model", model)
     with HubClient.connect(settings.hub, settings.token) as client:
         return client.why(WhyRequest(model=model, member=member))
+
+
+def drain(
+    member: str, *, undo: bool = False, reason: str = "", connection: ConnectionSettings | str | None = None
+) -> str:
+    """Send no more readers to a member of a fleet, until it leaves or this is undone; return its id.
+
+    Readers that read from it now finish, or go on with other members. What it fetches itself, and its syncs, go on.
+
+    Args:
+        member: its id, or the beginning of it as `status` shows it.
+        undo: send readers to it again.
+        reason: for the audit, and for people who look at the fleet.
+        connection: see `status`. A hub with tokens requires an operator's.
+
+    Raises:
+        NotFound: no such member. ConfigError: several ids begin so, or an argument is wrong.
+        PermissionDenied: the token is not an operator's. Others as `status`.
+    """
+    settings = resolve_connection(connection)
+    require_name("member", member)
+    if not isinstance(reason, str) or len(reason) > _MAX_REASON:
+        raise wrong("reason", reason, f"a str of at most {_MAX_REASON} characters")
+    with HubClient.connect(settings.hub, settings.token) as client:
+        # Whole ids need no list, which a token that is limited to some models does not get.
+        names = [member]
+        if len(member) < _ID_LENGTH:
+            names = [known.member for known in client.status().members if known.member.startswith(member)]
+        if not names:
+            raise NotFound(f"no member's id begins with {member!r}", hint="`penstock status` lists the members")
+        if len(names) > 1:
+            raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="give more of the id")
+        try:
+            client.drain(names[0], None if undo else Drain(reason=reason))
+        except UnknownMember as error:
+            raise NotFound(f"no member {names[0]}", hint="`penstock status` lists the members") from error
+        return names[0]

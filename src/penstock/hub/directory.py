@@ -25,9 +25,11 @@ from penstock.hub.explain import explain_lines
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Beat,
+    BeatReply,
     ClaimReply,
     ClaimRequest,
     Complaint,
+    Drain,
     Hello,
     HoldingState,
     Ranges,
@@ -45,13 +47,16 @@ from penstock.hub.proof import proof_fault
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
     HOLDING_DECODER,
+    JOB_DECODER,
     MEMBER_DECODER,
     ComplaintEntry,
     HoldingEntry,
     HubSnapshot,
+    JobEntry,
     MemberEntry,
     SnapshotCache,
     SnapshotReader,
+    jobs_of,
     keys_of,
     record_key,
     record_sync_states,
@@ -59,6 +64,7 @@ from penstock.hub.snapshot import (
     sync_members,
 )
 from penstock.hub.store import ABSENT, Entry, Store
+from penstock.jobs.observer import JobState
 
 # Time after which a holder that could not be read is tried again.
 COMPLAINT_TTL_S = 30.0
@@ -77,6 +83,12 @@ PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
 # and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
 # process can use it later.
 _GONE_TTL_S = 60.0
+JOB_TTL_S = 3600.0
+"""After its last report a conversion is shown for as long as the page's charts go back."""
+MAX_JOBS = 256
+"""Conversions that are shown. Reason: with 256 workers each is about 60 KB, so all of them take 16 MB at most."""
+JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
+"""Of one caller, which reports each of its conversions once a second."""
 # After the last claim: longer than a piece takes from any storage.
 _CLAIMS_TTL_S = 86400.0
 # Of compare-and-set: as many directories on one store would have to lose in a row.
@@ -124,6 +136,7 @@ class Directory:
         # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
+        self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._proofs = RateLimit(PROOFS_PER_S, PROOFS_AT_ONCE, clock=timer)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
@@ -201,8 +214,8 @@ class Directory:
             message = f"member {member} registered with another certificate"
             raise PermissionDenied(message, hint="a new process takes a new id")
 
-    def beat(self, member: str, beat: Beat) -> None:
-        """Renew a member's lease; keys that the beat does not name are no longer held.
+    def beat(self, member: str, beat: Beat) -> BeatReply:
+        """Renew a member's lease; keys that the beat does not name are no longer held. Return the order to drain it.
 
         Raises:
             UnknownMember: it was silent for too long, left, or the hub is new.
@@ -214,6 +227,10 @@ class Directory:
         self._mark_life()
         entry, known = self._known(member)
         now = self._clock()
+        # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
+        if beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None:
+            known = msgspec.structs.replace(known, drain=beat.drain)
+            audit.info("event=drain_restored member=%s caller=%s", member, beat.drain.by)
         keys = tuple(holding.key for holding in beat.holdings)
         still_requested = tuple(
             key for key in known.keys if key not in keys and self._still_requested(key, member, now)
@@ -227,6 +244,36 @@ class Directory:
         # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
         if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + still_requested)):
             self._renew(member, *self._seen(member, now, keys))
+        return BeatReply(drain=known.drain)
+
+    def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
+        """Send no more readers to a member until it leaves, or with None send them again.
+
+        Raises:
+            UnknownMember: no such member.
+            PermissionDenied: the caller may not access all models that the member holds.
+            HubUnavailable: too many requests change the member at the same moment.
+        """
+        order = None if drain is None else Drain(by=caller.name, reason=drain.reason)
+        for _ in range(_ATTEMPTS):
+            entry, known = self._known(member)
+            names = {key: f"hold/{key}/{member}" for key in known.keys}
+            stored = {key: held for key, name in names.items() if (held := self.store.read(name)) is not None}
+            holders = {key: HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
+            if not caller.may_ask(holder.holding.identity.model for holder in holders.values()):
+                raise PermissionDenied(
+                    f"this token is not for every model that member {member} holds", hint="use one for all of them"
+                )
+            if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
+                break
+        else:
+            raise HubUnavailable(f"member {member} is changed by too many requests at once", hint="try again")
+        # At once, not with the next beat: a reader that asks now must not be sent there.
+        for key, holder in holders.items():
+            marked = msgspec.structs.replace(holder, is_drained=order is not None)
+            self.store.write(names[key], _encode(marked), ttl_s=self.ttl_s, expected=stored[key].version)
+        event, reason = ("undrain", "") if drain is None else ("drain", drain.reason)
+        audit.warning("event=%s member=%s caller=%s reason=%r", event, member, caller.name, reason)
 
     def leave(self, member: str) -> None:
         """Remove a member for good and free its claims; do nothing if it is not known."""
@@ -259,9 +306,9 @@ class Directory:
         is_placed = holding.num_chunks > 0 and request.member in view.held
         names: tuple[str, ...] = ()
         if is_placed:
-            names = view.relay(holding.num_chunks).upstreams(request.member)
+            names = view.upstreams(request.member, holding.num_chunks)
         elif request.source and not holding.num_chunks:
-            names = (request.source,) if request.source in view.held else ()
+            names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
             # It requests the layout, or came after the snapshot was made: any holders will do until it is placed.
             names = view.known_to(hello, holding)
@@ -395,6 +442,33 @@ class Directory:
         self.counts["grants"] += len(request.grants)
         return sync_members(self.store, request, self._grants())
 
+    # Conversions.
+
+    def job(self, job: str, state: JobState, caller: Caller | None = None) -> None:
+        """Record the state of a conversion, in place of its earlier one.
+
+        Raises:
+            SourceBusy: the caller reports too often, or too many conversions are running.
+        """
+        if not self._job_reports.allow((caller or Caller()).name):
+            raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
+        name, now = f"job/{job}", self._clock()
+        entry = self.store.read(name)
+        if entry is None:
+            self._make_room_for_job(now)
+        since = now if entry is None else JOB_DECODER.decode(entry.value).since
+        self.store.write(name, _encode(JobEntry(state, since, now)), ttl_s=JOB_TTL_S)
+
+    def _make_room_for_job(self, now: float) -> None:
+        """Forget the conversion that ended, or fell silent, first, if there are `MAX_JOBS`. SourceBusy: all run."""
+        jobs = jobs_of(self.store)
+        if len(jobs) < MAX_JOBS:
+            return
+        over = [job for job, entry in jobs.items() if entry.state.is_over or now - entry.seen > self.ttl_s]
+        if not over:
+            raise SourceBusy(f"{MAX_JOBS} conversions are running", hint="those that run go on; this one is not shown")
+        self.store.write(f"job/{min(over, key=lambda job: jobs[job].seen)}", None)
+
     # For people.
 
     def status(self, model: str | None = None) -> Status:
@@ -478,7 +552,14 @@ class Directory:
                 before = HOLDING_DECODER.decode(entry.value)
                 requested_at, reads_storage = before.requested_at, before.reads_storage
         holder = HoldingEntry(
-            known.hello, known.since, holding, num_have, requested_at, bool(reads_storage), known.certificate
+            known.hello,
+            known.since,
+            holding,
+            num_have,
+            requested_at,
+            bool(reads_storage),
+            known.certificate,
+            known.drain is not None,
         )
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
         # Once in its time to live, not with each beat: the name serves `why` and `status` alone.

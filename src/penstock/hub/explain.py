@@ -59,7 +59,7 @@ def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, Hu
     if holder.holding.state != "filling":
         yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
         return
-    order = view.relay(holder.holding.num_chunks).upstreams(name)
+    order = view.upstreams(name, holder.holding.num_chunks)
     yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
     for other, theirs in sorted(view.held.items()):
         if other != name:
@@ -81,6 +81,8 @@ def _between(
     ]
     if words := _demoted(view, other):
         facts.append(words)
+    if other in view.drained:
+        facts.append("an operator drains it: no reader is sent there")
     # A cap of 0 is none.
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
         facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")

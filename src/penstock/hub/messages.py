@@ -19,6 +19,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from penstock.hub.address import PEER_URL_PATTERN
+from penstock.jobs.observer import JobState
 from penstock.types import DType, TensorTable
 
 
@@ -229,11 +230,28 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     """See `HoldingState`."""
 
 
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's order that no reader is sent to a member any more."""
+
+    by: Annotated[str, Meta(max_length=1100)] = ""
+    """`Caller.name` of the operator. Whoever sends an order need not fill it."""
+    reason: Annotated[str, Meta(max_length=256)] = ""
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat, which renews a member's lease and lists everything that it holds."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
+    drain: Drain | None = None
+    """Of the hub's last answer: a hub that has lost its memory takes it over."""
+
+
+class BeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The hub's answer to a heartbeat."""
+
+    drain: Drain | None = None
+    """In force for this member."""
 
 
 class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,12 +390,28 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     holdings: tuple[HoldingState, ...]
     syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
+    drain: Drain | None = None
+    """In force: its holdings are then shown as `draining`."""
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversion as `status` shows it; an ended one for an hour."""
+
+    job: MemberId
+    age_s: float
+    silent_s: float
+    """Since its last report. A running conversion reports once a second: one that is silent for long may be gone."""
+    state: JobState
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet, or one model of it."""
 
     members: tuple[MemberStatus, ...] = ()
+    jobs: tuple[JobStatus, ...] = ()
+    """Conversions that report to the hub, the newest first."""
+    may_drain: bool = False
+    """Whether the caller is an operator, who may drain members."""
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):

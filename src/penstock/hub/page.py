@@ -28,7 +28,7 @@ import msgspec
 from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra, PenstockError
 from penstock.hub.auth import Caller
-from penstock.hub.messages import HoldingState, MemberStatus, Status, SyncState
+from penstock.hub.messages import HoldingState, JobStatus, MemberStatus, Status, SyncState
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -88,6 +88,7 @@ def row_of(member: MemberStatus) -> Row:
         "rack": member.rack,
         "silent": member.silent_s > SILENT_S,
         "complaints": member.complaints,
+        "drain": None if member.drain is None else {"by": member.drain.by, "reason": member.drain.reason},
         "holdings": [_weights_row(holding) for holding in member.holdings],
         "syncs": [_sync_row(state) for state in member.syncs],
     }
@@ -128,6 +129,19 @@ def _sync_row(state: SyncState) -> Row:
     }
 
 
+def job_row_of(job: JobStatus) -> Row:
+    """Return a conversion as the page draws it."""
+    state: Row = msgspec.to_builtins(job.state)
+    late = {worker.worker for worker in job.state.workers if worker.is_late}
+    # Rounded: a clock that runs in every worker would be read by nobody, and would be sent each time.
+    workers = [
+        {**worker, "task_s": round(worker["task_s"]), "is_late": worker["worker"] in late}
+        for worker in state["workers"]
+    ]
+    silent = job.silent_s > SILENT_S and not job.state.is_over
+    return {"id": job.job, **state, "workers": workers, "elapsed_s": round(state["elapsed_s"]), "silent": silent}
+
+
 def totals(rows: Mapping[str, Row]) -> Row:
     """Return the figures of the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
     holdings = [holding for row in rows.values() for holding in row["holdings"]]
@@ -160,6 +174,9 @@ class FleetFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._changed: dict[str, int] = {}
+        self._jobs: list[Row] = []
+        self._jobs_changed = 0
+        self._may_drain = False
         self._gone: deque[tuple[int, str]] = deque()
         # Serial numbers count in one life of one process. Several hubs may act as one, so a viewer's next stream may
         # come from another hub, which recognises by this that the number is not its own.
@@ -182,12 +199,18 @@ class FleetFeed:
             now_s = self._clock()
             if now_s - self._looked_s < self.interval_s * 0.9:
                 return
-            rows = {member.member: row_of(member) for member in self._status().members}
+            status = self._status()
+            rows = {member.member: row_of(member) for member in status.members}
+            jobs = [job_row_of(job) for job in status.jobs]
+            # Of the hub behind `penstock ui`: whether the token that it was started with is an operator's.
+            self._may_drain = status.may_drain
             self._looked_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
             gone = [name for name in self._rows if name not in rows]
-            if changed or gone:
+            if changed or gone or jobs != self._jobs:
                 self._serial += 1
+            if jobs != self._jobs:
+                self._jobs, self._jobs_changed = jobs, self._serial
             for name in changed:
                 self._changed[name] = self._serial
             for name in gone:
@@ -222,7 +245,10 @@ class FleetFeed:
                 "full": is_full,
                 "rows": [visible for row in rows if (visible := visible_to(row, caller)) is not None],
                 "gone": [] if is_full else [name for serial, name in self._gone if serial > since],
+                "may_drain": caller.is_operator or self._may_drain,
             }
+            if is_full or self._jobs_changed > since:
+                message["jobs"] = [job for job in self._jobs if caller.may_ask((job["name"],))]
             if caller.models is None:
                 message["totals"] = totals(self._rows)
                 message["history"] = list(self._history) if is_full else list(self._history)[-1:]

@@ -28,7 +28,6 @@ from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
-from penstock.hub.messages import Status
 from penstock.lifecycle import let_go_in_children
 from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit, raise_descriptor_limit
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
@@ -37,6 +36,8 @@ from penstock.net.unix_sockets import connect_unix
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+
+    from penstock.hub.app import FleetClient
 
 # Deadline of a start: importing FastAPI on a busy machine takes some seconds.
 _START_S = 20.0
@@ -235,13 +236,13 @@ def _hub_app(directory: Directory, auth: Auth) -> Callable[[], FastAPI]:
     return create
 
 
-def run_page(status: Callable[[], Status], port: int, *, ready: Callable[[str], None]) -> None:
+def run_page(hub: FleetClient, port: int, *, ready: Callable[[str], None]) -> None:
     """Serve the fleet page on loopback until SIGINT or SIGTERM, for a user whose browser cannot reach the hub itself.
 
     Order: from the main thread.
 
     Args:
-        status: returns the members of the fleet.
+        hub: answers for the fleet, and carries out what the page asks for, by this client's token.
         port: on 127.0.0.1; 0 takes any.
         ready: called once it listens with the page's URL, whose fragment is the token that the page sends.
 
@@ -258,7 +259,7 @@ def run_page(status: Callable[[], Status], port: int, *, ready: Callable[[str], 
         def create() -> FastAPI:
             from penstock.hub.app import create_page_app
 
-            return create_page_app(status, auth)
+            return create_page_app(hub, auth)
 
         _run(create, f"127.0.0.1:{port}", auth, ready=lambda url: ready(f"{url}/#{token}"))
 

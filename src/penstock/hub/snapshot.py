@@ -8,6 +8,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     complaint/KEY/OF~MEMBER   a reader's complaint of a holder
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
+    job/JOB                   a conversion, until an hour after its last report
     gone/MEMBER               a life that left, for as long as a late request of it may arrive
     claim/KEY/CHUNKS          the table of claims of a key
     hub/life, quiet, seed     a mark that a hub runs; that it is new; the key that it signs grants with
@@ -29,8 +30,10 @@ from penstock.hub.claims import Bools
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Complaint,
+    Drain,
     Hello,
     HoldingState,
+    JobStatus,
     MemberStatus,
     Status,
     SyncMember,
@@ -40,6 +43,7 @@ from penstock.hub.messages import (
     sync_key,
 )
 from penstock.hub.store import Entry, Store
+from penstock.jobs.observer import JobState
 from penstock.plan.relay import DISTRUST, Node, Relay
 
 T = TypeVar("T")
@@ -60,6 +64,8 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
     reads_storage: bool = False
     certificate: str = ""
     """See `MemberEntry`."""
+    is_drained: bool = False
+    """Whether an operator drains the member."""
 
 
 class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +79,8 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """`Caller.name` of its hello."""
     certificate: str = ""
     """Names in the certificate that it showed then."""
+    drain: Drain | None = None
+    """An operator's order that is in force."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -171,9 +179,19 @@ class HubSnapshot:
         """Return True if the member is the last choice for all readers, and its chunks do not count."""
         return self.num_complaining(member) >= DISTRUST
 
+    @cached_property
+    def drained(self) -> frozenset[str]:
+        """Return the members that an operator drains: no reader is sent to them."""
+        return frozenset(name for name, holder in self.held.items() if holder.is_drained)
+
     def out_of_reach(self, reader: str) -> list[str]:
-        """Return the members that this reader cannot read from: it complained of them, or they are demoted."""
-        return [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
+        """Return the members that this reader cannot read from: complained of by it, demoted, or drained."""
+        complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
+        return [*complained, *(name for name in self.drained if name not in complained)]
+
+    def upstreams(self, reader: str, num_chunks: int) -> tuple[str, ...]:
+        """Return the members that a reader of this snapshot is sent to, in order; see `Relay.upstreams`."""
+        return tuple(name for name in self.relay(num_chunks).upstreams(reader) if name not in self.drained)
 
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that cut the weights into this number of chunks."""
@@ -196,7 +214,7 @@ class HubSnapshot:
             num_have=0,
             num_chunks=max(1, num_chunks),
         )
-        return self.relay(num_chunks).around(asks)
+        return tuple(name for name in self.relay(num_chunks).around(asks) if name not in self.drained)
 
     def had(self, reader: str, num_chunks: int) -> Bools:
         """Return the chunks of the members that `reader` can read from."""
@@ -227,7 +245,7 @@ class HubSnapshot:
             num_have=holder.num_have,
             num_chunks=holding.num_chunks,
             # Bytes in a keeper's lower tier come slower, so it is the last choice, as one that is about to leave.
-            draining=holding.state == "draining" or bool(holding.tier),
+            draining=holding.state == "draining" or bool(holding.tier) or holder.is_drained,
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
             num_links=holder.hello.num_links,
@@ -344,6 +362,9 @@ def status(store: Store, model: str | None, now: float) -> Status:
     members = []
     for name, entry in sorted(registered.items()):
         known = MEMBER_DECODER.decode(entry.value)
+        held = sorted(holdings_of.get(name, ()), key=lambda holding: holding.key)
+        if known.drain is not None:
+            held = [msgspec.structs.replace(holding, state="draining") for holding in held]
         members.append(
             MemberStatus(
                 member=name,
@@ -353,12 +374,34 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 doors=known.hello.doors,
                 age_s=max(0.0, now - known.since),
                 silent_s=max(0.0, now - known.seen),
-                holdings=tuple(sorted(holdings_of.get(name, ()), key=lambda holding: holding.key)),
+                holdings=tuple(held),
                 syncs=tuple(syncs.get(name, ())),
                 complaints=complained[name],
+                drain=known.drain,
             )
         )
-    return Status(members=tuple(members))
+    jobs = [
+        JobStatus(job=job, age_s=max(0.0, now - entry.since), silent_s=max(0.0, now - entry.seen), state=entry.state)
+        for job, entry in jobs_of(store).items()
+        if model in (None, entry.state.name)
+    ]
+    return Status(members=tuple(members), jobs=tuple(sorted(jobs, key=lambda job: (job.age_s, job.job))))
+
+
+class JobEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a conversion."""
+
+    state: JobState
+    since: float
+    seen: float
+
+
+JOB_DECODER = msgspec.msgpack.Decoder(JobEntry)
+
+
+def jobs_of(store: Store) -> dict[str, JobEntry]:
+    """Return the conversions that reported within `directory.JOB_TTL_S`, by their ids."""
+    return {job: JOB_DECODER.decode(entry.value) for job, entry in store.scan("job/").items()}
 
 
 class SyncEntry(msgspec.Struct, frozen=True, array_like=True):

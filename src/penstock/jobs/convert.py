@@ -31,6 +31,7 @@ from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
 from penstock.jobs.messages import EXECUTORS, JobSpec
+from penstock.jobs.observer import JobObserver
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.result import (
@@ -53,6 +54,7 @@ from penstock.jobs.result import (
     small_from,
     stamp,
 )
+from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus
 from penstock.loader.report import Progress, ProgressOption
 from penstock.plan.tasks import TASK_BYTES
@@ -92,6 +94,7 @@ class WorkerSettings:
         ray: address of a Ray cluster to start the workers on, where source, destination and `scratch` are the same.
         launcher: starts the workers and ends them; None: processes of this host, or Ray's actors.
         rates: rates of this machine, to predict the duration by; None: those that are known of its GPUs.
+        observer: is shown the conversion while it runs: a `HubReporter` reports it to a hub, for `status` and the page.
 
     Raises:
         ConfigError: a field has the wrong type or no valid value, or `ray` and `launcher` are both given.
@@ -103,6 +106,7 @@ class WorkerSettings:
     ray: str | None = None
     launcher: Launcher | None = None
     rates: Rates | None = None
+    observer: JobObserver | None = None
 
     def __post_init__(self) -> None:
         require_type("num_workers", self.num_workers, (int, type(None)), "a number of workers, or None")
@@ -114,6 +118,7 @@ class WorkerSettings:
         require_type("scratch", self.scratch, (str, os.PathLike, type(None)), "a directory, or None")
         require_type("ray", self.ray, (str, type(None)), "the address of a Ray cluster, or None")
         require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
+        require_type("observer", self.observer, (JobObserver, type(None)), "an object with begin, or None")
         if self.rates is not None:
             # Imported only here: most conversions are given no rates, and need nothing of the simulation.
             from penstock.plan.cluster import Rates
@@ -202,6 +207,7 @@ def convert(
                     storage_options=storage_options,
                 )
                 request.job.check_budget(request.job_spec.memory_bytes, "one task")
+            watch = JobWatch(settings.observer, request.job, request.job_spec.sources, into)
             # One stack for everything: sources, staging files and workers end together, after the result is published.
             run = _Run(
                 stack=stack,
@@ -211,12 +217,18 @@ def convert(
                 settings=settings,
                 progress=progress,
                 journey=journey,
+                watch=watch,
             )
-            result = _make(request, destination, run)
+            try:
+                result = _make(request, destination, run)
+            except BaseException as error:
+                watch.failed(error)
+                raise
             end = stack.pop_all()
         # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
         with stages.stage("close"):
             end.close()
+        watch.done(result.revision, len(result.staged.journal.kept))
         if trace is not None:
             traces = () if result.ran is None else result.ran.coordinator.traces
             save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
@@ -394,6 +406,7 @@ class _Run:
     settings: WorkerSettings
     progress: ProgressOption
     journey: Journey
+    watch: JobWatch
 
     def run(self, staged: _Staged) -> _Ran:
         """Run every task that no earlier run finished. Workers start while disk space is allocated.
@@ -421,7 +434,14 @@ class _Run:
                 where = devices_of(self.devices, self.settings.num_workers, counted)
                 coordinator = self.stack.enter_context(
                     Coordinator(
-                        job, job_spec, journal, self.launcher, where, stall_s=job_spec.stall_s, on_progress=shown
+                        job,
+                        job_spec,
+                        journal,
+                        self.launcher,
+                        where,
+                        stall_s=job_spec.stall_s,
+                        on_progress=shown,
+                        on_turn=lambda: self.watch.turn(coordinator),
                     )
                 )
                 coordinator.begin()
@@ -433,6 +453,7 @@ class _Run:
         self.journey.received = lambda: {("storage", "workers"): sum(s.fetched_bytes for s in list(coordinator.stats))}
         with stages.stage("run"):
             coordinator.run()
+        self.watch.publishing(coordinator)
         check_repeated(job, journal, staged.out, coordinator.repeated)
         return _Ran(coordinator=coordinator, predicted=predicted)
 

@@ -40,6 +40,7 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
+from penstock.jobs.observer import MAX_WORKERS, WorkerState, cut
 from penstock.jobs.report import WorkerStats, WorkerTrace
 from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import Launcher
@@ -108,12 +109,15 @@ class Coordinator(Closing):
         devices: one worker for each.
         stall_s: a worker that makes no progress for this long is replaced.
         on_progress: called with tasks done and tasks in all, after each.
+        on_turn: called a few times a second while it runs; must not block.
 
     Attributes:
         num_workers: workers that run at the same time.
         placement: assigns the tasks; see `plan.placement`.
         stats, traces: of every worker, replaced ones included.
         repeated: tasks that the operation ran on more than once.
+        num_resumed: tasks that earlier runs finished.
+        done_bytes, resumed_bytes: read and written for the tasks that are done, and for those of earlier runs alone.
         began: monotonic time at which the first worker was ready; infinite before.
         moving_s: seconds from then to the last task's end.
     """
@@ -128,6 +132,7 @@ class Coordinator(Closing):
         *,
         stall_s: float,
         on_progress: Callable[[int, int], None] | None = None,
+        on_turn: Callable[[], None] | None = None,
     ) -> None:
         self._job = job
         self._journal = journal
@@ -137,8 +142,11 @@ class Coordinator(Closing):
         self._devices = devices
         self._stall_s = stall_s
         self._on_progress = on_progress
+        self._on_turn = on_turn
         self.num_workers = len(devices)
         self.placement = Placement(job.tasks.cost.tolist(), depth=depth_of(devices), done=journal.done)
+        self.num_resumed = len(journal.kept)
+        self.done_bytes = self.resumed_bytes = int(job.tasks.cost[list(journal.done)].sum())
         self.stats: list[WorkerStats] = []
         self.traces: list[WorkerTrace] = []
         self._places: dict[str, _Place] = {}
@@ -188,12 +196,38 @@ class Coordinator(Closing):
             # A copy of the names: assigning a task can lose a worker, which changes `_places`.
             for name in [name for name, place in self._places.items() if place.is_ready]:
                 self._assign(name)
+            if self._on_turn is not None:
+                self._on_turn()
             # Empty only when every worker was lost and replaced `RESPAWNS` times: waiting for more would be for ever.
             if not self._places:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
         self.moving_s = time.monotonic() - self.began
         self._collect_last_beats()
+
+    def workers(self) -> tuple[tuple[WorkerState, ...], int]:
+        """Return the workers for an observer, at most `MAX_WORKERS`, and the number of those that are late."""
+        now = time.monotonic()
+        states = []
+        for stats in self.stats:
+            place = self._places.get(stats.worker)
+            standing = self.placement.standing(stats.worker, now) if place is not None and place.is_ready else None
+            task, task_s, expected_s = standing or (-1, 0.0, 0.0)
+            is_lost = place is None or place.stats is not stats
+            states.append(
+                WorkerState(
+                    worker=stats.worker,
+                    device=cut(stats.device),
+                    num_tasks=stats.num_tasks,
+                    state="lost" if is_lost else "starting" if standing is None else "running" if task >= 0 else "idle",
+                    task=task,
+                    task_s=task_s,
+                    expected_s=expected_s,
+                    end=cut(stats.end) if is_lost else "",
+                )
+            )
+        states.sort(key=lambda worker: (not worker.is_late, worker.state != "lost"))
+        return tuple(states[:MAX_WORKERS]), sum(worker.is_late for worker in states)
 
     def _spawn(self, device: str, respawns: int) -> None:
         # Never the same name twice: a late message of a lost worker must not count as its replacement's.
@@ -313,6 +347,7 @@ class Coordinator(Closing):
         if outcome.first:
             # After its bytes are written, which `Done` says: a journal that is ahead of the files could resume wrongly.
             self._journal.add(message.task, digests)
+            self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
                 total = len(self._job.tasks)
                 self._on_progress(total - self.placement.num_left, total)

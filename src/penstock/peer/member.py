@@ -43,6 +43,7 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
+    Drain,
     Hello,
     HoldingState,
     LeaseRequest,
@@ -123,6 +124,7 @@ class Member:
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
+        self._drain: Drain | None = None
         self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
@@ -273,7 +275,11 @@ class Member:
     def report_now(self) -> None:
         """Send a heartbeat and wait for the answer; without an answer, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
-            self._call_hub(lambda: self._hub.beat(self.id, self._state()))
+            self._report()
+
+    def _report(self) -> None:
+        """Send a heartbeat, and keep an operator's order to drain this member, for a hub that loses its memory."""
+        self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state())).drain
 
     def _beat(self) -> None:
         """Send heartbeats until `leave`, and do what has to be done regularly: the body of the thread."""
@@ -288,7 +294,7 @@ class Member:
             self.links.sweep()
             self.server.expire()
             try:
-                self._call_hub(lambda: self._hub.beat(self.id, self._state()))
+                self._report()
                 self.hub_is_away = False
             except PenstockError:
                 self.hub_is_away = True
@@ -336,7 +342,7 @@ class Member:
         """Return the whole state of this member, as every heartbeat reports it."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
-        return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs))
+        return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs), drain=self._drain)
 
     def _epoch(self) -> int:
         """Return the epoch that grants to read this member must name now."""

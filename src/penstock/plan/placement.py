@@ -240,6 +240,18 @@ class Placement:
         """Return the tasks that a worker was given and has not ended."""
         return tuple(self._workers[worker].tasks)
 
+    def standing(self, worker: str, now: float) -> tuple[int, float, float]:
+        """Return how far a worker is: its task (-1: none), seconds since it last ended one, and seconds expected.
+
+        Expected is what the task takes at the median pace of all workers, so that a slow worker stands out.
+        """
+        me = self._workers[worker]
+        task = next(iter(me.tasks), -1)
+        if task < 0:
+            return task, 0.0, 0.0
+        pace = median(self._pace[other.index] for other in self._workers.values())
+        return task, now - me.last, self._cost[task] / pace
+
     # -- where a task comes from
 
     def _take_common(self) -> int | None:

@@ -1,0 +1,153 @@
+"""Draining a member: no reader is sent to it, what it has is read elsewhere, and the order ends with the member."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.support.hubs import IDENTITY, HubBench, key_state
+
+from penstock.errors import ConfigError, PermissionDenied, UnknownMember
+from penstock.hub.auth import Auth, Caller
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, Drain, HoldingState, Identity, UpstreamsRequest, WhyRequest
+
+WHOLE = ((0, 100),)
+OPERATOR = Caller(name="token:operator", is_operator=True)
+ORDER = Drain(reason="a new driver")
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+@pytest.fixture
+def hub(bench: HubBench) -> Directory:
+    """`a` and `b` hold the model, `r` fetches it."""
+    hub = bench.hub()
+    bench.join(hub, "a", "b", "r")
+    bench.beat(hub, "a", key_state(WHOLE))
+    bench.beat(hub, "b", key_state(WHOLE))
+    return hub
+
+
+def upstreams(hub: Directory, member: str = "r", **more) -> list[str]:
+    request = UpstreamsRequest(member=member, holding=key_state(((0, 1),)), **more)
+    # Twice: the first request registers the reader.
+    hub.upstreams(request)
+    return [upstream.member for upstream in hub.upstreams(request).upstreams]
+
+
+def test_readers_are_sent_elsewhere_until_it_is_undone(bench: HubBench, hub: Directory) -> None:
+    assert set(upstreams(hub)) == {"a", "b"}
+    hub.drain("a", ORDER, OPERATOR)
+    bench.now += 1
+    assert upstreams(hub) == ["b"]
+    # Its own beats and requests change nothing of it.
+    bench.beat(hub, "a", key_state(WHOLE))
+    bench.now += 1
+    assert upstreams(hub) == ["b"]
+    hub.drain("a", None, OPERATOR)
+    bench.now += 1
+    assert set(upstreams(hub)) == {"a", "b"}
+
+
+def test_a_new_reader_without_a_layout_is_not_sent_there(bench: HubBench, hub: Directory) -> None:
+    hub.drain("a", ORDER, OPERATOR)
+    bench.now += 1
+    asks = HoldingState(key=IDENTITY.key(), identity=IDENTITY, num_chunks=0, nbytes=0)
+    assert [u.member for u in hub.upstreams(UpstreamsRequest(member="r", holding=asks)).upstreams] == ["b"]
+    # Nor is an engine that names it to attach to.
+    named = UpstreamsRequest(member="r", holding=asks, source="a")
+    assert hub.upstreams(named).upstreams == ()
+
+
+def test_the_last_holder_can_be_drained_and_storage_is_read_then(bench: HubBench, hub: Directory) -> None:
+    for member in "ab":
+        hub.drain(member, ORDER, OPERATOR)
+    bench.now += 1
+    assert upstreams(hub, can_read_storage=True) == []
+    assert bench.claim(hub, "r", key_state(((0, 1),))).ranges != ()
+
+
+def test_a_drained_member_still_fetches(bench: HubBench, hub: Directory) -> None:
+    hub.drain("r", ORDER, OPERATOR)
+    bench.now += 1
+    assert set(upstreams(hub)) == {"a", "b"}
+
+
+def test_its_state_and_the_reason_are_shown(bench: HubBench, hub: Directory) -> None:
+    hub.drain("a", ORDER, OPERATOR)
+    shown = {member.member: member for member in hub.status().members}
+    assert shown["a"].drain == Drain(by="token:operator", reason="a new driver")
+    assert [holding.state for holding in shown["a"].holdings] == ["draining"]
+    assert shown["b"].drain is None and [holding.state for holding in shown["b"].holdings] == ["whole"]
+    upstreams(hub)
+    assert "a: is whole; an operator drains it" in "\n".join(hub.why(WhyRequest(model="llama", member="r")).lines)
+
+
+def test_the_order_ends_with_the_member(bench: HubBench, hub: Directory) -> None:
+    hub.drain("a", ORDER, OPERATOR)
+    bench.now += 11  # past the time to live of a silent member
+    bench.join(hub, "a")
+    bench.beat(hub, "a", key_state(WHOLE))
+    assert all(member.drain is None for member in hub.status().members)
+    with pytest.raises(UnknownMember):
+        hub.drain("nobody", ORDER, OPERATOR)
+
+
+def test_a_hub_that_lost_its_memory_takes_it_over_from_beats_while_it_is_new(bench: HubBench, hub: Directory) -> None:
+    hub.drain("a", ORDER, OPERATOR)
+    order = hub.beat("a", Beat(holdings=(key_state(WHOLE),))).drain
+    assert order == Drain(by="token:operator", reason="a new driver")
+    after = HubBench()
+    new = after.hub(fresh=False)
+    new.begin()
+    after.join(new, "a", "b")
+    assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain == order
+    # Once the hub is not new any more, a beat that is late cannot bring back an order that was undone.
+    after.now += 5
+    new.drain("a", None, OPERATOR)
+    assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None
+
+
+def test_every_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock.audit"):
+        hub.drain("a", ORDER, OPERATOR)
+        hub.drain("a", None, OPERATOR)
+    assert caplog.messages == [
+        "event=drain member=a caller=token:operator reason='a new driver'",
+        "event=undrain member=a caller=token:operator reason=''",
+    ]
+
+
+def test_an_operator_of_some_models_drains_no_member_with_others(bench: HubBench, hub: Directory) -> None:
+    limited = Caller(models=("llama",), name="token:limited", is_operator=True)
+    hub.drain("a", ORDER, limited)
+    bench.beat(hub, "b", key_state(WHOLE), key_state(WHOLE, identity=Identity(model="secret")))
+    with pytest.raises(PermissionDenied):
+        hub.drain("b", ORDER, limited)
+
+
+def test_the_right_is_a_word_in_the_token_file(tmp_path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("member-0123456789 llama*\noperator-0123456789 @operator\nsome-of-it-0123456789 llama* @operator\n")
+    auth = Auth.of(token_file=path)
+    callers = [auth.caller(f"Bearer {word}-0123456789") for word in ("member", "operator", "some-of-it")]
+    assert [(caller.models, caller.is_operator) for caller in callers if caller is not None] == [
+        (("llama*",), False),
+        (None, True),
+        (("llama*",), True),
+    ]
+    path.write_text("operator-0123456789 @operater\n")
+    with pytest.raises(ConfigError, match="@operater"):
+        Auth.of(token_file=path)
+
+
+def test_who_needs_no_token_may_drain_but_not_by_a_certificate(tmp_path) -> None:
+    """Without tokens and certificates the hub's socket is private to its user."""
+    caller = Auth().caller("")
+    assert caller is not None and caller.is_operator
+    certificate = Auth(client_ca=tmp_path / "ca").caller("", "commonName:member")
+    assert certificate is not None and not certificate.is_operator
