@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from hypothesis import settings
 # Tests assert behaviour, not time: on a busy machine an example of 50 ms took 260, above hypothesis's own deadline.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+# No test asks the real hub: those of hf:// turn this off, and name a server of their own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would every command that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -123,5 +123,5 @@ def test_a_hub_without_tls_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "owner/model"])
-def test_a_repository_of_hugging_face_is_named(uri: str) -> None:
+def test_a_repository_that_is_not_in_the_cache_is_named(uri: str) -> None:
     assert "hf download owner/model" in hint_of(lambda: penstock.inspect(uri))

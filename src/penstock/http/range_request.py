@@ -113,7 +113,7 @@ class Patience:
         self,
         why: str,
         *,
-        byte_range: tuple[int, int],
+        byte_range: tuple[int, int] | None,
         silent: bool = False,
         wait_s: float | None = None,
         cause: Exception | None,
@@ -122,7 +122,7 @@ class Patience:
 
         Args:
             why: one sentence for the error.
-            byte_range: what is still missing, `[start, stop)`.
+            byte_range: what is still missing, `[start, stop)`; None for a question that is not about a range.
             silent: the failure was a timeout.
             wait_s: seconds that the server asked for. Such an answer is no failure: the request is repeated until
                 `stall_s` have passed without a byte of the source.
@@ -225,8 +225,8 @@ class Address(Protocol):
         """Return the headers for `url` besides range and condition."""
         ...
 
-    def renew(self, status: int) -> bool:
-        """Forget the URL, which was refused with `status`; return False if that cannot help."""
+    def renew(self, url: SplitResult, status: int) -> bool:
+        """Forget `url`, which was refused with `status`; return False if another one cannot help."""
         ...
 
     def moved(self, url: SplitResult, location: str) -> str | None:
@@ -246,7 +246,7 @@ class Failed(Exception):
         self.wait_s = wait_s
         self.cause = cause
 
-    def ask(self, patience: Patience, byte_range: tuple[int, int]) -> None:
+    def ask(self, patience: Patience, byte_range: tuple[int, int] | None) -> None:
         """Pause before another attempt, or raise as `Patience.failed`."""
         patience.failed(self.why, byte_range=byte_range, silent=self.silent, wait_s=self.wait_s, cause=self.cause)
 
@@ -349,7 +349,7 @@ class Exchange:
 
     def refused(self) -> bool:
         """Return True for a refusal that a new URL may cure; the old URL is forgotten."""
-        return self.reply.status in {400, 401, 403, 404, 410} and self._address.renew(self.reply.status)
+        return self.reply.status in {400, 401, 403, 404, 410} and self._address.renew(self._url, self.reply.status)
 
     def check(self) -> None:
         """Raise unless the answer holds bytes of the requested range, of the object first seen; set `stop`."""

@@ -34,7 +34,7 @@ from penstock.loader.run import LoadRun
 from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
-from penstock.storage import Source, is_remote
+from penstock.storage import Digested, Source, is_remote
 from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring, refusal
 from penstock.storage.locate import texts_of
@@ -265,6 +265,8 @@ class Session(Closing):
         self.verified = False
         self.why = ""
         self.group_bytes = 0
+        self._reads_all = not in_group and local_world_size == 1
+        self._digested: list[Digested] = []
 
     def received(self) -> dict[tuple[str, str], int]:
         """Return the bytes that came so far, by source and path; for metrics, from any thread."""
@@ -405,6 +407,8 @@ class Session(Closing):
             self.why = "verify=False"
             return None
         if manifest.leaves is None:
+            if self._check_files(plan):
+                return None
             self.why = self.weights.why_unverified or "no digests"
             if requested:
                 raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
@@ -423,6 +427,17 @@ class Session(Closing):
         if self.options.device.type == "cuda":
             return CudaChecker(expected, place.slab, self.options.device)
         return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
+
+    def _check_files(self, plan: LoadPlan) -> bool:
+        """Have files compared with the digests of their storage while they are read; False if not all of them can be.
+
+        Only where this process reads every byte: a part of a file has no digest to compare.
+        """
+        sources, is_whole = self.weights.sources, plan.boxes.count(None) == len(plan.boxes)
+        if not self._reads_all or self.options.names is not None or not is_whole or not sources:
+            return False
+        self._digested = [source for source in sources if isinstance(source, Digested) and source.check_whole()]
+        return len(self._digested) == len(sources)
 
     # -- results
 
@@ -507,6 +522,9 @@ class Session(Closing):
             run.close()
         if self.options.trace is not None:
             self.trace.save(self.options.trace)
+        if self._digested and all(source.is_checked for source in self._digested):
+            self.verified = len(self._digested) == len(self.weights.sources)
+            self.why = f"the SHA-256 of {len(self._digested)} of {len(self.weights.sources)} files is the storage's"
         paths = run.paths if run is not None else {}
         files = [
             FilePath(

@@ -20,7 +20,9 @@ from penstock.storage.local import read_bounded
 from penstock.storage.source import (
     MAX_SMALL_BYTES,
     Counting,
+    Digested,
     MemorySource,
+    PinningStorage,
     Source,
     Storage,
     WritableStorage,
@@ -33,7 +35,9 @@ from penstock.storage.source import (
 
 __all__ = [
     "Counting",
+    "Digested",
     "MemorySource",
+    "PinningStorage",
     "Source",
     "Storage",
     "WritableStorage",
@@ -41,6 +45,7 @@ __all__ = [
     "list_uris",
     "local_path",
     "open_source",
+    "pinned",
     "read_small",
     "read_whole",
     "register_storage",
@@ -97,11 +102,6 @@ def _scheme_of(uri: str) -> str | None:
     if not is_registered(scheme):
         known = ", ".join(f"{name}://" for name in registered_schemes())
         hint = f"give a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
-        if scheme == "hf":
-            # Everybody's first try; the hub of Hugging Face is not a storage yet.
-            hint = (
-                f"download it first: hf download {uri.partition('://')[2]} --local-dir DIRECTORY, then give DIRECTORY"
-            )
         raise ConfigError(f"no storage for {scheme}://", uri=uri, hint=hint)
     return scheme
 
@@ -120,11 +120,19 @@ def _http() -> Storage:
     return HttpStorage()
 
 
+def _hugging_face() -> Storage:
+    # On first use: it brings huggingface_hub.
+    from penstock.storage.hugging_face import HuggingFaceStorage
+
+    return HuggingFaceStorage()
+
+
 # By the same call that users register theirs with.
 for _scheme in ("s3", "gs", "az"):
     register_storage(_scheme, _object_stores)
 for _scheme in ("http", "https"):
     register_storage(_scheme, _http)
+register_storage("hf", _hugging_face)
 
 
 def local_path(uri: str) -> str:
@@ -149,6 +157,18 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     from penstock.storage.cache import open_cached
 
     return open_cached(source, settings=settings)
+
+
+def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
+    """Return the URI of the content that `uri` names now, where its storage has revisions; else `uri` itself.
+
+    Raises:
+        NotFound, PermissionDenied, SourceUnavailable: as their names say.
+    """
+    storage = _storage_of(uri)
+    if not isinstance(storage, PinningStorage):
+        return uri
+    return storage.pin(uri, settings=settings, storage_options=storage_options or {})
 
 
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
@@ -17,6 +18,8 @@ from penstock.errors import ConfigError, NotFound
 from penstock.http.pool import Pool, shared_pool
 from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
 from penstock.storage.source import Source, read_whole, span
+
+S = TypeVar("S", bound="HttpSource")
 
 
 class HttpStorage:
@@ -81,11 +84,14 @@ class PlainAddress:
         # A redirect to another host must not carry the credentials of the first.
         return self._headers if same else {}
 
-    def renew(self, status: int) -> bool:
+    def renew(self, url: SplitResult, status: int) -> bool:
         """See `Address.renew`. What a redirect led to may have expired."""
-        redirected = self._current != self._origin
-        self._current = self._origin
-        return redirected and status in {400, 401, 403, 404, 410}
+        if url == self._origin or status not in {400, 401, 403, 404, 410}:
+            return False
+        # Not the new one that another thread has found meanwhile.
+        if self._current == url:
+            self._current = self._origin
+        return True
 
     def moved(self, url: SplitResult, location: str) -> str | None:
         """See `Address.moved`. Never from https to http, never to another scheme."""
@@ -197,9 +203,16 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         ConfigError, FormatError, and the SourceErrors: as their names say.
     """
     address, name = PlainAddress(uri, storage_options or {}), clean(uri)
+    return open_address(
+        name, address, lambda seen: HttpSource(name, address, seen, settings=settings), settings=settings
+    )
+
+
+def open_address(uri: str, address: Address, make: Callable[[Validators], S], *, settings: Settings) -> S:
+    """Return the source that `make` makes of what is at `address` now. Raises as `open_http`; `uri` is for errors."""
     pool = _hold_pool(settings)
     try:
-        return HttpSource(name, address, _probe(name, address, pool, settings), settings=settings)
+        return make(_probe(uri, address, pool, settings))
     finally:
         # The source holds the pool for itself by now; after an error nothing does.
         pool.drop()

@@ -19,15 +19,23 @@ from urllib.parse import urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied
-from penstock.storage import is_remote, list_uris, local_path, read_small, registered_schemes, text_of
+from penstock.storage import (
+    is_remote,
+    list_uris,
+    local_path,
+    pinned,
+    read_small,
+    registered_schemes,
+    text_of,
+)
 from penstock.storage.safetensors import parse_index
 
 SIDECAR = "penstock.manifest"
 """Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""A name as Hugging Face has it: an owner and a repository."""
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?")
+"""A name as Hugging Face has it: an owner and a repository, with a revision or not."""
 _INDEX = f"model{INDEX_SUFFIX}"
 # Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
 # Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
@@ -66,7 +74,8 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         NotFound: no such place, or no safetensors file in it.
         FormatError: the index is malformed, or names files outside its directory.
     """
-    texts = texts_of(uri)
+    # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
+    texts = [pinned(text, settings=settings, storage_options=storage_options) for text in texts_of(uri)]
     # A list of one file is that file: it has the same manifest, and the same name.
     if len(texts) != 1:
         return _of_list(texts)
@@ -144,8 +153,6 @@ def _nothing_at(path: str) -> NotFound:
     # `s3:/bucket` is a path to the system, and a slip to its user.
     scheme, _, rest = path.partition(":/")
     hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
-    if hint is None and _REPOSITORY.fullmatch(path):
-        hint = f"a repository of Hugging Face is downloaded first: hf download {path} --local-dir DIRECTORY"
     return NotFound("no such file or directory", uri=path, hint=hint)
 
 
@@ -198,9 +205,14 @@ def texts_of(uri: Uris) -> list[str]:
 
 
 def _text(uri: object) -> str:
-    """Return the text of one path or URI, `file://` taken away."""
+    """Return the text of one path or URI, `file://` taken away; the name of a repository becomes its hf:// URI."""
     text = text_of(uri)
-    return text if is_remote(text) else local_path(text)
+    if is_remote(text):
+        return text
+    # As engines take it: a path first. `models/llama` beside a directory `models` is a slip, not a repository.
+    if _REPOSITORY.fullmatch(text) and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
+        return f"hf://{text}"
+    return local_path(text)
 
 
 def model_name(uri: str) -> str:

@@ -80,9 +80,11 @@ class SignedAddress:
         """See `Address.headers`: all that is needed is in the URL."""
         return {}
 
-    def renew(self, status: int) -> bool:
+    def renew(self, url: SplitResult, status: int) -> bool:
         """See `Address.renew`. The credentials may have been replaced meanwhile."""
-        self._current = None
+        current = self._current
+        if current is not None and current[0] == url:
+            self._current = None
         # 400 is S3's answer to an expired session token.
         return status in {400, 401, 403}
 
@@ -105,7 +107,7 @@ class AnonymousAddress:
         """See `Address.headers`."""
         return {}
 
-    def renew(self, status: int) -> bool:
+    def renew(self, url: SplitResult, status: int) -> bool:
         """See `Address.renew`."""
         return False
 

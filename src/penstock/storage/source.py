@@ -82,6 +82,28 @@ class Counting(Protocol):
     """Given by storage so far, of all reads; only grows, but for an addition lost where two reads count at once."""
 
 
+@runtime_checkable
+class Digested(Protocol):
+    """A source that knows a digest of its whole content, from the storage itself.
+
+    Attributes:
+        is_checked: the digest was compared, and is equal.
+    """
+
+    @property
+    def is_checked(self) -> bool:
+        """Return whether it was compared; see `Digested`."""
+        ...
+
+    def check_whole(self) -> bool:
+        """Compare that digest while the content is read, whole and once, from now on; False: there is none.
+
+        The read that brings the last missing bytes raises IntegrityError if it differs. Call it before any read but
+        one from the start, as of a header.
+        """
+        ...
+
+
 class MemorySource:
     """The reference source: bytes in memory."""
 
@@ -171,6 +193,15 @@ class WritableStorage(Protocol):
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
         """Write a whole small file (a manifest, a signature); it appears at once or not at all."""
+        ...
+
+
+@runtime_checkable
+class PinningStorage(Protocol):
+    """A storage whose URIs may name a moving revision."""
+
+    def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
+        """Return the URI of the content that `uri` names now. Raises as `Storage.open`."""
         ...
 
 

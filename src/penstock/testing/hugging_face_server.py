@@ -1,0 +1,283 @@
+"""A small hub of Hugging Face on loopback, with signed URLs that expire and faults on demand: for tests and demos.
+
+In: repositories as files by name. Out: `HuggingFaceServer.url` for `HF_ENDPOINT`, and records of every request.
+Not here: Xet's own protocol (its headers are sent, its servers are not there), uploads, web pages.
+
+    /api/models/org/name[/revision/REVISION]   commit and files, with sizes and digests
+    /org/name/resolve/REVISION/FILE            302 to the storage with a signature, or 307 to a small file
+    storage: /SHA256?expires=SECONDS           ranges; 403 after the time
+
+Source of the answers: huggingface_hub's client, and what huggingface.co answered in 2025 and 2026.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from penstock.testing.http_server import Faults, RangeServer, Request
+
+_LFS = (".safetensors", ".bin", ".gguf", ".pt")
+_API = re.compile(
+    r"/api/(?P<kind>models|datasets|spaces)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<rev>[^/]+))?/?"
+)
+_RESOLVE = re.compile(r"/(?:(?P<kind>datasets|spaces)/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
+_SMALL = "/api/resolve-cache/"
+
+
+class _Storage(RangeServer):
+    """The servers that signed URLs lead to; a URL is refused after its time."""
+
+    def saw(self, request: Request) -> Faults:
+        """See `RangeServer.saw`."""
+        faults = super().saw(request)
+        expires = parse_qs(urlsplit(request.path).query).get("expires", ["0"])[0]
+        return Faults(status=403, error_code="AccessDenied") if float(expires) < time.time() else faults
+
+
+class HuggingFaceServer:
+    """Serves repositories while its `with` block runs.
+
+    Args:
+        repositories: `org/name` (datasets: `datasets/org/name`) to files by name, each the content of `main`.
+        token: requests for private and gated repositories must carry it.
+        private: repositories that do not exist for requests without the token.
+        gated: repositories whose files are refused without the token; they are listed all the same.
+        signed_s: seconds that the URL of a redirect is valid.
+
+    Attributes:
+        requests: `METHOD PATH` of all requests to the hub, without those to the storage.
+        storage: the servers behind the redirects: their `requests`, `num_bytes_sent`, and `faults` to be set.
+        status: if set, every request to the hub is answered with it, `num_status` times.
+        retry_after: sent with it.
+    """
+
+    def __init__(
+        self,
+        repositories: Mapping[str, Mapping[str, bytes]],
+        *,
+        token: str = "",
+        private: tuple[str, ...] = (),
+        gated: tuple[str, ...] = (),
+        signed_s: float = 3600.0,
+    ) -> None:
+        self._token = token
+        self._private = private
+        self._gated = gated
+        self.signed_s = signed_s
+        self._commits: dict[tuple[str, str], dict[str, bytes]] = {}
+        self._heads: dict[str, dict[str, str]] = {}
+        self._lock = threading.Lock()
+        self.storage: RangeServer = _Storage({})
+        self.requests: list[str] = []
+        self.status = 0
+        self.num_status = 0
+        self.retry_after = ""
+        self._initial = repositories
+
+    def __enter__(self) -> Self:
+        self.storage.__enter__()
+        for name, files in self._initial.items():
+            self.commit(name, files)
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.owner = self
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="hugging-face-server")
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self.storage.__exit__(kind, error, at)
+
+    @property
+    def url(self) -> str:
+        """`http://127.0.0.1:PORT`, without a trailing slash."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def commit(self, name: str, files: Mapping[str, bytes], *, branch: str = "main") -> str:
+        """Make `files` the whole content of a branch; return the commit, which stays readable for ever."""
+        with self._lock:
+            content = {path: hashlib.sha256(data).hexdigest() for path, data in sorted(files.items())}
+            sha = hashlib.sha1(
+                json.dumps([name, content, len(self._commits)]).encode(), usedforsecurity=False
+            ).hexdigest()
+            self._commits[name, sha] = dict(files)
+            self._heads.setdefault(name, {})[branch] = sha
+        for path, data in files.items():
+            if path.endswith(_LFS):
+                self.storage.replace(hashlib.sha256(data).hexdigest(), data)
+        return sha
+
+    def files_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """Return the commit of a revision and its files; None if there is none."""
+        with self._lock:
+            sha = self._heads.get(name, {}).get(revision, revision)
+            files = self._commits.get((name, sha))
+        return None if files is None else (sha, files)
+
+    def refusal(self, name: str, authorization: str, *, is_file: bool) -> tuple[int, str, str] | None:
+        """Return the status, code and message for a repository that this request may not see; None: it may."""
+        may = bool(self._token) and authorization == f"Bearer {self._token}"
+        if name not in self._heads or (name in self._private and not may):
+            return 401 if not authorization else 404, "RepoNotFound", "Repository not found"
+        if is_file and name in self._gated and not may:
+            message = f"Access to model {name} is restricted."
+            return 403 if authorization else 401, "GatedRepo", message
+        return None
+
+    def fault(self) -> int:
+        """Return the status that this request is answered with; 0: as usual."""
+        with self._lock:
+            if not self.num_status:
+                return 0
+            self.num_status -= 1
+            return self.status
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    owner: HuggingFaceServer
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients may leave at any time."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: `HuggingFaceServer.requests` is the log."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        hub, path = self.server.owner, unquote(urlsplit(self.path).path.replace("%2F", "%252F"))
+        with hub._lock:
+            hub.requests.append(f"{self.command} {self.path}")
+        status = hub.fault()
+        if status:
+            self._send(status, {"Retry-After": hub.retry_after} if hub.retry_after else {})
+            return
+        if path.startswith(_SMALL):
+            self._send_small(path.removeprefix(_SMALL))
+        elif match := _API.fullmatch(path):
+            self._send_listing(match)
+        elif match := _RESOLVE.fullmatch(path):
+            self._redirect(match)
+        else:
+            self._send(404, {"X-Error-Code": "EntryNotFound"})
+
+    def _content(self, match: re.Match[str], *, is_file: bool) -> tuple[str, str, dict[str, bytes]] | None:
+        """Return repository, commit and files, or None after the answer was sent."""
+        kind = match["kind"] or "models"
+        name = match["name"] if kind == "models" else f"{kind}/{match['name']}"
+        refusal = self.server.owner.refusal(name, self.headers.get("Authorization", ""), is_file=is_file)
+        if refusal:
+            self._send(refusal[0], {"X-Error-Code": refusal[1], "X-Error-Message": refusal[2]})
+            return None
+        found = self.server.owner.files_of(name, unquote(match["rev"] or "main"))
+        if found is None:
+            self._send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
+            return None
+        return (name, *found)
+
+    def _send_listing(self, match: re.Match[str]) -> None:
+        content = self._content(match, is_file=False)
+        if content is None:
+            return
+        _, commit, files = content
+        siblings = []
+        for path, data in sorted(files.items()):
+            entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": _blob_id(data)}
+            if path.endswith(_LFS):
+                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+            siblings.append(entry)
+        answer: object = {
+            "id": match["name"], "modelId": match["name"], "sha": commit, "private": False, "gated": False,
+            "tags": [], "siblings": siblings,
+        }  # fmt: skip
+        if match["what"] == "tree":
+            answer = [
+                {
+                    "type": "file", "path": path, "size": len(data), "oid": _blob_id(data),
+                    **({"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}}
+                       if path.endswith(_LFS) else {}),
+                }
+                for path, data in sorted(files.items())
+            ]  # fmt: skip
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+
+    def _redirect(self, match: re.Match[str]) -> None:
+        content = self._content(match, is_file=True)
+        if content is None:
+            return
+        name, commit, files = content
+        data = files.get(match["path"])
+        headers = {"X-Repo-Commit": commit}
+        if data is None:
+            self._send(404, {**headers, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+            return
+        if not match["path"].endswith(_LFS):
+            where = f"{_SMALL}{name}/{commit}/{match['path']}"
+            self._send(307, {**headers, "Location": where, "ETag": f'"{_blob_id(data)}"'})
+            return
+        sha, hub = hashlib.sha256(data).hexdigest(), self.server.owner
+        headers |= {
+            "Location": f"{hub.storage.url}/{sha}?expires={time.time() + hub.signed_s}&Signature=secret",
+            "X-Linked-Etag": f'"{sha}"',
+            "X-Linked-Size": str(len(data)),
+            # For clients that speak Xet; others follow the redirect.
+            "Link": f'<{hub.url}/api/models/{name}/xet-read-token/{commit}>; rel="xet-auth"',
+        }
+        self._send(302, headers)
+
+    def _send_small(self, path: str) -> None:
+        kind_parts = 3 if path.startswith(("datasets/", "spaces/")) else 2
+        parts = path.split("/", kind_parts + 1)
+        name, commit, file = "/".join(parts[:kind_parts]), parts[kind_parts], parts[kind_parts + 1]
+        found = self.server.owner.files_of(name, commit)
+        if found is None or file not in found[1]:
+            self._send(404, {})
+            return
+        data = found[1][file]
+        headers = {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is None:
+            self._send(200, headers, data)
+            return
+        start = int(asked[1])
+        if start >= len(data):
+            self._send(416, {**headers, "Content-Range": f"bytes */{len(data)}"})
+            return
+        piece = data[start : int(asked[2]) + 1 if asked[2] else None]
+        self._send(206, {**headers, "Content-Range": f"bytes {start}-{start + len(piece) - 1}/{len(data)}"}, piece)
+
+    def _send(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _blob_id(data: bytes) -> str:
+    """Return git's name of a content. Source: git-hash-object(1)."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

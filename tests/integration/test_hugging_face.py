@@ -1,0 +1,313 @@
+"""hf:// URIs against a hub on loopback, beside the real huggingface_hub, which downloads from the same hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock import storage
+from penstock.config import Settings
+from penstock.errors import (
+    ConfigError,
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    SourceUnavailable,
+)
+from penstock.storage.hugging_face import _FileDigest, _parse
+from penstock.testing.hugging_face_server import HuggingFaceServer
+
+TENSORS = {f"layer.{i}.weight": torch.arange(i, i + 60_000, dtype=torch.float32).reshape(200, 300) for i in range(12)}
+TINY = {"model.safetensors": save(TENSORS), "config.json": b'{"model_type": "tiny"}'}
+
+
+def sharded() -> dict[str, bytes]:
+    names = list(TENSORS)
+    shards = {f"model-{i + 1:05}-of-00003.safetensors": {name: TENSORS[name] for name in names[i::3]} for i in range(3)}
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    return {"model.safetensors.index.json": index} | {shard: save(part) for shard, part in shards.items()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFaceServer]:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    # One storage for each test: it keeps the listings of commits.
+    monkeypatch.setattr("penstock.storage.source._storages", {})
+    repositories = {"org/tiny": TINY, "org/sharded": sharded(), "datasets/org/data": TINY}
+    with HuggingFaceServer(repositories, token="secret") as server:
+        yield server
+
+
+def load(hub: HuggingFaceServer, uri: str, **options: object) -> ps.Weights:
+    extra = options.pop("storage_options", {})
+    return ps.load(uri, "cpu", storage_options={"endpoint": hub.url, **extra}, **options)
+
+
+def test_a_load_streams_and_compares_the_hubs_digest(hub: HuggingFaceServer, tmp_path: Path) -> None:
+    weights = load(hub, "hf://org/tiny")
+    assert_same(weights, TENSORS)
+    commit = hub.files_of("org/tiny", "main")[0]
+    assert weights.report.uri == f"hf://org/tiny@{commit}"
+    assert weights.report.verified and "SHA-256 of 1 of 1" in weights.report.why
+    assert not (tmp_path / "hf" / "hub").exists(), "nothing is written to a disk"
+    # The content once, the header, and one byte to see what is there.
+    assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
+
+
+@pytest.mark.parametrize(
+    "uri", ["hf://org/sharded", "hf://org/sharded@main", "hf://models/org/sharded/", "org/sharded"]
+)
+def test_all_shards_of_an_index(hub: HuggingFaceServer, uri: str) -> None:
+    weights = load(hub, uri)
+    assert_same(weights, TENSORS)
+    assert "SHA-256 of 3 of 3" in weights.report.why
+
+
+@pytest.mark.parametrize(
+    "uri", ["hf://datasets/org/data", "hf://org/tiny/model.safetensors", "hf://org/tiny/mod*.safetensors"]
+)
+def test_other_forms_of_the_uri(hub: HuggingFaceServer, uri: str) -> None:
+    assert_same(load(hub, uri), TENSORS)
+
+
+def test_a_part_is_read_without_the_rest_and_says_that_it_is_not_verified(hub: HuggingFaceServer) -> None:
+    weights = load(hub, "hf://org/sharded", names="layer.0.weight")
+    assert_same(weights, {"layer.0.weight": TENSORS["layer.0.weight"]})
+    assert not weights.report.verified
+    assert hub.storage.num_bytes_sent < 2 * TENSORS["layer.0.weight"].nbytes
+
+
+def test_tensors_in_turn_are_verified_too(hub: HuggingFaceServer) -> None:
+    with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}) as stream:
+        assert_same(dict(stream), TENSORS)
+    assert stream.report.verified
+
+
+def test_a_branch_that_moves_is_not_mixed(hub: HuggingFaceServer) -> None:
+    options = {"endpoint": hub.url}
+    pinned = storage.pinned("hf://org/tiny", settings=Settings(), storage_options=options)
+    moved = {"model.safetensors": save({name: tensor + 1 for name, tensor in TENSORS.items()})}
+    hub.commit("org/tiny", moved)
+    assert_same(load(hub, pinned), TENSORS)
+    assert_same(load(hub, "hf://org/tiny"), {name: tensor + 1 for name, tensor in TENSORS.items()})
+
+
+def test_revisions_with_slashes(hub: HuggingFaceServer) -> None:
+    other = {name: tensor * 2 for name, tensor in TENSORS.items()}
+    for branch in ("feature/x", "refs/pr/7"):
+        hub.commit("org/tiny", {"model.safetensors": save(other)}, branch=branch)
+    assert_same(load(hub, "hf://org/tiny@feature%2Fx"), other)
+    assert_same(load(hub, "hf://org/tiny@refs/pr/7/model.safetensors"), other)
+
+
+def test_content_that_is_not_the_hubs(hub: HuggingFaceServer) -> None:
+    sha = next(name for name in hub.storage._objects)
+    damaged = bytearray(TINY["model.safetensors"])
+    damaged[-1] ^= 1
+    for name, (_, nbytes, _) in list(hub.storage._objects.items()):
+        if nbytes == len(damaged):
+            sha = name
+    hub.storage.replace(sha, bytes(damaged))
+    with pytest.raises(IntegrityError, match="SHA-256") as caught:
+        load(hub, "hf://org/tiny")
+    assert "model.safetensors" in str(caught.value.uri)
+
+
+def test_signed_urls_that_expire_are_renewed(hub: HuggingFaceServer) -> None:
+    hub.signed_s = 0.3
+    with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}, memory_bytes=1 << 20) as stream:
+        found = {}
+        for name, tensor in stream:
+            found[name] = tensor
+            if len(found) in {2, 6}:
+                # Until the URLs that the headers were read by have expired.
+                time.sleep(0.4)
+    assert_same(found, TENSORS)
+    assert stream.report.verified
+    assert sum("/resolve/" in request for request in hub.requests) > 3
+
+
+def test_a_link_that_cannot_be_renewed(hub: HuggingFaceServer) -> None:
+    hub.signed_s = -1.0
+    with pytest.raises(PermissionDenied, match="refuses this file") as caught:
+        load(hub, "hf://org/tiny")
+    assert not caught.value.mutated and "model.safetensors" in str(caught.value.uri)
+
+
+def test_gated_repositories_say_what_to_do(hub: HuggingFaceServer) -> None:
+    hub._gated = ("org/tiny",)
+    with pytest.raises(PermissionDenied, match="HF_TOKEN"):
+        load(hub, "hf://org/tiny")
+    weights = load(hub, "hf://org/tiny", storage_options={"token": "secret"})
+    assert_same(weights, TENSORS)
+    # The token is for the hub; what it redirects to must not see it.
+    assert not any("authorization" in request.headers for request in hub.storage.requests)
+
+
+@pytest.mark.parametrize(
+    ("uri", "match"),
+    [
+        ("hf://org/nothing", "no such repository"),
+        ("hf://org/tiny@nothing", "no such revision"),
+        ("hf://org/tiny/nothing.safetensors", "no such file"),
+        ("hf://org/tiny/folder", "no such file or directory"),
+    ],
+)
+def test_what_is_not_there(hub: HuggingFaceServer, uri: str, match: str) -> None:
+    with pytest.raises(NotFound, match=match):
+        load(hub, uri)
+
+
+def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> None:
+    hub._private = ("org/tiny",)
+    with pytest.raises(NotFound, match="HF_TOKEN"):
+        load(hub, "hf://org/tiny")
+    assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
+
+
+def test_a_shard_that_the_repository_lacks(hub: HuggingFaceServer) -> None:
+    files = sharded()
+    del files["model-00002-of-00003.safetensors"]
+    hub.commit("org/sharded", files)
+    with pytest.raises(NotFound, match=r"names shard 'model-00002-of-00003\.safetensors'"):
+        load(hub, "hf://org/sharded")
+
+
+def test_a_hub_that_asks_to_wait(hub: HuggingFaceServer) -> None:
+    hub.status, hub.num_status, hub.retry_after = 429, 2, "0"
+    assert_same(load(hub, "hf://org/tiny"), TENSORS)
+
+
+def test_a_hub_that_stays_broken(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    hub.status, hub.num_status = 503, 1000
+    with pytest.raises(SourceUnavailable, match="HTTP 503"):
+        load(hub, "hf://org/tiny")
+
+
+def test_no_hub_at_all(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    with pytest.raises(SourceUnavailable):
+        ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
+
+
+def test_what_the_local_cache_holds_is_mapped_from_there(hub: HuggingFaceServer) -> None:
+    huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)
+    hub.requests.clear()
+    hub.storage.requests.clear()
+    weights = load(hub, "hf://org/sharded")
+    assert_same(weights, TENSORS)
+    assert {file.path for file in weights.report.files} == {"mmap"}
+    assert len(hub.requests) == 1 and not hub.storage.requests, "only the commit is asked for"
+
+
+def test_a_half_filled_cache_gives_what_it_has(hub: HuggingFaceServer) -> None:
+    huggingface_hub.hf_hub_download("org/sharded", "model-00001-of-00003.safetensors", endpoint=hub.url)
+    hub.storage.requests.clear()
+    weights = load(hub, "hf://org/sharded")
+    assert_same(weights, TENSORS)
+    assert len({request.path.partition("?")[0] for request in hub.storage.requests}) == 2
+
+
+def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
+    """`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, in a process of its own, by the command."""
+    hub._private = ("org/tiny",)
+    environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    environ["HF_HUB_OFFLINE"] = "0"
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(command, env=environ | more, capture_output=True, text=True, timeout=120)
+
+    assert run("penstock", "load", "org/tiny", "--device", "cpu").returncode != 0
+    done = run("penstock", "load", "org/tiny", "--device", "cpu", HF_TOKEN="secret")
+    assert done.returncode == 0, done.stderr
+    away = run("penstock", "load", "hf://org/tiny", "--device", "cpu", HF_HUB_OFFLINE="1", HF_TOKEN="secret")
+    assert away.returncode != 0 and "HF_HUB_OFFLINE" in away.stderr
+    code = "import huggingface_hub; huggingface_hub.snapshot_download('org/tiny')"
+    filled = subprocess.run([sys.executable, "-c", code], env=environ | {"HF_TOKEN": "secret"}, timeout=120)
+    assert filled.returncode == 0
+    hub.requests.clear()
+    cached = run("penstock", "load", "hf://org/tiny", "--device", "cpu", HF_HUB_OFFLINE="1")
+    assert cached.returncode == 0, cached.stderr
+    assert not hub.requests
+
+
+def test_a_manifest_is_kept_by_commit(hub: HuggingFaceServer) -> None:
+    options = {"endpoint": hub.url}
+    report = ps.manifest("hf://org/tiny", storage_options=options)
+    weights = load(hub, "hf://org/tiny", names="layer.3.weight")
+    assert weights.report.verified and "leaf digests" in weights.report.why
+    assert weights.report.revision == report.revision
+    # Another commit has no manifest yet.
+    hub.commit("org/tiny", TINY | {"README.md": b"new"})
+    assert "SHA-256" in load(hub, "hf://org/tiny").report.why
+
+
+def test_a_slip_in_a_local_path_asks_no_hub(
+    hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(NotFound, match="no such file or directory"):
+        load(hub, "models/llama", storage_options={})
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("uri", ["hf://", "hf://org", "hf://org/", "hf://org/a/../b", "hf://org/a@", "hf://a b/c"])
+def test_uris_that_are_none(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        _parse(uri)
+
+
+def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> None:
+    import hashlib
+    import random
+    import threading
+
+    data = random.Random(7).randbytes(1 << 20)
+    digest = _FileDigest(hashlib.sha256(data).hexdigest(), len(data), "hf://x/y/z", 10.0)
+    view = memoryview(bytearray(data))
+    digest.add(0, [view[:5000]])
+    digest.is_wanted = True
+    starts = list(range(0, len(data), 4096))
+    random.Random(8).shuffle(starts)
+    parts = [starts[i::4] for i in range(4)]
+
+    def work(mine: list[int]) -> None:
+        for start in mine:
+            digest.add(start, [view[start : start + 1000], view[start + 1000 : start + 4096]])
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert digest.is_equal
+
+
+def test_parts_ahead_of_a_missing_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.storage.hugging_face._MAX_AHEAD_BYTES", 10_000)
+    digest = _FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
+    digest.is_wanted = True
+    view = memoryview(bytearray(1 << 20))
+    for start in range(4096, 1 << 20, 4096):
+        digest.add(start, [view[start : start + 4096]])
+    assert not digest._ahead and not digest.is_equal, "it is given up, and keeps nothing"
