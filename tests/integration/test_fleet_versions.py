@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import ConfigError, PenstockError, PlanError
 from penstock.http.control import ControlConnection, over_unix
 from penstock.http.server import Exchange
+from penstock.hub.app import OPERATIONS, Operation
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import PROTOCOL, Hello
+from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, UPGRADE_HINT, Hello, Lease, Session
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
@@ -62,6 +64,7 @@ def _no_auth() -> Any:
     return Auth()
 
 
+MEMBER = "[0-9a-f]{8}"
 Change = Callable[[Any], Any]
 
 
@@ -152,13 +155,15 @@ def test_a_member_of_another_major_version_is_refused_by_name(hub: str, proxy, t
         rest = {name: one for name, one in value.items() if name != "protocol"}
         return rest | ({} if theirs is None else {"protocol": theirs}) | {"doors": "of another shape by now"}
 
-    with pytest.raises(ConfigError, match=f"this member speaks protocol {theirs or '1.0'}, the hub speaks {PROTOCOL}"):
+    with pytest.raises(
+        ConfigError, match=f"member {MEMBER} speaks protocol {theirs or '1.0'}, the hub speaks {PROTOCOL}"
+    ):
         ps.join("m", connection=proxy(other, unchanged))
 
 
 def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> None:
     def other(value: Any) -> Any:
-        return value | {"protocol": "3.1"} if "grant_key" in value else value
+        return {"protocol": "3.1", "ttl_s": "of another shape by now"} if "grant_key" in value else value
 
     with pytest.raises(ConfigError, match=f"the hub speaks protocol 3.1, this process speaks {PROTOCOL}"):
         ps.join("m", connection=proxy(unchanged, other))
@@ -169,13 +174,90 @@ def test_a_version_that_is_none_is_refused(hub: str) -> None:
         client.hello(Hello(member=client.member, host="h", doors=("unix:///d",), protocol="new"))
 
 
-def test_a_door_refuses_a_reader_of_another_major_version_by_name(hub: str) -> None:
-    with ps.join("m", connection=hub) as holder:
-        (path,) = [urlsplit(one).path for one in holder.member.server.addresses]
-        for room in ("leases", "sync"):
-            asked = {"member": "m", "key": "0" * 32, "grant": b"", "protocol": "3.0", "grants": []}
-            with ControlConnection(over_unix(path), "peer") as connection:
-                status, said = connection.request("POST", f"/v1/{room}", msgspec.msgpack.encode(asked), timeout_s=20.0)
-            if room == "leases":
-                assert status == 426
-                assert f"the reader speaks protocol 3.0, this member speaks {PROTOCOL}".encode() in said
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_every_request_of_another_major_version_is_refused_by_a_hub(hub: str, operation: Operation, caplog) -> None:
+    path = operation.path.replace("{member}", "m")
+    with ControlConnection(over_unix(urlsplit(hub).path), "hub") as connection:
+        code, raw = connection.request(
+            operation.method, path, b"of another shape", {PROTOCOL_HEADER: "3.0"}, timeout_s=20.0
+        )
+    fault = json.loads(raw)
+    assert (code, fault["hint"]) == (400, UPGRADE_HINT)
+    assert fault["error"].startswith(f"this caller speaks protocol 3.0, the hub speaks {PROTOCOL}")
+    assert f"event=version path={path!r} protocol='3.0'" in caplog.text
+
+
+def test_what_a_newer_hub_refuses_is_raised_by_name(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.hub.client.PROTOCOL", "3.0")
+    refused = pytest.raises(ConfigError, match=f"this caller speaks protocol 3.0, the hub speaks {PROTOCOL}")
+    with refused:
+        ps.status("m", connection=hub)
+    with refused:
+        ps.why("m", connection=hub)
+    with refused:
+        ps.attach("m", connection=hub)
+
+
+@pytest.mark.parametrize("room", ["leases", "sync"])
+def test_a_member_refuses_a_reader_of_another_major_version_by_name(hub: str, room: str) -> None:
+    shards = {"w": ps.Shard(tensor=torch.zeros(4), global_shape=(8,), offset=(0,))}
+    with ps.publisher("policy", shards, rank=(0, 2), connection=hub) as publisher:
+        (path,) = [urlsplit(url).path for url in publisher.member.server.addresses]
+        asked = {"member": ["m"], "key": "of another shape", "protocol": "3.0"}
+        with ControlConnection(over_unix(path), "peer") as connection:
+            status, said = connection.request("POST", f"/v1/{room}", msgspec.msgpack.encode(asked), timeout_s=20.0)
+    fault = msgspec.msgpack.decode(said)
+    assert (status, fault["hint"]) == (426, UPGRADE_HINT)
+    assert fault["error"].startswith(f"reader ['m'] speaks protocol 3.0, this member speaks {PROTOCOL}")
+
+
+@pytest.fixture
+def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have members of this process answer as those of the next major version may."""
+    send = peer_server._send
+
+    def newer_answer(exchange: Exchange, code: int, value: Any) -> None:
+        if isinstance(value, Lease | Session):
+            value = {"protocol": "3.0", "lease": ["of another shape"], "session": ["too"]}
+        send(exchange, code, value)
+
+    monkeypatch.setattr(peer_server, "_send", newer_answer)
+
+
+@pytest.mark.usefixtures("newer_members")
+def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) -> None:
+    refusal = f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"
+    found: dict[str, torch.Tensor] = {}
+    with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
+        holder.fetch({}, fallback=made)
+        with pytest.raises(PlanError, match=refusal):
+            reader.fetch({}, wait_s=20.0)
+        # With a source to fall back on it is read instead, and the report says why.
+        report = reader.fetch(found, fallback=made)
+    assert_same(found, truth)
+    assert report.storage_bytes == report.nbytes and re.search(refusal, str(report.faults))
+
+
+@pytest.mark.usefixtures("newer_members")
+def test_attach_names_a_keeper_of_another_major_version(hub: str, made) -> None:
+    keeper = ps.Keeper(connection=hub)
+    try:
+        keeper.keep("m", made)
+        with pytest.raises(PlanError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):
+            ps.attach("m", connection=hub)
+    finally:
+        # At once: the keeper gave a lease that its reader did not understand.
+        keeper.leave(0.0)
+
+
+@pytest.mark.usefixtures("newer_members")
+def test_an_update_names_a_publisher_of_another_major_version(hub: str) -> None:
+    weights = {"w": torch.zeros(8)}
+    with (
+        ps.publisher("policy", {"w": torch.ones(8)}, mode="snapshot", connection=hub) as publisher,
+        ps.subscriber("policy", weights, connection=hub) as subscriber,
+    ):
+        publisher.publish(1)
+        with pytest.raises(PenstockError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):
+            subscriber.update()
+    assert not weights["w"].any()

@@ -36,6 +36,8 @@ from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, 
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
+    PROTOCOL_HEADER,
+    UNANNOUNCED,
     UPGRADE_HINT,
     AnnouncedVersion,
     Beat,
@@ -372,6 +374,9 @@ def _endpoint(
     async def answer(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
+            # Before anything else is read: a caller of another major version may mean something else by all of it.
+            if PROTOCOL_HEADER in request.headers:
+                _check_version(request, request.headers[PROTOCOL_HEADER], "this caller")
             if operation.is_for_operators:
                 _check_operator(operation.name, request, caller)
             parameter = _parameter(operation, request)
@@ -383,7 +388,8 @@ def _endpoint(
                     # The version alone first: a member of another version may send fields that do not decode here, and
                     # must read that the versions differ, not that a field is wrong.
                     if operation.takes is Hello:
-                        _check_version(_ANNOUNCED.decode(body))
+                        announced = _ANNOUNCED.decode(body)
+                        _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
                     message = decoder.decode(body)
                 except MALFORMED as error:
                     raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
@@ -413,10 +419,11 @@ def _endpoint(
     return endpoint
 
 
-def _check_version(announced: AnnouncedVersion) -> None:
-    """Refuse a member of another major version, and name both versions, before the rest of its message is decoded."""
-    fault = version_fault(announced.protocol, "this member", "the hub")
+def _check_version(request: Request, protocol: str, them: str) -> None:
+    """Refuse a caller of another major version, and name both versions, before the rest of its message is decoded."""
+    fault = version_fault(protocol, them, "the hub")
     if fault:
+        audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
         raise _Refused(400, fault, UPGRADE_HINT)
 
 

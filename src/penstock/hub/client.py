@@ -37,7 +37,10 @@ from penstock.errors import (
 from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.messages import (
+    PROTOCOL,
+    PROTOCOL_HEADER,
     UPGRADE_HINT,
+    AnnouncedVersion,
     Beat,
     BeatReply,
     ClaimReply,
@@ -190,7 +193,9 @@ class HubClient(Closing):
         life = life or secrets.token_hex(16)
         self.member = member_of(life)
         self.has_token = token is not None
-        self._headers = {LIFE_HEADER: life} | ({} if token is None else {"authorization": f"Bearer {token}"})
+        self._headers = {LIFE_HEADER: life, PROTOCOL_HEADER: PROTOCOL} | (
+            {} if token is None else {"authorization": f"Bearer {token}"}
+        )
         self._ca_file = ca_file
         self._certificate = certificate
         self._timeout_s = timeout_s
@@ -257,10 +262,7 @@ class HubClient(Closing):
             PermissionDenied: the token is not accepted, or the id is another process's.
             ConfigError: the hub speaks another major version of the protocol.
         """
-        welcome = self._request("POST", "/v1/hello", hello, Welcome)
-        if fault := version_fault(welcome.protocol, "the hub", "this process"):
-            raise ConfigError(fault, hint=UPGRADE_HINT)
-        return welcome
+        return self._request("POST", "/v1/hello", hello, Welcome)
 
     def beat(self, member: str, beat: Beat) -> BeatReply:
         """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
@@ -381,6 +383,11 @@ class HubClient(Closing):
             if gives is None or status == 204:
                 return None  # type: ignore[return-value]
             try:
+                # The version alone first: a hub of another version may answer with fields that do not decode here.
+                if gives is Welcome:
+                    theirs = msgspec.json.decode(answer, type=AnnouncedVersion).protocol
+                    if theirs and (difference := version_fault(theirs, "the hub", "this process")):
+                        raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
                 return msgspec.json.decode(answer, type=gives)
             except MALFORMED as error:
                 message = f"the answer is not that of a hub of this version: {error}"

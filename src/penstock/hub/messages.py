@@ -12,7 +12,7 @@ here, as `plan.layout` encodes them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -76,16 +76,28 @@ def sync_key(name: str) -> str:
 
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
-# the digests in logs.
-PROTOCOL = "2.1"
+# the digests in logs; 2.2 shows the version in every request to a hub.
+PROTOCOL = "2.2"
 """The version that this release speaks."""
+PROTOCOL_HEADER = "penstock-protocol"
+"""The header of requests to a hub with the caller's version; releases before 2.2 send none."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
+UNANNOUNCED = "1.0"
+"""The version of requests that announce none."""
 
 
 class AnnouncedVersion(msgspec.Struct, frozen=True):
-    """The version in a message whose other fields may be of a version that is not known here."""
+    """The version in a message whose other fields may be of a version that is not known here, and its sender."""
 
-    protocol: ProtocolVersion = "1.0"
+    protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
+    """Empty: none is announced. A request without one is of `UNANNOUNCED`; an answer without one is no message."""
+    # Of any type: a version that is not known here may call its members otherwise, and is still refused as a version.
+    member: Any = ""
+
+    @property
+    def sender(self) -> str:
+        """Return the sender's name in messages for people."""
+        return str(self.member)[:8] or "unknown"
 
 
 def version_fault(announced: str, them: str, us: str) -> str:
@@ -98,7 +110,7 @@ def version_fault(announced: str, them: str, us: str) -> str:
     """
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
-    return f"{them} speaks protocol {announced}, {us} speaks {PROTOCOL}: their major versions differ"
+    return f"{them} speaks protocol {announced[:16]}, {us} speaks {PROTOCOL}: their major versions differ"
 
 
 UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"

@@ -30,11 +30,13 @@ from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_ur
 from penstock.hub.auth import certificate_names
 from penstock.hub.messages import (
     UPGRADE_HINT,
+    AnnouncedVersion,
     Fault,
     HoldingMap,
     Lease,
     LeaseRequest,
     LogReply,
+    Session,
     Upstream,
     version_fault,
 )
@@ -158,15 +160,20 @@ class PeerClient(Closing):
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
-        lease = self._ask("POST", "/v1/leases", Lease, body)
-        self._check_version(lease.protocol)
-        self._lease = lease
+        self._lease = lease = self._ask("POST", "/v1/leases", Lease, body)
         return lease
 
-    def _check_version(self, theirs: str) -> None:
-        """Raise PlanError if the peer speaks another major version of the protocol."""
-        if fault := version_fault(theirs, "the member", "this process"):
-            raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)
+    def _decode(self, raw: bytes, kind: type[T]) -> T:
+        """Decode an answer; PlanError if the peer speaks another major version of the protocol.
+
+        Raises one of `MALFORMED` for an answer that is none.
+        """
+        # The version alone first: a peer of another version may answer with fields that do not decode here.
+        if kind is Lease or kind is Session:
+            theirs = msgspec.msgpack.decode(raw, type=AnnouncedVersion).protocol
+            if theirs and (fault := version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")):
+                raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)
+        return msgspec.msgpack.decode(raw, type=kind)
 
     def map(self) -> HoldingMap:
         """Return the peer's memory map. Call `lease` first."""
@@ -202,7 +209,7 @@ class PeerClient(Closing):
         code, raw = self._send(verb, path, body)
         if code == 200:
             try:
-                return msgspec.msgpack.decode(raw, type=kind)
+                return self._decode(raw, kind)
             except MALFORMED as error:
                 raise FormatError(f"the answer to {verb} {path} is malformed: {error}", uri=self._uri()) from error
         raise self._refusal(code, raw)

@@ -46,6 +46,7 @@ from penstock.errors import (
 )
 from penstock.http.server import Exchange, HttpServer, Refused
 from penstock.hub.messages import (
+    UNANNOUNCED,
     UPGRADE_HINT,
     AnnouncedVersion,
     Fault,
@@ -425,7 +426,7 @@ def check_version(body: bytes) -> None:
     """
     # This field alone: another release may send others that do not decode, and must be refused for its version instead.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
-    if fault := version_fault(announced.protocol, "the reader", "this member"):
+    if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):
         raise VersionRefused(fault)
 
 

@@ -313,9 +313,7 @@ class SyncClient(PeerClient):
         # A grant can be used once; further connections to this member continue its session.
         if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
-            opened = self._ask("POST", f"/v1/{self._handler}", Session, request)
-            self._check_version(opened.protocol)
-            session = opened.session
+            session = self._ask("POST", f"/v1/{self._handler}", Session, request).session
         self._session_path = f"/v1/{self._handler}/{session}"
         return session
 
@@ -398,7 +396,7 @@ class SyncClient(PeerClient):
         if code != 200:
             raise self._refusal(code, raw)
         try:
-            return msgspec.msgpack.decode(raw, type=kind)
+            return self._decode(raw, kind)
         except MALFORMED as error:
             raise FormatError(f"the peer's answer cannot be decoded: {error}", uri=self._uri()) from error
 
