@@ -119,7 +119,7 @@ class Settings:
         "PENSTOCK_TOKEN_FILE", Path, None, "file whose first token is shown to the hub; not read by `penstock hub`"
     )
     runtime_dir: Path | None = _env(
-        "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's hub; unset: XDG_RUNTIME_DIR or /tmp"
+        "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's processes; unset: XDG_RUNTIME_DIR or /tmp"
     )
 
     metrics: MetricsAddress | None = _env(
@@ -252,7 +252,7 @@ SHARED_TMP = Path("/tmp")  # nosec B108
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
-    """Return the directory of the sockets and locks of this user's hub; it may not exist yet.
+    """Return the directory of the sockets and locks of this user's processes; it may not exist yet.
 
     `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; if another user took that
     name, this user's oldest `/tmp/penstock-UID-*`, which is made if there is none.

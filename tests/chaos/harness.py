@@ -335,7 +335,7 @@ class Round:
             self.violate("left files", f"in the temporary directory: {path.name}")
         if self.runtime.is_dir():
             for path in self.runtime.iterdir():
-                if path.name not in KEPT_FILES and not path.name.endswith(".lock"):
+                if path.name not in KEPT_FILES and not path.name.startswith("host-") and path.suffix != ".lock":
                     self.violate("left files", f"in the runtime directory: {path.name}")
 
 

@@ -36,7 +36,7 @@ from penstock.errors import (
 from penstock.segments import Rectangles
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_ipc, fd_server
-from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer
+from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer, refusal
 from penstock.transport.protocol import Memory
 
 NBYTES = 5_000_011
@@ -235,6 +235,24 @@ def test_more_pieces_than_there_can_be(reader) -> None:
                 map_peer(reader.driver, 0, lie, msgspec.msgpack.decode(lie.payload, type=CudaPayload))
 
 
+def test_a_handle_of_another_pid_namespace_is_refused_and_pieces_are_not(reader) -> None:
+    """A handle names a process id; in another container another process has it, or this very one."""
+    for transport, is_refused in (("fake_cuda", True), ("fake_virtual", False)):
+        with HolderProcess(transport, nbytes=NBYTES) as holder:
+            payload = msgspec.msgpack.decode(holder.descriptor.payload, type=CudaPayload)
+            assert refusal(reader.into, holder.descriptor) == ""
+            page = msgspec.structs.replace(payload.page, pid_namespace=payload.page.pid_namespace + 1)
+            payload = msgspec.structs.replace(payload, page=page)
+            source = msgspec.structs.replace(holder.descriptor, payload=msgspec.msgpack.encode(payload))
+            if is_refused:
+                assert "expandable_segments:True" in refusal(reader.into, source)
+                with pytest.raises(ConfigError, match="no file descriptors"):
+                    map_peer(reader.driver, 0, source, payload)
+            else:
+                assert refusal(reader.into, source) == ""
+                assert map_peer(reader.driver, 0, source, payload).nbytes >= NBYTES
+
+
 def test_memory_that_cannot_be_shared(reader) -> None:
     reader.driver.is_shareable = False
     with pytest.raises(ConfigError, match="expandable_segments:False"):
@@ -251,15 +269,13 @@ def test_memory_that_cannot_be_shared(reader) -> None:
 def test_only_the_generation_that_is_now_is_handed_out(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         payload = msgspec.msgpack.decode(holder.descriptor.payload)
-        told = (payload["door"], payload["page"]["pid"])
-        assert len(list(fd_server.receive_fds(*told, holder.descriptor.generation, 5, "here"))) == 5
+        path = payload["page"]["socket"]
+        assert len(list(fd_server.receive_fds(path, holder.descriptor.generation, 5, "here"))) == 5
         for generation, count in ((99, 1), (holder.descriptor.generation, 7)):
             with pytest.raises(StaleDescriptor):
-                list(fd_server.receive_fds(*told, generation, count, "here"))
+                list(fd_server.receive_fds(path, generation, count, "here"))
         with pytest.raises(PeerLost):
-            list(fd_server.receive_fds(told[0], os.getpid(), 1, 1, "here"))
-        with pytest.raises(PeerLost):
-            list(fd_server.receive_fds("nobody", told[1], 1, 1, "here"))
+            list(fd_server.receive_fds(f"{path}.none", 1, 1, "here"))
         assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 

@@ -87,7 +87,8 @@ def test_a_partition_in_the_middle_of_a_transfer(link: Link, made: Path, truth, 
 
     def start(stack: ExitStack, address: str, **task: object) -> Worker:
         connection = {"token": TOKEN, "listen": f"{address}:0"}
-        environ = {"PENSTOCK_STALL_S": "15"}
+        # A host has a runtime directory of its own: by a common one the two would be two containers of one host.
+        environ = {"PENSTOCK_STALL_S": "15", "PENSTOCK_RUNTIME_DIR": str(tmp_path / address)}
         url = f"http://{NEAR}:7070"
         wanted = Task(hub=url, connection=connection, environ=environ, constants=SMALL, **task)  # type: ignore[arg-type]
         return stack.enter_context(Worker(wanted, prefix=link.on(address)))

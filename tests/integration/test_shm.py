@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from tests.support.holder import HolderProcess, allocate, pattern
 
-from penstock.errors import ConfigError, FormatError, PeerLost, StaleDescriptor
+from penstock.errors import ConfigError, FormatError, PeerLost, SourceStalled, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.testing.transport_suite import segments
-from penstock.transport import shm
+from penstock.transport import fd_server, shm
 from penstock.transport.protocol import Memory
 from penstock.transport.shm import ShmTransport
 
@@ -100,9 +100,21 @@ def test_a_killed_holder_is_lost(reader, forks: bool) -> None:
         assert num_mapped() == 0
 
 
-def test_a_stopped_holder_is_read_all_the_same(reader, holder) -> None:
+def test_a_stopped_holder_that_was_read_before_is_read_all_the_same(reader, holder) -> None:
+    read(reader, holder.descriptor)
     os.kill(holder.process.pid, signal.SIGSTOP)
     assert read(reader, holder.descriptor) == pattern(NBYTES)
+    os.kill(holder.process.pid, signal.SIGCONT)
+
+
+def test_a_holder_that_was_stopped_before_its_first_reader_came_ends_the_read_in_time(
+    reader, holder, monkeypatch
+) -> None:
+    monkeypatch.setattr(fd_server, "TIMEOUT_S", 0.2)
+    os.kill(holder.process.pid, signal.SIGSTOP)
+    os.waitpid(holder.process.pid, os.WUNTRACED)
+    with pytest.raises(SourceStalled):
+        read(reader, holder.descriptor)
     os.kill(holder.process.pid, signal.SIGCONT)
 
 
@@ -146,7 +158,7 @@ def test_only_arenas_are_registered(reader) -> None:
 
 
 def test_hostile_payloads(reader, holder) -> None:
-    """Another's descriptors, other files, other hosts: nothing of them is mapped or read."""
+    """Another's descriptors, other sockets, other hosts: nothing of them is mapped or read."""
     given = holder.descriptor
     payload = msgspec.msgpack.decode(given.payload)
     own = os.open("/dev/zero", os.O_RDWR)

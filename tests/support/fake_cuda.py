@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver
 from penstock.errors import PeerLost
-from penstock.memory.memfd import MappedMemfd, create_memfd, open_peer_memfd, shared_at
+from penstock.memory.memfd import MappedMemfd, create_memfd, shared_at
 from penstock.segments import Rectangles
 from penstock.transport.protocol import Memory
 from penstock.types import U64
@@ -113,7 +113,10 @@ class FakeCuda(CudaDriver):
         if pid == os.getpid():
             # As CUDA refuses it: cudaIpcOpenMemHandle fails in the process that made the handle.
             raise PeerLost("a process does not open its own handles")
-        opened = open_peer_memfd(pid, fd, nbytes, "fake")
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLost(f"fake: {error}") from error
         address = _map(0, nbytes, opened, mmap.PROT_READ, mmap.MAP_SHARED)
         os.close(opened)
         self.num_opened += 1

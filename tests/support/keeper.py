@@ -31,6 +31,7 @@ class KeeperProcess:
         environ: variables on top of this process's own.
         timeout_s: within which it must keep.
         fork_server: forks it; None: a process that imports everything itself.
+        prefix: words before its command, of one that is not forked.
 
     Raises:
         ChildProcessError: it ended, or did not keep in time; says what it wrote.
@@ -43,6 +44,7 @@ class KeeperProcess:
         environ: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         fork_server: ForkServer | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.process: subprocess.Popen[bytes] | Forked
         self._says: IO[bytes]
@@ -51,7 +53,7 @@ class KeeperProcess:
             self._says = self.process.stdout
         else:
             changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]
-            command = [*changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments]
+            command = [*prefix, *changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments]
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             assert self.process.stderr is not None
             self._says = self.process.stderr

@@ -220,7 +220,6 @@ class Fetch(Run):
             self._weights,
             member.links,
             self.ticket,
-            same_host=upstream.host == member.host,
             min_bytes_per_s=member.min_bytes_per_s,
         )
 

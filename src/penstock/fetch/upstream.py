@@ -92,7 +92,6 @@ class UpstreamReader:
         links: Links,
         ticket: Ticket,
         *,
-        same_host: bool,
         min_bytes_per_s: float = 0.0,
     ) -> None:
         self.peer = peer
@@ -100,7 +99,6 @@ class UpstreamReader:
         self.upstream = peer.upstream
         self._weights = weights
         self._links = links
-        self._same_host = same_host
         self._ticket = ticket
         count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
@@ -301,7 +299,7 @@ class UpstreamReader:
         for theirs, mine in sorted(pairs):
             handles = self._weights.handles(mine)
             transport, descriptor, why = self._links.choose(
-                handles, peer_map.regions[theirs], same_host=self._same_host, same_process=False
+                handles, peer_map.regions[theirs], same_host=self.peer.is_on_host, same_process=False
             )
             # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
             if isinstance(transport, Reaching):

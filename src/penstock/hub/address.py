@@ -6,14 +6,11 @@ Not here: the requests that go there (`peer.client`), the addresses that a membe
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 
-from penstock.net.unix_sockets import connect_unix
+from penstock.net.unix_sockets import connect_unix, private_socket_fault
 
 PEER_URL_PATTERN = (
     r"^(?:unix://(/[!-~]{1,106})"
@@ -44,28 +41,6 @@ def parse_peer_url(url: str) -> PeerAddress | None:
     if path:
         return PeerAddress(path=path)
     return PeerAddress(host=v6 or host, port=int(port), is_tls=bool(tls)) if 0 < int(port) <= 65535 else None
-
-
-def private_socket_fault(path: str) -> str:
-    """Return why a Unix socket is not one of this user's in a private directory; empty: it is.
-
-    Other users, and services of this user, have sockets too: without this check a member that claims to be on this host
-    could direct requests to any of them.
-    """
-    # Root's too: it can replace any socket anyway, and system services run as root.
-    users = {os.geteuid(), 0}
-    # By lstat: a link could lead to any socket of this user's.
-    try:
-        status, parent = os.lstat(path), os.lstat(Path(path).parent)
-    except OSError as error:
-        return error.strerror or "its status cannot be read"
-    if not stat.S_ISSOCK(status.st_mode):
-        return "it is not a socket"
-    if status.st_uid not in users or parent.st_uid not in users:
-        return "it is another user's"
-    if not stat.S_ISDIR(parent.st_mode) or parent.st_mode & 0o077:
-        return "its directory is not private: other users could put their own socket there"
-    return ""
 
 
 def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:

@@ -15,20 +15,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
+import secrets
 import threading
 import time
 import weakref
 from pathlib import Path
 
-from penstock.config import runtime_dir
-from penstock.errors import ConfigError, HubUnavailable
+from penstock.errors import HubUnavailable
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import LivedClock, MemoryStore
 from penstock.lifecycle import Closing, let_go_in_children
-from penstock.net.unix_sockets import connect_unix, peer_credentials
+from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory
 
 BEAT_S = 0.5
 """On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""
@@ -42,8 +41,6 @@ processes on two cores kept one from answering for 5 s, and its successors, with
 PASS_S = 5.0
 """A process that took the lock and was stopped before it listened is replaced after this time, as one that was stopped
 later is (`client.ATTEMPT_S`)."""
-# Source: unix(7).
-_MAX_PATH_BYTES = 107
 
 
 class LocalEndpoint:
@@ -57,7 +54,7 @@ class LocalEndpoint:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = _private(directory or runtime_dir())
+        self._directory = private_directory(directory)
         self._lock = threading.RLock()
         self._members = _File(self._directory / "members.lock")
         self._is_member = False
@@ -141,12 +138,16 @@ class LocalEndpoint:
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
+                path = self._directory / f"hub-{number}.lock"
                 try:
-                    pid = int((self._directory / f"hub-{number}.lock").read_text(encoding="ascii"))
+                    pid = int(path.read_text(encoding="ascii"))
+                    waited_s = time.time() - path.stat().st_mtime
                 except (OSError, ValueError):
                     # Not written yet.
                     return
-                if _state_of(pid) in {"T", "t"}:
+                # In another PID namespace its state cannot be read, and its number may be that of another process here:
+                # it gets the time of a hub that hangs.
+                if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
@@ -185,13 +186,14 @@ class LocalEndpoint:
 
 
 def _runs(path: str) -> bool:
-    """Return whether the process that listens at a Unix socket is neither stopped nor dead; False if unknown."""
+    """Return whether the process that listens at a Unix socket is neither stopped nor dead, as far as it is known."""
     try:
         with connect_unix(path, _LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
     except OSError:
         return False
-    return _state_of(pid) not in {"", "T", "t", "Z", "X"}
+    # 0: it is in another PID namespace, where only its lock tells whether it lives.
+    return pid == 0 or _state_of(pid) not in {"", "T", "t", "Z", "X"}
 
 
 def _state_of(pid: int) -> str:
@@ -202,6 +204,14 @@ def _state_of(pid: int) -> str:
         return line.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Return whether a process of this PID namespace has this file open."""
+    # An OSError: there is no such process, or it closed a file meanwhile.
+    with contextlib.suppress(OSError):
+        return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def _generation(directory: Path) -> int:
@@ -221,7 +231,7 @@ def find_hub(directory: Path | None = None) -> str | None:
     Raises:
         ConfigError: as `LocalEndpoint`.
     """
-    directory = _private(directory or runtime_dir())
+    directory = private_directory(directory)
     number = _generation(directory)
     path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
     if not path.exists() or not lock.exists():
@@ -237,7 +247,7 @@ def own_address() -> str:
     Raises:
         ConfigError: as `LocalEndpoint`.
     """
-    return f"unix://{_private(runtime_dir()) / 'hub.sock'}"
+    return f"unix://{private_directory() / 'hub.sock'}"
 
 
 class _Hosting:
@@ -303,24 +313,6 @@ class _File(Closing):
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda file: file.close())
 
 
-def _private(directory: Path) -> Path:
-    """Create the directory if it is missing, check that it is this user's alone, and return it."""
-    if len(os.fsencode(directory)) + len("/hub-99999.sock") > _MAX_PATH_BYTES:
-        raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
-    # By lstat: a link could lead to a directory of another user.
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        message = f"no directory for the hub's socket: {error}"
-        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"{directory} is not this user's alone", hint="chmod 700 it, or set PENSTOCK_RUNTIME_DIR to another"
-        )
-    return directory
-
-
 def _seed(directory: Path) -> bytes:
     """Return the key that grants are signed with: one for all hubs of this host, so that grants outlive a hub."""
     # In a file, so that it outlives the hub: readers show the grants of a hub that ended to sources that live on.
@@ -338,7 +330,8 @@ def _seed(directory: Path) -> bytes:
 def _replace(path: Path, data: bytes) -> None:
     """Write a small file that is only this user's, all at once."""
     # Written aside and renamed: a reader must never find it empty. An empty `generation` would mean number 0.
-    new = path.with_name(f".{path.name}-{os.getpid()}")
+    # Not by process id: in two PID namespaces two processes have the same.
+    new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(data)
     new.replace(path)

@@ -153,7 +153,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     member: MemberId
     host: Word
-    """The boot id, not a name that may resolve two ways: members of one host can use `shm` and `cuda_ipc`."""
+    """Equal for members that mount one runtime directory: they can use `shm` and `cuda_ipc`. See `net.unix_sockets`."""
     doors: PeerUrls
     """Addresses of its server: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
     rack: Annotated[str, Meta(max_length=256)] = ""

@@ -47,9 +47,9 @@ from penstock.lifecycle import Closing
 from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
+from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
-from penstock.peer.member import host_id
 from penstock.report import Summarised
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
@@ -204,8 +204,8 @@ def attach(
 
     Raises:
         NotFound: no keeper on this host has the model after `wait_s`.
-        ConfigError: the weights cannot be mapped here (another device, another container), or there are several
-            revisions.
+        ConfigError: the weights cannot be mapped here (another device; device memory without file descriptors, from
+            another container), or there are several revisions.
         IntegrityError: the bytes mapped here differ from the digests while the keeper's do not; or the digests are not
             of the revision. If the keeper's own bytes changed, it loads the model again, and this call waits for it.
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
@@ -303,9 +303,13 @@ class _Search:
         others = []
         here = host_id()
         keepers = []
+        num_elsewhere = 0
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
-                if member.host != here or not holding.is_of(self._revision or ""):
+                if not holding.is_of(self._revision or ""):
+                    continue
+                if member.host != here:
+                    num_elsewhere += holding.kept
                     continue
                 kind = holding.device.partition(":")[0]
                 is_there = self._device is None or self._device.type == kind
@@ -315,6 +319,8 @@ class _Search:
                 others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
         if not keepers:
             listed = f" (here: {'; '.join(others[:4])})" if others else ""
+            if num_elsewhere:
+                listed += f"; keepers on other hosts, or with another PENSTOCK_RUNTIME_DIR: {num_elsewhere}"
             raise NotFound(f"no keeper on this host has {self._model!r} as requested{listed}", hint=_HINT)
         revisions = sorted({holding.revision for _, holding in keepers})
         if len(revisions) > 1:

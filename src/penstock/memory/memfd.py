@@ -1,13 +1,11 @@
 """Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
 
-In: a length, or the process and number of a memfd. Out: a mapping whose memory can neither shrink nor be written to
-through a later opening; a file descriptor of a peer's memfd.
-Not here: what the bytes are (`arena`, `transport.host_endpoint`).
+In: a length, or a file descriptor that a peer sent. Out: a mapping whose memory can neither shrink nor be written to
+through a later opening; the proof that a peer's descriptor is one.
+Not here: what the bytes are (`arena`, `transport.host_endpoint`), sending descriptors (`transport.fd_server`).
 
-A reader opens `/proc/PID/fd/N`. The kernel lets in who may trace that process (the same user), nothing is left behind
-when both are gone, and no path comes from a peer. A file of the user's that a peer names by mistake or by malice is
-looked at before it is opened, because opening a device or a pipe has effects. The seals prove that the file cannot
-shrink, so reading the mapping cannot end in SIGBUS.
+The owner sends readers a read-only opening of the memfd. Nothing is left behind when both are gone. The seals prove
+that the file cannot shrink, so reading the mapping cannot end in SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, PeerLost, PermissionDenied
+from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
 
 _SEAL_FUTURE_WRITE = 0x10
 """No new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h; `fcntl` has no name for it before 3.13."""
@@ -61,6 +59,15 @@ class MappedMemfd(mmap.mmap):
             raise
         self.close_fd()
 
+    def readable(self) -> int:
+        """Return a new descriptor for a peer, which can only read; the caller closes it."""
+        # An opening of its own, not a duplicate: a duplicate could write, and would share our locks.
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def export(self) -> Iterator[int]:
+        """Yield its one descriptor for a peer; see `transport.host_endpoint.Exportable`."""
+        yield self.readable()
+
     def seal(self) -> None:
         """Forbid writing to all others, so that processes of the host may map it. Idempotent."""
         if _is_sealed(self.fd):
@@ -93,7 +100,7 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     except OSError as error:
         raise DestinationError(f"cannot create shared memory: {error}") from error
     try:
-        # Memfds are made with mode 0777: without this any user who reaches the /proc entry could open it.
+        # Memfds are made with mode 0777: without this any user who receives a descriptor could open it again to write.
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = MappedMemfd(fd, max(nbytes, mmap.PAGESIZE))
@@ -124,47 +131,57 @@ def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
     return None
 
 
-def open_peer_memfd(pid: int, fd: int, min_nbytes: int, uri: str) -> int:
-    """Open another process's sealed memfd read-only, and return the descriptor, which the caller closes.
+def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
+    """Check that a descriptor from a peer is a sealed memfd of this user that can be mapped.
 
     Args:
-        pid, fd: the process, and the number of the memfd in it.
+        fd: the descriptor.
         min_nbytes: bytes it must have.
         uri: the peer's name in errors.
 
     Raises:
-        PeerLost: there is no such process, or the file is no sealed memfd of this user, or is too short.
+        PeerLost: it is something else, or too short.
+    """
+    state = os.fstat(fd)
+    _check_kind(state, uri)
+    if not _is_sealed(fd) or state.st_size < min_nbytes:
+        raise PeerLost(f"the file of the peer is not sealed memory of {min_nbytes} bytes", uri=uri)
+
+
+def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
+    """Open a memfd of a process of the previous release, which sends no descriptors; the caller closes it.
+
+    Raises:
+        PeerLost: there is no such process, or the number is of no shared memory of this user.
         PermissionDenied: the kernel does not let us look into that process.
         DestinationError: no file descriptor is left here.
     """
-    what = f"descriptor {fd} of process {pid}"
     # O_PATH first: it has no effect on whatever the number stands for, and fstat can tell what that is.
     try:
         looked_at = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerLost(f"{what} is gone", uri=uri) from error
+        raise PeerLost(f"descriptor {fd} of process {pid} is gone", uri=uri) from error
     except PermissionError as error:
         hint = "run both as one user, in one container, and dumpable"
-        raise PermissionDenied(f"{what} may not be opened", uri=uri, hint=hint) from error
+        raise PermissionDenied(f"descriptor {fd} of process {pid} may not be opened", uri=uri, hint=hint) from error
     except OSError as error:
-        raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
+        raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     try:
-        state = os.fstat(looked_at)
-        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
-            # A memfd has no name, thus no links: a file of the user's that has one is not what a peer can have meant.
-            raise PeerLost(f"{what} is not shared memory of this user", uri=uri)
-        try:
-            # Through the descriptor that was looked at: by the peer's path it could be another file by now.
-            opened = os.open(f"/proc/self/fd/{looked_at:d}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DestinationError(f"cannot open {what}: {error}", uri=uri) from error
+        _check_kind(os.fstat(looked_at), uri)
+        # Through the descriptor that was looked at: by the peer's path it could be another file by now.
+        return os.open(f"/proc/self/fd/{looked_at:d}", os.O_RDONLY | os.O_CLOEXEC)
+    except PenstockError:
+        raise
+    except OSError as error:
+        raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     finally:
         os.close(looked_at)
-    # Checked on the opening that is mapped: the length seen before was of the same file, and the seals keep it.
-    if not _is_sealed(opened) or state.st_size < min_nbytes:
-        os.close(opened)
-        raise PeerLost(f"{what} is not sealed memory of {min_nbytes} bytes", uri=uri)
-    return opened
+
+
+def _check_kind(state: os.stat_result, uri: str) -> None:
+    # A memfd has no name, thus no links: a file of the user's that has one is not what a peer can have meant.
+    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
+        raise PeerLost("the file of the peer is not shared memory of this user", uri=uri)
 
 
 def _is_sealed(fd: int) -> bool:

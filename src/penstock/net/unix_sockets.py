@@ -1,8 +1,14 @@
-"""Unix sockets of this user: credentials of the other end, connecting, and a private directory to put sockets in.
+"""Unix sockets of this user: credentials of the other end, connecting, and the runtime directory that sockets are in.
 
-In: a socket or an address. Out: the process and user at the other end, as the kernel recorded them at `connect`.
+In: a socket or an address. Out: the user at the other end, as the kernel recorded it at `connect`; private directories.
 Not here: tokens and grants (`hub.auth`, `hub.grants`), which are for sockets that other hosts can reach; the files of
 this host's hub (`hub.local_hub`).
+
+    RUNTIME/host-BOOT      the id of the host, as all processes that use this directory in this boot report it
+    RUNTIME/p-XXXXXXXX/    sockets of one process; `alive` in it is locked while the process lives
+
+Containers that mount one runtime directory reach each other's sockets there, although they share no namespace: a socket
+with a path belongs to its file system. A process id means nothing in another PID namespace, so none is compared.
 """
 
 from __future__ import annotations
@@ -13,10 +19,16 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import time
+import weakref
 from pathlib import Path
+
+from penstock.config import runtime_dir
+from penstock.errors import ConfigError
+from penstock.lifecycle import let_go_in_children
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of Linux: process id, user id, group id. Source: unix(7)."""
@@ -25,7 +37,10 @@ _RETRY_S = 0.005
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id at the other end of a connected Unix socket."""
+    """Return the process id and the user id at the other end of a connected Unix socket.
+
+    The process id is 0 where that process is not in this PID namespace.
+    """
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
@@ -41,18 +56,19 @@ def is_same_user(sock: socket.socket) -> bool:
     return peer_uid(sock) in {os.geteuid(), 0}
 
 
-def connect_unix(address: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix stream socket of this user.
+def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """Connect to a Unix socket of this user.
 
     Args:
         address: a path, or an abstract name that starts with a NUL byte.
+        kind: stream, or SOCK_SEQPACKET.
 
     Raises:
         PermissionError: another user listens there; nothing was sent.
         TimeoutError: the listener's backlog stayed full. OSError: no process listens there.
     """
     deadline = time.monotonic() + timeout_s
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_UNIX, kind)
     try:
         sock.settimeout(timeout_s)
         while True:
@@ -74,44 +90,168 @@ def connect_unix(address: str, timeout_s: float) -> socket.socket:
     return sock
 
 
-_PREFIX = "penstock-member-"
+def private_socket_fault(path: str) -> str:
+    """Return why a Unix socket is not one of this user's in a private directory; empty: it is.
+
+    Other users, and services of this user, have sockets too: without this check a member that claims to be on this host
+    could direct requests to any of them.
+    """
+    # Root's too: it can replace any socket anyway, and system services run as root.
+    users = {os.geteuid(), 0}
+    # By lstat: a link could lead to any socket of this user's.
+    try:
+        status, parent = os.lstat(path), os.lstat(Path(path).parent)
+    except OSError as error:
+        return error.strerror or "its status cannot be read"
+    if not stat.S_ISSOCK(status.st_mode):
+        return "it is not a socket"
+    if status.st_uid not in users or parent.st_uid not in users:
+        return "it is another user's"
+    if not stat.S_ISDIR(parent.st_mode) or parent.st_mode & 0o077:
+        return "its directory is not private: other users could put their own socket there"
+    return ""
+
+
+_LONGEST_NAME = "/p-XXXXXXXX/door.sock"
+"""Longest name of a socket in the runtime directory."""
+_MAX_PATH_BYTES = 107
+"""Longest path of a Unix socket. Source: unix(7)."""
+
+
+def private_directory(directory: Path | None = None) -> Path:
+    """Create the runtime directory if it is missing, check that it is this user's alone, and return it.
+
+    Args:
+        directory: None: the user's own, see `config.runtime_dir`.
+
+    Raises:
+        ConfigError: it is another user's, open to others, cannot be made, or its path is too long for a socket.
+    """
+    directory = directory or runtime_dir()
+    if len(os.fsencode(directory)) + len(_LONGEST_NAME) > _MAX_PATH_BYTES:
+        raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
+    # By lstat: a link could lead to a directory of another user.
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        message = f"no directory for this host's sockets: {error}"
+        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{directory} is not this user's alone", hint="chmod 700 it, or set PENSTOCK_RUNTIME_DIR to another"
+        )
+    return directory
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's PID namespace, unlike that of any other namespace that exists now."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
+
+
+def _boot_id() -> str:
+    try:
+        # Not the host's name: two containers may have the same.
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
+
+
+def namespace_id() -> str:
+    """Return the id of this PID namespace; the previous release reports it as the id of the host."""
+    return f"{_boot_id()}/{pid_namespace()}"
+
+
+def host_id() -> str:
+    """Return an id that is equal for processes that may share memory: those of one boot and one runtime directory.
+
+    It is a claim that a peer's id is compared with; only a connection to the peer's socket proves it. Processes of one
+    PID namespace have equal ids in any runtime directory, where each can see the other's sockets all the same.
+
+    Raises:
+        ConfigError: as `private_directory`, or there is no /proc.
+    """
+    boot = _boot_id()
+    # A file for each boot: the directory may outlive it, or be one that several hosts mount.
+    directory = private_directory()
+    path = directory / f"host-{boot}"
+    try:
+        if not path.exists():
+            fd, new = tempfile.mkstemp(prefix=".host-", dir=directory)
+            try:
+                with os.fdopen(fd, "w", encoding="ascii") as file:
+                    # The first process's, which every other one takes over.
+                    file.write(namespace_id())
+                # A link fails if another process was first; a rename would replace an id that was reported already.
+                with contextlib.suppress(FileExistsError):
+                    os.link(new, path)
+            finally:
+                os.unlink(new)
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"cannot read the id of this host: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
+
+
+_PREFIX = "p-"
 _LOCK = "alive"
 """Name of the locked file in each directory."""
 
 
 class RuntimeDir:
-    """A temporary directory with mode 0700, made by the constructor, and locked while this process lives.
+    """A new directory of mode 0700 in the runtime directory, for sockets, and locked while this process lives.
 
     The kernel releases the lock when the process ends in any way, so the lock tells whether the owner still lives.
+
+    Raises:
+        ConfigError: as `private_directory`, or nothing can be made in it.
     """
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        new = self.path / f"{_LOCK}.new"
-        self._fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        # Renamed only once it is locked: a sweep of another process must never see the lock file unlocked.
-        new.rename(self.path / _LOCK)
+        parent = private_directory()
+        _sweep(parent)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            new = self.path / f"{_LOCK}.new"
+            fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            # Also at the interpreter's exit, for processes that close nothing.
+            self._closer = weakref.finalize(self, _remove, self.path, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # Renamed only once it is locked: a sweep of another process must never see the lock file unlocked.
+            new.rename(self.path / _LOCK)
+        except OSError as error:
+            raise ConfigError(f"no directory for sockets: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
+        self._fd = fd
+        _directories.add(self)
 
     def close(self) -> None:
-        """Remove the directory and release its lock. Idempotent."""
-        if self._fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the directory and release its lock. Idempotent; nothing in a forked child."""
+        self._closer()
+
+    def forget(self) -> None:
+        """In a forked child: leave the directory to the parent, and do not keep its lock."""
+        if self._closer.detach():
             os.close(self._fd)
-            self._fd = -1
+
+
+_directories: weakref.WeakSet[RuntimeDir] = let_go_in_children(lambda directory: directory.forget())
+
+
+def _remove(path: Path, fd: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(fd)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the runtime directories that dead processes of this user left in `parent`."""
+    """Remove the directories that dead processes of this user left in `parent`."""
     for path in parent.glob(f"{_PREFIX}*"):
         # An OSError: the directory has no lock file yet (it is being made), belongs to another user, or is in use.
         with contextlib.suppress(OSError):
-            # Any user can put a directory of this name into /tmp, with a link to a file of ours in it.
             fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if os.fstat(fd).st_uid == os.getuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)

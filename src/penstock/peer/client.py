@@ -26,7 +26,7 @@ from penstock.errors import (
     SourceStalled,
 )
 from penstock.http.control import Connect, ControlConnection, over_tcp
-from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url, private_socket_fault
+from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url
 from penstock.hub.auth import certificate_names
 from penstock.hub.messages import (
     UPGRADE_HINT,
@@ -41,6 +41,7 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.lifecycle import Closing
+from penstock.net.unix_sockets import private_socket_fault
 from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
 
@@ -54,7 +55,7 @@ class PeerClient(Closing):
         upstream: the peer, and the grant to send.
         member: id of this process's member.
         key: key of the weights to read.
-        same_host: True if the peer's Unix socket can be reached.
+        same_host: True if the peer reports the same host; only then its Unix sockets are tried.
         stall_s: deadline of every answer.
         trust: TLS context to check the peer's certificate and present ours; None: the system's defaults.
     """
@@ -101,6 +102,14 @@ class PeerClient(Closing):
         message = f"no address of the member can be reached from this process: {'; '.join(why)}"
         hint = "if the member is on another host, give it --listen, or ConnectionSettings(listen=HOST:PORT)"
         raise PeerLost(message, uri=self._uri(), hint=hint)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Return whether the peer was reached at its Unix socket: it then shares memory with this process.
+
+        Order: after a request.
+        """
+        return self._address is not None and bool(self._address.path)
 
     def _connect_to(self, address: PeerAddress) -> Connect:
         """Return the function that opens a socket to an address."""

@@ -58,14 +58,13 @@ from penstock.hub.messages import (
     Welcome,
 )
 from penstock.hub.proof import PROVABLE, DigestSigner
-from penstock.net.unix_sockets import RuntimeDir
+from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
 from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import Links, open_links
-from penstock.transport.host_endpoint import here
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.types import GB
 
@@ -73,11 +72,6 @@ log = logging.getLogger("penstock.fleet")
 T = TypeVar("T")
 JOIN_AGAIN_S = 0.1
 """Pause before the next attempt to reach this host's own hub."""
-
-
-def host_id() -> str:
-    """Return an id that members share if they can share memory: it names the boot and the PID namespace."""
-    return here()
 
 
 def host_links() -> int:

@@ -174,12 +174,6 @@ class Membership:
                 self._drop({member})
             return question(self._sync_client(member, channel))
 
-    def is_near(self, member: str) -> bool:
-        """Return whether a member is known to be on this host."""
-        with self._lock:
-            known = self._members.get(member)
-        return known is not None and known.host == self.member.host
-
     def _sync_client(self, member: str, channel: str) -> SyncClient:
         """Return the connection to a member for a channel, opened at its first use."""
         with self._lock:
@@ -243,7 +237,7 @@ class Membership:
                 # On this host a failed connection to the Unix socket proves that the process ended. From another
                 # host only an active refusal does: a timeout or an unreachable network says nothing about it.
                 refused = (ConnectionError, FileNotFoundError)
-                return sync_client.same_host or isinstance(error.__cause__, refused)
+                return sync_client.must_be_on_host or isinstance(error.__cause__, refused)
             except PenstockError:
                 # An answer of any kind comes from a process that lives.
                 return False
@@ -267,7 +261,7 @@ class SyncClient(PeerClient):
         other: the member to talk to, with a grant.
         member: the id of this member.
         key: the key of the sync's name.
-        same_host: whether the member's Unix socket can be reached.
+        same_host: see `PeerClient`.
         stall_s: the deadline of every answer.
         handler: the name of the request handler at the member's server.
         trust: see `PeerClient`.
@@ -295,13 +289,17 @@ class SyncClient(PeerClient):
             certificate=other.certificate,
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
-        self.same_host = same_host
         self._handler = handler
         # HTTP/1.1 carries one request at a time on a connection: a second thread waits here. Callers that must not
         # wait for a long poll use a client of their own (`Membership.ask(channel=)`).
         self._asking = threading.Lock()
         # The path of the session's requests, once it is open.
         self._session_path = ""
+
+    @property
+    def must_be_on_host(self) -> bool:
+        """Return whether the member is reached at its Unix socket or not at all."""
+        return self._same_host and (self._address is None or self.is_on_host)
 
     def open(self, session: str = "") -> str:
         """Open a session with the grant, or continue `session`; return the session's id.

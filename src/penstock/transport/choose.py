@@ -78,7 +78,7 @@ class TransportKind:
         open: opens it for this process; called once. ConfigError or MissingExtra: this process cannot have it, and the
             message is shown where a user asks why.
         reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
-            boot of one kernel, for one user and one PID namespace: two containers are two hosts.
+            boot of one kernel, for one user and one runtime directory: two containers are one host where both mount it.
         rank: the transport with the lowest rank that both ends have is used. Penstock's own: loopback 0, cuda_ipc 10,
             shm 20, nixl 30, http 40.
         unless: returns the reason not to open it with this setup; empty: it is opened.
@@ -149,6 +149,19 @@ def _open_cuda_ipc(setup: TransportSetup) -> Transport:
     return CudaIpcTransport()
 
 
+def _refuse_cuda_ipc(into: Handle, source: Descriptor) -> str:
+    from penstock.transport.cuda_ipc import refusal
+
+    return refusal(into, source) or _refuse_shm(into, source)
+
+
+def _refuse_shm(into: Handle, source: Descriptor) -> str:
+    """Return why a peer of this host cannot be read: the previous release sends no descriptors to other containers."""
+    from penstock.transport.host_endpoint import is_within_reach
+
+    return "" if is_within_reach(source) else "the peer's release passes no file descriptors"
+
+
 def _open_shm(setup: TransportSetup) -> Transport:
     from penstock.transport.shm import ShmTransport
 
@@ -183,8 +196,8 @@ def _open_http(setup: TransportSetup) -> Transport:
 
 for _built_in in (
     TransportKind(name="loopback", open=lambda setup: LoopbackTransport(), reach="process", rank=0),
-    TransportKind(name="cuda_ipc", open=_open_cuda_ipc, reach="host", rank=10),
-    TransportKind(name="shm", open=_open_shm, reach="host", rank=20),
+    TransportKind(name="cuda_ipc", open=_open_cuda_ipc, reach="host", rank=10, unless_peer=_refuse_cuda_ipc),
+    TransportKind(name="shm", open=_open_shm, reach="host", rank=20, unless_peer=_refuse_shm),
     TransportKind(name="nixl", open=_open_nixl, reach="network", rank=30, unless=_unless_nixl),
     TransportKind(name="http", open=_open_http, reach="network", rank=40),
 ):

@@ -9,7 +9,7 @@ descriptors (`fd_server`), host memory (`shm`).
 
 There are two kinds of device memory. Memory of cudaMalloc (torch's default) has one 64-byte IPC handle an allocation.
 Virtual memory (torch's `expandable_segments`) is pieces of physical memory, torch's of 20 MiB, each shared by a file
-descriptor.
+descriptor. Only file descriptors cross PID namespaces, as those of two containers: an IPC handle names a process id.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.net.unix_sockets import pid_namespace
 from penstock.segments import Rectangles, Segments, gathered
-from penstock.transport.fd_server import FdServer, receive_fds
+from penstock.transport.fd_server import receive_fds
 from penstock.transport.host_endpoint import (
     Claim,
     Endpoint,
@@ -81,9 +82,8 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
     offset: _Count
     """Offset of the memory in the mapping."""
     handle: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
-    # The name on the wire: a renamed field would be lost between members of two releases.
     door: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Name of the server that sends file descriptors, if there is no handle."""
+    """Abstract address of the server of pieces, where the previous release has it and looks for it."""
     pieces: Annotated[tuple[tuple[_Length, _Length], ...], msgspec.Meta(max_length=_MAX_RUNS)] = ()
     """Lengths of the pieces of physical memory, in order, as runs: a count, and the bytes of each."""
 
@@ -181,13 +181,15 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
     """Make a peer's memory reachable from a device of ours, and return the mapping. Takes milliseconds: keep it.
 
     Raises:
-        ConfigError: the devices cannot reach each other's memory.
+        ConfigError: the devices cannot reach each other's memory; or it has a handle only, of another PID namespace.
         DestinationError: the driver refuses, or there is no address space.
         FormatError: the payload contradicts itself.
         PeerLost, StaleDescriptor, SourceStalled: as `fd_server.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
+    if reason := handle_fault(payload):
+        raise ConfigError(reason, uri=source.uri, hint=_HANDLE_HINT)
     with driver.entered(device):
         address = driver.ipc_open(payload.handle)
         # The handle opens the whole allocation: its true range is needed to check the peer's offset.
@@ -201,6 +203,24 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
     return mapped
 
 
+_HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def handle_fault(payload: CudaPayload) -> str:
+    """Return why memory cannot be opened by its handle here; empty: it can, or it has none and is sent as pieces."""
+    # The driver looks up the exporter by its process id: it fails, or with an equal id takes it for this process.
+    # Source: UCX refuses it likewise, https://github.com/openucx/ucx/pull/11513.
+    if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
+        return ""
+    return "the peer's device memory has no file descriptors, without which no other container can map it"
+
+
+def refusal(into: Handle, source: Descriptor) -> str:
+    """Return why memory of a peer cannot be read by this transport; empty: it can. See `TransportKind.unless_peer`."""
+    reason = handle_fault(decode_payload(source, _DECODER))
+    return reason and f"{reason}: {_HANDLE_HINT}"
+
+
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
     uri = source.uri
     if not 0 < payload.num_pieces <= _MAX_PIECES:
@@ -212,7 +232,8 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
         # One range for all pieces: offsets count across them as they do at the holder.
         base = driver.reserve(total)
         try:
-            fds = receive_fds(payload.door, payload.page.pid, source.generation, len(lengths), uri)
+            address = payload.page.socket or (payload.door and f"\0{payload.door}")
+            fds = receive_fds(address, source.generation, len(lengths), uri)
             for fd, nbytes in zip(fds, lengths, strict=True):
                 driver.map_fd(base + at, nbytes, fd)
                 at += nbytes
@@ -319,14 +340,15 @@ class CudaIpcTransport:
         num_streams: streams that the groups of a read take turns on.
 
     Raises:
-        ConfigError: no CUDA driver, no memfds or no /proc.
+        ConfigError: no CUDA driver, or no memfds.
     """
 
     name = "cuda_ipc"
 
     def __init__(self, driver: CudaDriver | None = None, *, num_streams: int = 2) -> None:
         self._driver: CudaDriver = load_driver() if driver is None else driver
-        self._endpoint = Endpoint(self.name, GenerationTable.create())
+        page = GenerationTable.create()
+        self._endpoint = Endpoint(self.name, page, abstract_name=f"penstock-{page.name}")
         self._mapped: Mappings[Mapped] = Mappings()
         self._laid_out: WeakKeyDictionary[Rectangles, tuple[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
@@ -336,7 +358,6 @@ class CudaIpcTransport:
         self._in_flight: set[CudaRead] = set()
         self._lock = threading.RLock()
         self._mapping = threading.Lock()
-        self._fd_server: FdServer | None = None
 
     def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Waits for what the device's default stream has queued: it may be this memory's.
@@ -353,7 +374,6 @@ class CudaIpcTransport:
         # before a descriptor exists.
         self._settle(device)
         runs = shared.runs()
-        door = self._open_fd_server() if shared.pieces else ""
 
         def describe(page: GenerationAddress) -> bytes:
             payload = CudaPayload(
@@ -361,7 +381,7 @@ class CudaIpcTransport:
                 address=memory.address,
                 offset=shared.offset,
                 handle=shared.handle,
-                door=door,
+                door=self._endpoint.abstract_name if shared.pieces else "",
                 pieces=runs,
             )
             return msgspec.msgpack.encode(payload)
@@ -381,22 +401,6 @@ class CudaIpcTransport:
                 time.sleep(_NAP_S)
             with self._lock:
                 self._streams.of(device).give_event(event)
-
-    def _open_fd_server(self) -> str:
-        """Return the name of the server of file descriptors, opened at first use: only virtual memory needs it."""
-        with self._lock:
-            if self._fd_server is None:
-                self._fd_server = FdServer(self._endpoint.page.name, self._export)
-                self._fd_server.open()
-            return self._fd_server.name
-
-    def _export(self, generation: int) -> Iterator[int]:
-        """Return file descriptors of our registration of this generation. StaleDescriptor: it is over."""
-        with self._endpoint.changing:
-            registrations = [h.keep for h in self._endpoint.handles if h.descriptor.generation == generation]
-        if not registrations or not isinstance(registrations[0], Shared):
-            raise StaleDescriptor(f"generation {generation} is gone")
-        return registrations[0].export()
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> CudaRead:
         """See `Transport.post_read`. The first read of a peer's memory maps it, in milliseconds.
@@ -607,8 +611,6 @@ class CudaIpcTransport:
             return
         # First, so that no read is posted any more and waiters end with Cancelled.
         self._endpoint.close()
-        if self._fd_server is not None:
-            self._fd_server.close()
         deadline = time.monotonic() + SETTLE_S
         try:
             while self._in_flight and time.monotonic() < deadline:

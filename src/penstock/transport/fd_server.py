@@ -1,9 +1,10 @@
-"""Server of file descriptors of device memory for processes of the same user, on a Unix socket.
+"""Server of file descriptors of shared memory for processes of the same user, on a Unix socket.
 
-In: requests for a generation. Out: descriptors, in order, in several messages.
-Not here: the memory of the descriptors (`cuda_ipc`).
+In: requests for a generation. Out: descriptors, in order, in several messages (SCM_RIGHTS).
+Not here: the memory of the descriptors (`host_endpoint`, `shm`, `cuda_ipc`).
 
-Abstract addresses, so no file is left behind. Both ends check the other's credentials.
+The socket is in the runtime directory, so it is reached from every container that mounts this directory, whatever
+namespaces it has. Both ends check the other's user.
 """
 
 from __future__ import annotations
@@ -13,13 +14,26 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
-from penstock.errors import DestinationError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
+from penstock.errors import (
+    ConfigError,
+    DestinationError,
+    PeerLost,
+    PenstockError,
+    PermissionDenied,
+    SourceStalled,
+    StaleDescriptor,
+)
+from penstock.lifecycle import let_go_in_children
 from penstock.net.admission import Admission, Connection, ConnectionLimits
 from penstock.net.listener import ThreadedListener
-from penstock.net.unix_sockets import peer_credentials
+from penstock.net.unix_sockets import RuntimeDir, connect_unix, private_socket_fault
+
+PAGE = 0
+"""The request for the table of generations; no registration has this generation."""
 
 _PER_MESSAGE = 64
 """File descriptors in one message; the kernel allows 253 (SCM_MAX_FD)."""
@@ -27,8 +41,8 @@ _PER_MESSAGE = 64
 TIMEOUT_S = 10.0
 """Deadline of one message, in seconds. Exporting 64 pieces of memory takes a few milliseconds."""
 
-_LIMITS = ConnectionLimits(total=64, unproven=32, unproven_per_address=32, per_principal=48)
-"""Readers of one host that connect at the same time: its devices, a few times over."""
+_LIMITS = ConnectionLimits(total=512, unproven=256, unproven_per_address=256, per_principal=500)
+"""Readers of one host that connect at the same time: each connects once for a registration, for less than 1 ms."""
 
 _REQUEST = struct.Struct("<Q")
 """A request is the generation."""
@@ -38,28 +52,38 @@ Export = Callable[[int], Iterator[int]]
 
 
 class FdServer:
-    """A server of file descriptors; it listens from `open` to `close`.
+    """A server of file descriptors; it listens until `close`.
 
     Args:
-        name: of the endpoint; the address is made of it.
+        name: of the endpoint, for logs.
         export: makes the descriptors of a generation.
+        abstract_name: abstract address to listen at, too, for readers of the previous release; empty: none.
+
+    Attributes:
+        path: of the socket.
+
+    Raises:
+        ConfigError: as `RuntimeDir`. DestinationError: the socket cannot be made.
     """
 
-    def __init__(self, name: str, export: Export) -> None:
-        self.name = f"penstock-{name}"
+    def __init__(self, name: str, export: Export, *, abstract_name: str = "") -> None:
         self._export = export
         # One export at a time: descriptors of device memory are made by driver calls, which take turns anyway.
         self._exporting = threading.Lock()
-
-    def open(self) -> None:
-        """Start to listen. DestinationError if the address cannot be bound."""
-        bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            bound.bind(f"\0{self.name}")
-        except OSError as error:
-            bound.close()
-            raise DestinationError(f"cannot listen at {self.name}: {error}") from error
-        self._listener = ThreadedListener(bound, Admission(_LIMITS, name=self.name), self._serve, name=self.name)
+        self._home = RuntimeDir()
+        self.path = f"{self._home.path}/fds.sock"
+        self._listeners: list[ThreadedListener] = []
+        for address in filter(None, (self.path, abstract_name and f"\0{abstract_name}")):
+            bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                bound.bind(address)
+            except OSError as error:
+                bound.close()
+                self.close()
+                raise DestinationError(f"cannot listen at {address!r}: {error}") from error
+            admission = Admission(_LIMITS, name=f"fds of {name}")
+            self._listeners.append(ThreadedListener(bound, admission, self._serve, name="fds"))
+        _servers.add(self)
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
         # Exports take turns, so all other readers may be served first.
@@ -74,24 +98,36 @@ class FdServer:
         # Another length is no reader of ours: it sees the connection end.
         if len(request) != _REQUEST.size:
             return
+        generation = _REQUEST.unpack(request)[0]
         fds: list[int] = []
-        self._exporting.acquire()
-        try:
-            for fd in self._export(_REQUEST.unpack(request)[0]):
-                fds.append(fd)
-                if len(fds) == _PER_MESSAGE:
+        # The page does not wait for pieces that another reader is slow to take.
+        turn = contextlib.nullcontext() if generation == PAGE else self._exporting
+        with turn:
+            try:
+                for fd in self._export(generation):
+                    fds.append(fd)
+                    if len(fds) == _PER_MESSAGE:
+                        _send(peer, fds)
+                if fds:
                     _send(peer, fds)
-            if fds:
-                _send(peer, fds)
-        finally:
-            # Each open descriptor keeps device memory from being freed: close those that were not sent.
-            for fd in fds:
-                os.close(fd)
-            self._exporting.release()
+            finally:
+                # Each open descriptor keeps memory from being freed: close those that were not sent.
+                for fd in fds:
+                    os.close(fd)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
+        self._home.close()
+
+    def forget(self) -> None:
+        """In a forked child: a copy of the socket would keep readers waiting when the parent is gone."""
+        for listener in self._listeners:
+            listener.forget()
+
+
+_servers: weakref.WeakSet[FdServer] = let_go_in_children(lambda server: server.forget())
 
 
 def _send(peer: socket.socket, fds: list[int]) -> None:
@@ -102,21 +138,31 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> Iterator[int]:
+def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[int]:
     """Yield the descriptors of a peer's generation; each is closed when the next is taken.
 
+    Args:
+        path: of the peer's socket; of the previous release, its abstract address.
+        generation: of a registration; `PAGE`: the one descriptor of the peer's table of generations.
+        count: number of descriptors.
+        uri: the peer's name in errors.
+
     Raises:
-        PeerLost: no process listens there, or another process does.
+        ConfigError: the peer's descriptor names no socket.
+        PermissionDenied: the socket or the process that listens there is another user's.
+        PeerLost: no process listens there.
         StaleDescriptor: the peer sent fewer than `count`.
         SourceStalled: the peer sent nothing for `TIMEOUT_S`.
     """
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as peer:
-        peer.settimeout(TIMEOUT_S)
-        try:
-            peer.connect(f"\0{name}")
-            # Any process can bind an abstract address: without this check another user could supply the memory.
-            if peer_credentials(peer) != (pid, os.geteuid()):
-                raise PeerLost(f"another process than {pid} listens at {name}", uri=uri)
+    if not path:
+        hint = "start the peer again with this release"
+        raise ConfigError("the peer's release does not pass file descriptors of its memory", uri=uri, hint=hint)
+    # As for the peer's control server: a path from a peer could lead to any socket of this user.
+    fault = "" if path.startswith("\0") else private_socket_fault(path)
+    if fault and os.path.lexists(path):
+        raise PermissionDenied(f"cannot request the peer's memory at {path}: {fault}", uri=uri)
+    try:
+        with closing(connect_unix(path, TIMEOUT_S, socket.SOCK_SEQPACKET)) as peer:
             peer.send(_REQUEST.pack(generation))
             received = 0
             while received < count:
@@ -127,10 +173,23 @@ def receive_fds(name: str, pid: int, generation: int, count: int, uri: str) -> I
                     _close_all(fds)
                     raise StaleDescriptor(f"{received} of {count} pieces of memory were received", uri=uri)
                 yield from _each(fds)
-        except TimeoutError as error:
-            raise SourceStalled(f"no answer in {TIMEOUT_S} s", uri=uri) from error
-        except OSError as error:
-            raise PeerLost(f"cannot request the peer's memory: {error}", uri=uri) from error
+    except PenstockError:
+        # Some of them are OSErrors too, and are final.
+        raise
+    except TimeoutError as error:
+        raise SourceStalled(f"the peer did not send its memory in {TIMEOUT_S} s", uri=uri) from error
+    except PermissionError as error:
+        raise PermissionDenied(f"cannot request the peer's memory: {error}", uri=uri) from error
+    except OSError as error:
+        hint = "if the peer runs, its runtime directory is not mounted here"
+        raise PeerLost(f"cannot request the peer's memory: {error}", uri=uri, hint=hint) from error
+
+
+def receive_fd(path: str, generation: int, uri: str) -> int:
+    """Return the only descriptor of a peer's generation, which the caller closes. Raises as `receive_fds`."""
+    fds = receive_fds(path, generation, 1, uri)
+    with closing(fds):
+        return os.dup(next(fds))
 
 
 def _each(fds: list[int]) -> Iterator[int]:

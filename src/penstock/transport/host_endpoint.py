@@ -3,7 +3,8 @@
 In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
 Not here: how bytes cross (`shm`, `cuda_ipc`).
 
-An endpoint has one **generation table**: a page of shared memory that every reader on the host maps read-only.
+An endpoint has one **generation table**: a page of shared memory that every reader on the host maps read-only. Readers
+receive it, and the memory, as file descriptors from the endpoint's socket (`fd_server`).
 
     page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
 
@@ -16,7 +17,6 @@ last byte; the interpreter's lock, taken in between, orders the two.
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import itertools
 import mmap
@@ -24,16 +24,17 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 
-from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.lifecycle import let_go_in_children
-from penstock.memory.memfd import MappedMemfd, create_memfd, open_peer_memfd
-from penstock.transport.protocol import Descriptor, Handle, Memory
+from penstock.memory.memfd import MappedMemfd, check_peer_memfd, create_memfd, open_memfd_of_process
+from penstock.net.unix_sockets import host_id, namespace_id, pid_namespace
+from penstock.transport.fd_server import PAGE, FdServer, receive_fd
+from penstock.transport.protocol import Descriptor, Handle, Memory, decode_payload
 
 PAGE_BYTES = 64 << 10
 """Bytes of a generation table."""
@@ -50,21 +51,15 @@ class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The place of the page for a reader, and the registration's slot in it."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
+    # Readers of the previous release open the page by these two. Ours request it at the socket.
     pid: _Id
     fd: _Id
     slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
     serial: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-
-@functools.cache
-def here() -> str:
-    """Return an identifier that is equal for processes that can open each other's pages: boot and PID namespace."""
-    try:
-        # Not the host's name: two containers may have the same, and a process id of one means nothing in the other.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError as error:
-        raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
+    socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
+    """Path of the socket that sends the page and the memory; empty: the owner is of the previous release."""
+    pid_namespace: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The owner's; 0: not known."""
 
 
 def checksum_of(descriptor: Descriptor) -> int:
@@ -104,7 +99,7 @@ class GenerationTable:
         name = secrets.token_hex(8)
         try:
             # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
-            lock_fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            lock_fd = mapped.readable()
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DestinationError(f"cannot lock a page of shared memory: {error}") from error
@@ -113,9 +108,27 @@ class GenerationTable:
         _pages.add(page)
         return page
 
-    def address(self, slot: int, serial: int = 0) -> GenerationAddress:
-        """Return the address for readers of the registration in this slot; `serial` identifies the registration."""
-        return GenerationAddress(host=here(), pid=os.getpid(), fd=self._mapped.fd, slot=slot, serial=serial)
+    def address(self, slot: int, serial: int = 0, socket: str = "") -> GenerationAddress:
+        """Return the address for readers of the registration in this slot.
+
+        Args:
+            slot: the registration's.
+            serial: identifies the registration.
+            socket: path of the socket that sends the page.
+        """
+        return GenerationAddress(
+            host=host_id(),
+            pid=os.getpid(),
+            fd=self._mapped.fd,
+            slot=slot,
+            serial=serial,
+            socket=socket,
+            pid_namespace=pid_namespace(),
+        )
+
+    def readable(self) -> int:
+        """Return a descriptor of the page for a reader. Order: not while it is closed."""
+        return self._mapped.readable()
 
     def take_slot(self) -> int:
         """Return a free slot, taken until `give_slot`. ConfigError if all are taken."""
@@ -161,12 +174,24 @@ class GenerationTable:
         self._mapped.close()
 
 
+class _Located(msgspec.Struct, frozen=True):
+    page: GenerationAddress
+
+
+_LOCATED = msgspec.msgpack.Decoder(_Located)
+
+
+def is_within_reach(source: Descriptor) -> bool:
+    """Return whether the owner of a descriptor sends its memory, or is a process of this PID namespace."""
+    page = decode_payload(source, _LOCATED).page
+    return bool(page.socket) or page.host == namespace_id()
+
+
 class PeerGenerationTable:
     """A reader's side of the generation table of one peer's endpoint. Made by `open`."""
 
-    def __init__(self, name: str, pid: int, fd: int, mapped: mmap.mmap) -> None:
+    def __init__(self, name: str, fd: int, mapped: mmap.mmap) -> None:
         self.name = name
-        self.pid = pid
         self._fd = fd
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._closer = weakref.finalize(self, os.close, fd)
@@ -176,25 +201,36 @@ class PeerGenerationTable:
         """Map the page of the endpoint that made this descriptor.
 
         Raises:
-            ConfigError: it is on another host, or in another PID namespace.
-            PeerLost: the process is gone, or another process has its number now.
-            PermissionDenied, DestinationError: as `open_peer_memfd`.
+            ConfigError: it is on another host, or in a container with another runtime directory.
+            PeerLost: the process is gone, or another process has its socket now.
+            PermissionDenied, StaleDescriptor, SourceStalled: as `fd_server.receive_fds`.
+            DestinationError: it cannot be mapped.
         """
         uri = source.uri
-        if address.host != here():
-            hint = "run both in one PID namespace of one host, or read by http or nixl"
-            raise ConfigError("the peer is on another host or in another PID namespace", uri=uri, hint=hint)
-        fd = open_peer_memfd(address.pid, address.fd, PAGE_BYTES, uri)
+        if address.host != host_id():
+            hint = "mount one PENSTOCK_RUNTIME_DIR into both containers, or read by http or nixl"
+            raise ConfigError("the peer is on another host, or has another runtime directory", uri=uri, hint=hint)
         try:
+            if address.socket or address.host != namespace_id():
+                fd = receive_fd(address.socket, PAGE, uri)
+            else:
+                fd = open_memfd_of_process(address.pid, address.fd, uri)
+        except StaleDescriptor as error:
+            # It answered, so it lives, but it has ended the page.
+            raise PeerLost("the peer has closed its memory", uri=uri) from error
+        try:
+            check_peer_memfd(fd, PAGE_BYTES, uri)
             mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+            if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
+                raise PeerLost("another process than the one that made the descriptor has its socket", uri=uri)
+        except PenstockError:
+            # Some of them are OSErrors too, and must not become DestinationError.
+            os.close(fd)
+            raise
         except (OSError, ValueError) as error:
             os.close(fd)
             raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
-        # The name too: after the peer's end another process of this user may have its process id.
-        if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
-            os.close(fd)
-            raise PeerLost(f"process {address.pid} is not the one that made the descriptor", uri=uri)
-        return cls(source.endpoint, address.pid, fd, mapped)
+        return cls(source.endpoint, fd, mapped)
 
     def generation(self, slot: int) -> int:
         """Return the generation of the registration in this slot now; 0: there is none."""
@@ -224,7 +260,7 @@ class PeerGenerationTable:
         uri = source.uri
         # Death first: the page of an owner that died keeps its last generations, which would look valid.
         if not self.is_alive():
-            raise PeerLost(f"process {self.pid} is gone", uri=uri)
+            raise PeerLost("the process that held this memory is gone", uri=uri)
         if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
             raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
 
@@ -237,17 +273,27 @@ Describe = Callable[[GenerationAddress], bytes]
 """Returns a registration's payload, given the address of its slot."""
 
 
-class FencedHandle:
-    """See `Handle`. Its generation is in the endpoint's table; `keep` lives as long as the handle."""
+class Exportable(Protocol):
+    """The memory of a registration, as it is sent to readers."""
 
-    def __init__(self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: object) -> None:
+    def export(self) -> Iterator[int]:
+        """Yield its file descriptors, in order; the receiver closes each."""
+        ...
+
+
+class FencedHandle:
+    """See `Handle`. Its generation is in the endpoint's table; `keep` lives as long as the handle, and is sent."""
+
+    def __init__(
+        self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
+    ) -> None:
         self.endpoint = endpoint
         self.memory = memory
         self.is_open = True
         self.keep = keep
         self._slot = slot
         self._serial = endpoint.next_generation()
-        self._payload = describe(endpoint.page.address(slot, self._serial))
+        self._payload = describe(endpoint.address(slot, self._serial))
         self.descriptor = self._begin()
 
     def _begin(self) -> Descriptor:
@@ -373,6 +419,11 @@ _endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictio
 class Endpoint:
     """A transport's registrations and its table of their generations, and the tables of the peers that it reads.
 
+    Args:
+        transport: name of the transport.
+        page: the table.
+        abstract_name: see `FdServer`.
+
     Attributes:
         transport: name of the transport.
         page: the table.
@@ -380,20 +431,50 @@ class Endpoint:
         changing: guards handles and peers' tables.
     """
 
-    def __init__(self, transport: str, page: GenerationTable) -> None:
+    def __init__(self, transport: str, page: GenerationTable, *, abstract_name: str = "") -> None:
         self.transport = transport
         self.page = page
+        self.abstract_name = abstract_name
         self.changing = threading.RLock()
         self.handles = set[FencedHandle]()
         self._generations = itertools.count(1)
         self._peers = dict[str, PeerGenerationTable]()
+        self._server: FdServer | None = None
         _endpoints[page.name] = self
 
     def next_generation(self) -> int:
         """Return a generation that this endpoint never used before."""
         return next(self._generations)
 
-    def register(self, memory: Memory, describe: Describe, keep: object = None) -> FencedHandle:
+    def address(self, slot: int, serial: int = 0) -> GenerationAddress:
+        """Return the address for readers of a slot. The first call starts the server that they need.
+
+        Raises:
+            ConfigError, DestinationError: as `FdServer`.
+        """
+        with self.changing:
+            if self._server is None:
+                self._server = FdServer(self.page.name, self._export, abstract_name=self.abstract_name)
+            return self.page.address(slot, serial, self._server.path)
+
+    def _export(self, generation: int) -> Iterator[int]:
+        """Yield the descriptors that a reader requested. StaleDescriptor: the generation is over."""
+        with self.changing:
+            if self.page.is_mine and generation == PAGE:
+                # Under the lock: once the page is closed, the number of its descriptor may be another file's.
+                page = self.page.readable()
+                kept: list[Exportable | None] = []
+            else:
+                page = -1
+                kept = [handle.keep for handle in self.handles if handle.descriptor.generation == generation]
+        if page >= 0:
+            yield page
+        elif kept and kept[0] is not None:
+            yield from kept[0].export()
+        else:
+            raise StaleDescriptor(f"generation {generation} is gone")
+
+    def register(self, memory: Memory, describe: Describe, keep: Exportable | None = None) -> FencedHandle:
         """Return a handle in a slot of the table; it keeps `keep` alive.
 
         Raises:
@@ -437,10 +518,13 @@ class Endpoint:
         """
         with self.changing:
             page = self._peers.get(source.endpoint)
-            if page is None:
+        if page is None:
+            # Not under the lock: the peer's answer needs the peer's, and two that read each other would wait in a ring.
+            opened = PeerGenerationTable.open(source, address)
+            with self.changing:
                 # Opening a page is rare: the moment to drop the pages of processes that ended.
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
-                page = self._peers[source.endpoint] = PeerGenerationTable.open(source, address)
+                page = self._peers.setdefault(source.endpoint, opened)
         claim = Claim(page, source, address)
         claim.check()
         return claim
@@ -455,6 +539,9 @@ class Endpoint:
                 handle.close()
             self._peers.clear()
             self.page.close()
+        # Not under the lock, which the threads of its last answers need.
+        if self._server is not None:
+            self._server.close()
 
 
 def handle_here(source: Descriptor) -> FencedHandle | None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock.cuda.driver import CudaDriver, load_driver
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FormatError
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
 from penstock.transport.host_endpoint import Claim, GenerationAddress, PeerGenerationTable, handle_here
 from penstock.transport.protocol import Descriptor, decode_payload
@@ -91,7 +91,8 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
         driver: stands in for the CUDA driver, in tests.
 
     Raises:
-        ConfigError: another host or PID namespace, or another transport.
+        ConfigError: another host or runtime directory, or another transport; or device memory of another PID namespace
+            that has no file descriptors.
         PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
         FormatError: the descriptor is malformed, or reaches past the memory that it names.
         DestinationError, PermissionDenied: this system refuses to map it.
@@ -116,9 +117,10 @@ def _map_host(source: Descriptor) -> MappedRegion:
     def mapping(fd: int) -> HostBytes:
         return HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
-    owner = open_payload(source, payload, mapping)
-    # A number in /proc can be another file by the time it is opened: a claim that still holds proves that it was not.
-    claim.check()
+    owner = open_payload(claim, payload, mapping)
+    if payload.offset + source.nbytes > len(owner):
+        message = f"{source.nbytes} bytes from {payload.offset} lie outside the peer's memory of {len(owner)} bytes"
+        raise FormatError(message, uri=source.uri)
     address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
     return MappedRegion(claim, "cpu", address, source.nbytes, owner, payload.offset)
 

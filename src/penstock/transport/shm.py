@@ -4,7 +4,7 @@ In: memory that lies in a host arena (a sealed memfd). Out: the peer's bytes, co
 Not here: arenas (`memory.arena`), fences and the life of a holder (`host_endpoint`), devices (`cuda_ipc`), use of a
 peer's memory without a copy (`mapped_region`).
 
-    claim (check the descriptor) --> map /proc/PID/fd/N, once --> memmove, claim between pieces --> claim after the last
+    claim (check the descriptor) --> receive and map the memfd, once --> memmove, claim between pieces --> claim again
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import numpy as np
 
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
-from penstock.memory.memfd import open_peer_memfd, shared_at
+from penstock.memory.memfd import check_peer_memfd, open_memfd_of_process, shared_at
 from penstock.segments import Rectangles, Segments
+from penstock.transport.fd_server import receive_fd
 from penstock.transport.host_endpoint import (
     Claim,
     Endpoint,
@@ -62,6 +63,7 @@ class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
     """The memfd of the holder's process, and the start of the memory in it."""
 
     page: GenerationAddress
+    # Readers of the previous release open the memfd by these two. Ours receive it from the page's socket.
     fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
     inode: Annotated[int, msgspec.Meta(ge=0)]
     offset: _Count
@@ -146,7 +148,7 @@ def _strided(memory: Bytes, rows: int, run: int, pitch: int) -> Bytes:
 
 
 class ShmTransport:
-    """See `Transport`. ConfigError where there are no memfds, or no /proc."""
+    """See `Transport`. ConfigError where there are no memfds."""
 
     name = "shm"
 
@@ -205,11 +207,10 @@ class ShmTransport:
         claim = self._endpoint.claim(source, payload.page)
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
-            if mapped is None:
-                mapped = open_payload(source, payload, MappedMemory)
-                # A number in /proc can be another file, or another process, by the time it is opened. This check proves
-                # that the holder lives and has not released the memory, so the number was still its memfd.
-                claim.check()
+        if mapped is None:
+            # Not under the lock: see `Endpoint.claim`. Of two threads that map it at once, the second replaces it.
+            mapped = open_payload(claim, payload, MappedMemory)
+            with self._endpoint.changing:
                 self._mapped.put(claim, mapped)
         return claim, mapped, mapped.at(payload.offset, source)
 
@@ -234,20 +235,34 @@ class ShmTransport:
         self._mapped.clear()
 
 
-def open_payload(source: Descriptor, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
-    """Return a mapping of the memfd that a descriptor names, made by `mapping` of its file descriptor.
+def open_payload(claim: Claim, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
+    """Return a mapping of the memfd that a claim is about, made by `mapping` of its file descriptor.
 
     Raises:
-        StaleDescriptor: it is another memfd by now.
-        PeerLost, PermissionDenied, DestinationError: as `memory.memfd.open_peer_memfd`.
+        StaleDescriptor, PeerLost: the claim no longer holds.
+        PermissionDenied, SourceStalled: as `fd_server.receive_fds`.
+        FormatError: the memory does not reach as far as the descriptor says.
+        DestinationError: it cannot be mapped.
     """
-    uri = source.uri
-    fd = open_peer_memfd(payload.page.pid, payload.fd, payload.offset + source.nbytes, uri)
+    source, uri = claim.source, claim.source.uri
     try:
-        # The number may belong to another file of the same process by now: the inode tells them apart.
+        if payload.page.socket:
+            fd = receive_fd(payload.page.socket, source.generation, uri)
+        else:
+            fd = open_memfd_of_process(payload.page.pid, payload.fd, uri)
+    except (PeerLost, StaleDescriptor):
+        # The page tells better what happened.
+        claim.check()
+        raise
+    try:
+        check_peer_memfd(fd, 0, uri)
+        # Of the previous release: the number may be that of another file by now.
         if os.fstat(fd).st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed that memory", uri=uri)
-        return mapping(fd)
+        mapped = mapping(fd)
+        # The generation that was requested was current, and so the memory is the holder's.
+        claim.check()
+        return mapped
     except PenstockError:
         # Some of them are OSErrors too, and must not become DestinationError.
         raise

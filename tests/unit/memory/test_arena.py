@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError
 from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes
-from penstock.memory.memfd import create_memfd, open_peer_memfd, shared_at
+from penstock.memory.memfd import check_peer_memfd, create_memfd, shared_at
 from penstock.memory.rehome import rehome
 
 
@@ -75,19 +75,20 @@ def test_no_file_descriptors_left(monkeypatch) -> None:
 
 
 def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
-    sealed = create_memfd("sealed", 5000)
-    os.close(open_peer_memfd(os.getpid(), sealed.fd, 5000, "here"))
+    sealed = create_memfd("sealed", 4096)
+    readable = sealed.readable()
+    check_peer_memfd(readable, 4096, "here")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(readable, b"x")
     unsealed, pipe = os.memfd_create("loose"), os.pipe()
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     gc.collect()
     try:
-        before = fds()
-        for fd, nbytes in ((sealed.fd, 5001), (unsealed, 0), (pipe[0], 0), (file, 0), (99999, 0)):
+        for fd, nbytes in ((readable, 4097), (unsealed, 0), (pipe[0], 0), (file, 0)):
             with pytest.raises(PeerLost):
-                open_peer_memfd(os.getpid(), fd, nbytes, "here")
-        assert fds() == before
+                check_peer_memfd(fd, nbytes, "here")
     finally:
-        for fd in (unsealed, *pipe, file):
+        for fd in (readable, unsealed, *pipe, file):
             os.close(fd)
 
 
@@ -100,14 +101,14 @@ def test_an_arena_is_written_to_by_its_path_until_it_is_sealed_and_read_from_the
         os.pwrite(writer, b"made elsewhere", 100)
         assert arena.bytes_at(100, 14).numpy().tobytes() == b"made elsewhere"
         with pytest.raises(PeerLost):
-            open_peer_memfd(os.getpid(), mapping.fd, 5000, "here")
+            check_peer_memfd(mapping.fd, 5000, "here")
         mapping.seal()
         mapping.seal()
         with pytest.raises(PermissionError):
             os.pwrite(writer, b"x", 100)
         arena.bytes_at(100, 1)[0] = ord("M")
         assert os.pread(writer, 14, 100) == b"Made elsewhere"
-        os.close(open_peer_memfd(os.getpid(), mapping.fd, 5000, "here"))
+        check_peer_memfd(mapping.fd, 5000, "here")
     finally:
         os.close(writer)
 

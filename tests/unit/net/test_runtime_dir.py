@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,10 @@ from penstock.net.unix_sockets import RuntimeDir
 
 
 @pytest.fixture(autouse=True)
-def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def somewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(path))
+    return path
 
 
 def test_a_runtime_dir_is_private_and_removed_on_close() -> None:
@@ -31,8 +30,7 @@ def test_directories_of_dead_processes_are_removed_and_those_of_live_ones_kept(s
         "from penstock.net.unix_sockets import RuntimeDir; import time; "
         "directory = RuntimeDir(); print(directory.path, flush=True); time.sleep(9)"
     )
-    environ = {**os.environ, "TMPDIR": str(somewhere)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as other:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
         mine = RuntimeDir()

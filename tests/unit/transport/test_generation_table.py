@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 
-from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, StaleDescriptor
+from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, PermissionDenied, StaleDescriptor
 from penstock.segments import Segments
 from penstock.testing.transport_suite import segments
-from penstock.transport import host_endpoint
+from penstock.transport import fd_server, host_endpoint
 from penstock.transport.host_endpoint import NUM_SLOTS, Endpoint, GenerationTable, PeerGenerationTable, checksum_of
 from penstock.transport.protocol import Descriptor, Memory
 
@@ -20,15 +22,20 @@ def described(page: GenerationTable, generation: int = 1) -> Descriptor:
 
 
 @pytest.fixture
-def page():
-    made = GenerationTable.create()
-    yield made
-    made.close()
+def endpoint():
+    endpoint = Endpoint("t", GenerationTable.create())
+    yield endpoint
+    endpoint.close()
 
 
-def test_a_reader_sees_generations_and_life(page) -> None:
+@pytest.fixture
+def page(endpoint):
+    return endpoint.page
+
+
+def test_a_reader_sees_generations_and_life(endpoint, page) -> None:
     slot, source = page.take_slot(), described(page)
-    peer = PeerGenerationTable.open(source, page.address(slot))
+    peer = PeerGenerationTable.open(source, endpoint.address(slot))
     assert peer.is_alive()
     assert peer.generation(slot) == 0
     page.set(slot, 1, checksum_of(source))
@@ -49,27 +56,61 @@ def test_a_reader_sees_generations_and_life(page) -> None:
     peer.close()
 
 
-def test_readers_cannot_write(page) -> None:
-    peer = PeerGenerationTable.open(described(page), page.address(0))
+def test_readers_cannot_write(endpoint, page) -> None:
+    peer = PeerGenerationTable.open(described(page), endpoint.address(0))
     with pytest.raises(TypeError):
         peer._words[0] = 1
-    with pytest.raises(PermissionError):
-        os.close(os.open(f"/proc/self/fd/{page.address(0).fd}", os.O_RDWR | os.O_TRUNC))
+    received = fd_server.receive_fd(endpoint.address(0).socket, fd_server.PAGE, "here")
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(received, 4096)
+        with pytest.raises(PermissionError):
+            os.close(os.open(f"/proc/self/fd/{received}", os.O_RDWR | os.O_TRUNC))
+        again = os.open(f"/proc/self/fd/{received}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            mmap.mmap(again, 4096)
+        os.close(again)
+    finally:
+        os.close(received)
 
 
-def test_many_readers_do_not_make_it_look_dead(page) -> None:
-    peers = [PeerGenerationTable.open(described(page), page.address(0)) for _ in range(20)]
+def test_many_readers_do_not_make_it_look_dead(endpoint, page) -> None:
+    peers = [PeerGenerationTable.open(described(page), endpoint.address(0)) for _ in range(20)]
     for _ in range(3):
         assert all(peer.is_alive() for peer in peers)
 
 
-def test_the_page_of_another_is_not_this_one(page) -> None:
-    other = GenerationTable.create()
-    with pytest.raises(PeerLost):
-        PeerGenerationTable.open(described(page), other.address(0))
-    with pytest.raises(ConfigError):
-        PeerGenerationTable.open(described(page), msgspec.structs.replace(page.address(0), host="elsewhere"))
+def test_the_page_of_another_is_not_this_one(endpoint, page, tmp_path) -> None:
+    other = Endpoint("t", GenerationTable.create())
+    mine, theirs = endpoint.address(0), other.address(0)
+    with pytest.raises(PeerLost, match="another process"):
+        PeerGenerationTable.open(described(page), theirs)
+    for changes, kind, match in (
+        ({"host": "elsewhere"}, ConfigError, "runtime directory"),
+        ({"socket": str(tmp_path / "none.sock")}, PeerLost, "not mounted here"),
+        ({"socket": str(tmp_path)}, PermissionDenied, "not a socket"),
+    ):
+        with pytest.raises(kind, match=match) as caught:
+            PeerGenerationTable.open(described(page), msgspec.structs.replace(mine, **changes))
+        assert match in f"{caught.value} {caught.value.hint}"
     other.close()
+    with pytest.raises(PeerLost):
+        PeerGenerationTable.open(described(page), theirs)
+    assert not os.path.exists(theirs.socket)
+
+
+def test_two_endpoints_that_open_each_others_pages_at_once_do_not_wait_for_each_other(monkeypatch) -> None:
+    monkeypatch.setattr(fd_server, "TIMEOUT_S", 3.0)
+    endpoints = [Endpoint("t", GenerationTable.create()) for _ in range(2)]
+    handles = [endpoint.register(Memory(address=0, nbytes=5), lambda _: b"") for endpoint in endpoints]
+    addresses = [endpoint.address(0) for endpoint in endpoints]
+    for _ in range(20):
+        for endpoint in endpoints:
+            endpoint._peers.clear()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda at: endpoints[at].claim(handles[1 - at].descriptor, addresses[1 - at]), (0, 1)))
+    for endpoint in endpoints:
+        endpoint.close()
 
 
 def test_slots_run_out_and_come_back(page) -> None:
@@ -90,8 +131,8 @@ def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
         GenerationTable.create()
 
 
-def test_a_registration_that_cannot_be_described_takes_no_slot(page) -> None:
-    endpoint, memory = Endpoint("t", page), Memory(address=0, nbytes=0)
+def test_a_registration_that_cannot_be_described_takes_no_slot(endpoint, page) -> None:
+    memory = Memory(address=0, nbytes=0)
 
     def describe(_) -> bytes:
         raise ConfigError("no")
@@ -103,8 +144,7 @@ def test_a_registration_that_cannot_be_described_takes_no_slot(page) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_changes_nothing(page) -> None:
-    endpoint = Endpoint("t", page)
+def test_a_forked_child_changes_nothing(endpoint, page) -> None:
     handle = endpoint.register(Memory(address=0, nbytes=5), lambda _: b"")
     child = os.fork()
     if child == 0:
@@ -119,8 +159,8 @@ def test_a_forked_child_changes_nothing(page) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert PeerGenerationTable.open(handle.descriptor, page.address(0)).is_alive()
-    endpoint.claim(handle.descriptor, page.address(0)).check()
+    assert PeerGenerationTable.open(handle.descriptor, endpoint.address(0)).is_alive()
+    endpoint.claim(handle.descriptor, endpoint.address(0)).check()
 
 
 def test_segments_are_joined_where_they_meet_at_both_ends() -> None:

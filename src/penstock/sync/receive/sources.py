@@ -103,7 +103,7 @@ class PeerLink:
         membership: the sessions with members.
         member: the member's id.
         version_map: its map of the version to read.
-        same_host: whether it is on this host.
+        same_host: whether it was reached at its Unix socket.
     """
 
     same_process = False
@@ -163,14 +163,16 @@ def _open(membership: Membership, member: str, version: int, stall_s: float) -> 
     try:
         while True:
             try:
-                version_map = membership.ask(member, lambda sync_client: sync_client.version_map(version, ASK_S))
+                version_map, is_on_host = membership.ask(
+                    member, lambda sync_client: (sync_client.version_map(version, ASK_S), sync_client.is_on_host)
+                )
                 break
             except NotFound as error:
                 # Publisher ranks begin a version within milliseconds of each other, and this one is not there yet.
                 if time.monotonic() > deadline:
                     message = f"the source did not begin version {version} within {stall_s:g} s"
                     raise SourceStalled(message, uri=f"penstock:{member}") from error
-        return PeerLink(membership, member, version_map, same_host=membership.is_near(member))
+        return PeerLink(membership, member, version_map, same_host=is_on_host)
     except PenstockError as error:
         raise SourceFailed(member, error) from error
 

@@ -1,0 +1,130 @@
+"""Pods of one node share memory by the runtime directory that they mount; nothing else is common to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.conftest import SMALL
+from tests.support.fleet import Task, Worker, digests
+from tests.support.keeper import KeeperProcess
+from tests.support.pods import Engine, EngineTask, Pod, arenas, inside, namespaces
+from tests.support.sync import SyncTask, SyncWorker
+from tests.support.sync import truth as sync_truth
+
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pods")
+    directory.chmod(0o700)
+    reason = Pod(shared=directory).refusal()
+    if reason:
+        pytest.skip(reason)
+    return directory
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_keeper_and_an_engine_in_two_pods(
+    shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack
+) -> None:
+    pod = Pod(shared=shared)
+    engine = stack.enter_context(Engine(EngineTask(model="m", environ=pod.environ), prefix=pod.prefix))
+    nearby = Pod(shared=shared, mounts={made: "model"})
+    keeper = stack.enter_context(
+        KeeperProcess(["/mnt/model", "--model", "m"], prefix=nearby.prefix, environ=nearby.environ)
+    )
+    ready = engine.say_until("ready")
+    theirs = inside(keeper.process.pid)
+    assert not set(namespaces(theirs).values()) & set(ready["namespaces"].values())
+    assert (ready["pid"], ready["processes"]) == (1, 1)
+
+    attached = engine.ask("attach")
+    assert attached["verified"] and attached["path"].startswith("shm, mapped: ")
+    assert attached["digests"] == digests(truth)
+    assert attached["arenas"] and set(attached["arenas"]) <= arenas(theirs)
+
+    fetched = engine.ask("fetch")
+    assert fetched["verified"] and not fetched["faults"]
+    assert [path.partition(" ")[0] for path in fetched["paths"]] == ["shm"], fetched
+    assert fetched["digests"] == digests(truth)
+
+    elsewhere = engine.ask("elsewhere")
+    assert elsewhere["error"] == "NotFound" and "no hub runs on this host" in elsewhere["message"]
+
+    stranger = engine.ask("stranger")
+    assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
+    names = {Path(path).name.partition("-")[0] for path in stranger["answers"]}
+    assert {"fds.sock", "door.sock", "data.sock", "hub"} <= names
+    assert not any(stranger["answers"].values()), stranger
+
+    assert engine.ask("check")["error"] == ""
+    os.kill(theirs, signal.SIGKILL)
+    keeper.process.wait(30)
+    assert engine.ask("check")["error"] == "PeerLost"
+
+
+def test_a_sync_between_two_pods(shared: Path, stack: ExitStack) -> None:
+    pod = Pod(shared=shared)
+    ranks = [
+        stack.enter_context(
+            SyncWorker(SyncTask(side=side, mode=mode, options={"arena": True}, environ=pod.environ), prefix=pod.prefix)
+        )
+        for side, mode in (("publisher", "live"), ("subscriber", "direct"))
+    ]
+    publisher, subscriber = ranks
+    for rank in ranks:
+        rank.say_until("joined")
+    publisher.ask("subscribers 1")
+    for version in (1, 2):
+        publisher.send(f"publish {version}")
+        subscriber.ask(f"wait {version}")
+        updated = subscriber.ask("update")
+        assert updated["digests"] == sync_truth(subscriber.task, version)
+        assert "shm" in updated["path"] and "http" not in updated["path"]
+        assert publisher.result(f"publish {version}")["committed"] == [subscriber.said["joined"]["member"]]
+
+
+@pytest.mark.parametrize("has_pids", [True, False], ids=["pids of their own", "one PID namespace"])
+def test_pods_without_a_common_directory_use_the_network(
+    has_pids: bool, shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack, tmp_path: Path
+) -> None:
+    """They have one network here, as pods of one node reach each other's addresses. With one PID namespace they report
+    one host, and the socket alone tells that they share no memory."""
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    auth = Auth.of(token_file=token)
+    hub = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
+    hub.start()
+    stack.callback(hub.stop)
+    pod = Pod(mounts={made: "model"}, has_network=False, has_pids=has_pids, has_proc=has_pids)
+    connection = {"token": TOKEN, "listen": "127.0.0.1:0"}
+    workers = [
+        stack.enter_context(
+            Worker(
+                Task(hub=hub.url, fallback=fallback, connection=connection, environ=pod.environ, constants=SMALL),
+                prefix=pod.prefix,
+            )
+        )
+        for fallback in ("/mnt/model", None)
+    ]
+    for worker in workers:
+        assert worker.say_until("digests")["digests"] == digests(truth)
+    fetched = workers[1].said["fetched"]
+    assert [path.partition(" ")[0] for path in fetched["paths"]] == ["http"], fetched

@@ -1,0 +1,264 @@
+"""Processes in pods: namespaces of their own (PID, mount, network, UTS, IPC), and a directory that they share.
+
+In: the directories of a pod. Out: words before a command, which then runs as process 1 of the pod; an `Engine`, which
+attaches and fetches there.
+Not here: keepers, workers and ranks (`keeper`, `fleet`, `sync`), which take these words as `prefix`.
+
+    pod = Pod(shared=directory);  KeeperProcess([...], prefix=pod.prefix, environ=pod.environ)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.fleet import Worker, digests, say
+from tests.support.users import STRANGER, run_as
+
+from penstock.errors import PenstockError
+
+NAMESPACES = ("pid", "mnt", "net", "uts", "ipc")
+CODE = Path(__file__).parents[2]
+ROOT = "/mnt"
+"""Place of a pod's own directories; it is empty on most hosts, and is covered for the pod alone."""
+RUNTIME = f"{ROOT}/run/penstock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod. /tmp, /dev/shm and /proc are its own; the rest of the host's files is seen as it is.
+
+    Attributes:
+        shared: directory mounted as its runtime directory; None: it has one of its own.
+        mounts: directory of the host -> name below `ROOT`, read-only.
+        has_network: whether it has a network namespace of its own.
+        has_pids: whether it has a PID namespace of its own.
+        has_proc: whether it has a /proc of its own.
+    """
+
+    shared: Path | None = None
+    mounts: Mapping[Path, str] = field(default_factory=dict)
+    has_network: bool = True
+    has_pids: bool = True
+    has_proc: bool = True
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Return the variables of a process in it."""
+        return {
+            "PENSTOCK_RUNTIME_DIR": RUNTIME,
+            "PENSTOCK_STALL_S": "15",
+            "PYTHONPATH": f"{ROOT}/code/src:{ROOT}/code",
+            "TMPDIR": "/tmp",
+        }
+
+    @property
+    def prefix(self) -> list[str]:
+        """Return the words before a command of the pod."""
+        steps = ["set -e", f"mount -t tmpfs pod {ROOT}", f"mkdir -p {ROOT}/run"]
+        binds = [(CODE, f"{ROOT}/code", "ro"), *((path, f"{ROOT}/{name}", "ro") for path, name in self.mounts.items())]
+        if self.shared is not None:
+            binds.append((self.shared, RUNTIME, "rw"))
+        # An interpreter that is below /tmp must stay there.
+        kept = sorted({path for path in (sys.prefix, sys.base_prefix, *sys.path) if path.startswith("/tmp/")})
+        kept = [path for path in kept if os.path.isdir(path) and not Path(path).is_relative_to(CODE)]
+        binds += [(Path(path), f"{ROOT}/kept{number}", "rw") for number, path in enumerate(kept)]
+        for source, target, mode in binds:
+            steps += [f"mkdir -p {target}", f"mount --bind {shlex.quote(str(source))} {target}"]
+            if mode == "ro":
+                steps.append(f"mount -o remount,bind,ro {target}")
+        steps += ["mount -t tmpfs pod /tmp", "mount -t tmpfs pod /dev/shm"]
+        for number, path in enumerate(kept):
+            steps += [f"mkdir -p {shlex.quote(path)}", f"mount --bind {ROOT}/kept{number} {shlex.quote(path)}"]
+        steps += ["mount -t proc proc /proc"] * self.has_proc + [f"cd {ROOT}/code", 'exec "$@"']
+        words = ["unshare", "--mount", "--fork", "--kill-child", "--uts", "--ipc"]
+        words += ["--net"] * self.has_network + ["--pid"] * self.has_pids
+        words += ["--user", "--map-root-user"] * (os.geteuid() != 0)
+        return [*words, "sh", "-c", "\n".join(steps), "pod"]
+
+    def refusal(self) -> str:
+        """Return why this system permits no such pod; empty: it does."""
+        try:
+            tried = subprocess.run([*self.prefix, "true"], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"unshare cannot be run: {error}"
+        return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def inside(pid: int) -> int:
+    """Return the id, in this namespace, of process 1 of the pod whose `unshare` has this id."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def namespaces(pid: int | str) -> dict[str, str]:
+    """Return the namespaces of a process."""
+    return {name: os.readlink(f"/proc/{pid}/ns/{name}") for name in NAMESPACES}
+
+
+def arenas(pid: int | str) -> set[int]:
+    """Return the inodes of the arenas that a process has mapped: equal ones are the same physical memory."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if re.search("memfd:penstock-arena", line)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTask:
+    """The task of an engine: see `Engine`."""
+
+    model: str
+    device: str = "cpu"
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(Worker):
+    """A process that attaches and fetches. Lines of input: `attach`, `check`, `fetch`; to attach and say the error:
+    `attempt`, `stranger` (as another user), `elsewhere` (with another runtime directory)."""
+
+    room = "tests.support.pods"
+
+    def ask(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Have it do something; what it says of it."""
+        self.said.pop(word, None)
+        self.tell(word)
+        return self.say_until(word, timeout_s=timeout_s)
+
+
+def _attach(task: EngineTask, kept: list[Any]) -> dict[str, Any]:
+    import torch
+
+    import penstock as ps
+
+    free_bytes = torch.cuda.mem_get_info()[0] if task.device != "cpu" else 0
+    attached = ps.attach(task.model, device=task.device, wait_s=10.0)
+    kept.append(attached)
+    report = attached.report
+    device = {}
+    if task.device != "cpu":
+        torch.cuda.synchronize()
+        used_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+        device = {"used_bytes": used_bytes, "allocated_bytes": torch.cuda.memory_allocated()}
+    return {
+        **device,
+        "path": report.path,
+        "verified": report.verified,
+        "device": report.device,
+        "digests": digests(dict(attached)),
+        "arenas": sorted(arenas("self")),
+    }
+
+
+def _check(kept: list[Any]) -> dict[str, Any]:
+    try:
+        kept[-1].check()
+    except PenstockError as error:
+        return {"error": type(error).__name__}
+    return {"error": ""}
+
+
+def _fetch(task: EngineTask) -> dict[str, Any]:
+    import penstock as ps
+
+    weights: dict[str, Any] = {}
+    with ps.join(task.model) as fleet:
+        report = fleet.fetch(weights, device=task.device, wait_s=20.0)
+        return {
+            "paths": dict(report.nbytes_by_path),
+            "why": dict(report.why),
+            "faults": list(report.faults),
+            "verified": report.verified,
+            "digests": digests(weights),
+        }
+
+
+def _failure(task: EngineTask, device: str) -> dict[str, Any]:
+    """Attach, and return the error."""
+    import penstock as ps
+
+    try:
+        ps.attach(task.model, device=device, wait_s=0.5)
+    except PenstockError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": "", "message": ""}
+
+
+def _stranger(task: EngineTask) -> dict[str, Any]:
+    """Attach as another user; then connect to every socket as that user, although the modes would permit it."""
+    # On no device: a forked child has no use of its parent's.
+    said: dict[str, Any] = run_as(STRANGER, lambda: _failure(task, "cpu"))
+    sockets = list(Path(RUNTIME).rglob("*.sock"))
+    modes = {path: path.stat().st_mode for path in {Path(RUNTIME), *sockets, *(path.parent for path in sockets)}}
+    try:
+        for path in modes:
+            path.chmod(0o777)
+        said["answers"] = run_as(STRANGER, lambda: {str(path): _answer(path) for path in sockets})
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+    return said
+
+
+def _answer(path: Path) -> str:
+    """Return what a socket sends to a stranger: bytes and descriptors."""
+    is_packets = path.name == "fds.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if is_packets else socket.SOCK_STREAM) as sock:
+        sock.settimeout(10)
+        try:
+            sock.connect(str(path))
+            sock.send(struct.pack("<Q", 0) if is_packets else b"GET /v1/alive HTTP/1.1\r\nHost: a\r\n\r\n")
+            data, fds, _, _ = socket.recv_fds(sock, 100, 10)
+        except (ConnectionError, BrokenPipeError):
+            return ""
+    return f"{data!r} and {len(fds)} descriptors" if data or fds else ""
+
+
+def _elsewhere(task: EngineTask) -> dict[str, Any]:
+    """Attach as in a pod that does not mount the directory."""
+    os.environ["PENSTOCK_RUNTIME_DIR"] = "/tmp/own"
+    try:
+        return _failure(task, "cpu")
+    finally:
+        os.environ["PENSTOCK_RUNTIME_DIR"] = RUNTIME
+
+
+def main() -> int:
+    """Be an engine."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # process 1 has no default action
+    task = EngineTask(**json.loads(sys.argv[1]))
+    import torch
+
+    torch.set_num_threads(1)
+    kept: list[Any] = []
+    words = {
+        "attach": lambda: _attach(task, kept),
+        "check": lambda: _check(kept),
+        "fetch": lambda: _fetch(task),
+        "attempt": lambda: _failure(task, task.device),
+        "stranger": lambda: _stranger(task),
+        "elsewhere": lambda: _elsewhere(task),
+    }
+    numbers = [name for name in os.listdir("/proc") if name.isdecimal()]
+    say("ready", pid=os.getpid(), namespaces=namespaces("self"), processes=len(numbers))
+    for line in sys.stdin:
+        try:
+            say(line.strip(), **words[line.strip()]())
+        except PenstockError as error:
+            say("failed", error=type(error).__name__, message=str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "engine"
+    sys.exit(main())
