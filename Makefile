@@ -68,6 +68,7 @@ storage-servers:
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
 	@scripts/setup_chromium.sh || echo "chromium could not be set up here: tests of the fleet page are skipped" >&2
 	@scripts/setup_redis.sh || echo "redis could not be set up here: its tests are skipped" >&2
+	@scripts/setup_prometheus.sh || echo "prometheus could not be set up here: its test is skipped" >&2
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 

@@ -175,7 +175,8 @@ class Member:
         """Yield the values of this member for metrics; called by the thread of a scrape."""
         if self._closing.is_set():
             return
-        yield "penstock_members", ("away" if self.hub_is_away else "reachable",), 1
+        yield "penstock_members", ("away",), self.hub_is_away
+        yield "penstock_members", ("reachable",), not self.hub_is_away
         for weights in self.weights:
             model, on_device = weights.identity.model, "gpu" if weights.device.type == "cuda" else "host"
             state = weights.state if weights.damage is None else "damaged"
