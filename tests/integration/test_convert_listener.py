@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.support.users import STRANGER, run_as
 
+from penstock.errors import PlanError
 from penstock.jobs import messages
 from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.workers.launch import LocalLauncher
@@ -123,3 +124,28 @@ def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
             stack.enter_context(sock)
     assert counts[-1] == 0, counts
     assert len(report.workers) == 1  # none was lost and replaced
+
+
+class Newer(LocalLauncher):
+    """A launcher whose workers speak the next major version; before each, a stranger says that it does."""
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        self.open: list[socket.socket] = []
+        for shown in ("not the secret", secret):
+            hello = messages.Hello(worker=worker, secret=shown, device=device, protocol="2.0")
+            self.open.append(sock := socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.connect("\0" + address.removeprefix("unix:"))
+            messages.Wire(sock).send(hello)
+
+    def ended(self, worker: str) -> str | None:
+        return None
+
+    def kill(self, worker: str) -> None:
+        for sock in self.open:
+            sock.close()
+
+
+def test_a_worker_of_another_major_version_ends_the_job_by_name(made: Path, tmp_path: Path) -> None:
+    expected = rf"worker w0 speaks job protocol 2.0, the coordinator speaks {messages.JOB_PROTOCOL}"
+    with Newer() as launcher, pytest.raises(PlanError, match=expected):
+        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from penstock import errors
-from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError
+from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.jobs.job import Job
 from penstock.jobs.messages import (
     HELLO_BYTES,
@@ -37,6 +37,7 @@ from penstock.jobs.messages import (
     Stop,
     Wire,
     Work,
+    check_version,
     end_with_peer,
     listen,
 )
@@ -259,7 +260,8 @@ class Coordinator(Closing):
         """Match a new connection with a spawned worker by its `Hello`; close it if there is no such worker."""
         try:
             messages = wire.from_worker()
-        except (PeerLost, FormatError):
+        except (PeerLost, FormatError, PlanError):
+            # PlanError too: what does not show the secret must not stop the job.
             self._turn_away(wire)
             return
         if not messages:
@@ -270,6 +272,8 @@ class Coordinator(Closing):
         if not isinstance(hello, Hello) or place is None or place.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
+        # Not turned away as a stranger: every replacement would be of the same release.
+        check_version(hello.protocol, f"worker {hello.worker}", "the coordinator")
         admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
         # From here on `_check_workers` applies the deadline by progress instead.

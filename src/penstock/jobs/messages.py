@@ -1,14 +1,19 @@
 """Messages between the coordinator of a job and its workers: typed values in msgpack, framed by length, on a socket.
 
-In / Out: frozen structs; decoding refuses unknown fields and frames past their bound.
+In / Out: frozen structs; decoding ignores unknown fields, and refuses frames past their bound.
 Not here: the processes at both ends (`coordinator`, `jobs.workers.process`).
 
     worker:       Hello --------> Ready ------> Began, Done ... Beat ------> (connection ends)
     coordinator:        JobSpec -------> Work (tasks, revoked) ------> Stop
+
+`Hello` and `JobSpec` carry the version of these messages, since nodes of a cluster may have several releases. Within
+one major version fields are only added. A field that changes what a worker writes, or that a worker must not ignore, is
+a new major version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -18,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.trace import Span
-from penstock.errors import MALFORMED, FormatError, PeerLost
+from penstock.errors import MALFORMED, FormatError, PeerLost, PlanError
 from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit
 from penstock.net.listener import GuardedListener
 
@@ -28,11 +33,14 @@ HELLO_BYTES = 4096
 """Longest message of a peer that has not identified itself."""
 HELLO_S = 5.0
 """Time within which a new connection must send its `Hello`."""
+JOB_PROTOCOL = "1.0"
+"""The version of these messages. The default of its field is "1.0" in all releases, and defaults are not sent: the
+first release refused unknown fields."""
 EXECUTORS = ("fetch", "place", "compute", "send")
 """Of a worker, in the order of a task's way through them."""
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="job"):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="job"):
     """The specification of a job, from which every process plans the same `Job`."""
 
     sources: tuple[str, ...]
@@ -57,17 +65,20 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """True if workers report the tasks whose input their cache has: they may be on several hosts."""
     in_memory: bool = False
     """True if `directory` is one region of memory."""
+    protocol: str = "1.0"
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """The first message of a worker. It shows the secret it was started with, since any process may connect."""
 
+    # These fields stay in every version, so that a coordinator can tell a worker of another version from a stranger.
     worker: str
     secret: str
     device: str
+    protocol: str = "1.0"
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ready"):
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The worker has planned the job and can take tasks."""
 
     key: str
@@ -77,13 +88,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Tasks that have most of their input in that cache."""
 
 
-class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="began"):
+class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     """The operation runs on a task now: the task to blame if the worker is lost."""
 
     task: int
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """A task's bytes are written."""
 
     task: int
@@ -94,7 +105,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The counts of `Beat` when the task ended: if the worker dies, only what it read for unfinished tasks is lost."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A worker's progress and statistics, sent every `BEAT_S`."""
 
     moved_bytes: int
@@ -115,7 +126,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`time.perf_counter()` of the worker's host when this was sent: spans are measured by the same clock."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="failure"):
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """The error that stopped the worker."""
 
     kind: str
@@ -128,15 +139,28 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     minimum_bytes: int = 0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="work"):
+class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
     """Tasks to run, in order; and tasks that the worker may skip."""
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[int, ...] = ()
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stop"):
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Request to finish: no task is left."""
+
+
+class _Announced(msgspec.Struct):
+    """The version in a message whose other fields may be of a version that is not known here."""
+
+    protocol: str = JOB_PROTOCOL
+
+
+def check_version(protocol: str, them: str, us: str) -> None:
+    """Raise PlanError if the other side's messages are of another major version."""
+    if protocol.partition(".")[0] != JOB_PROTOCOL.partition(".")[0]:
+        message = f"{them} speaks job protocol {protocol[:16]}, {us} speaks {JOB_PROTOCOL}: their major versions differ"
+        raise PlanError(message, hint="install one release of Penstock on all nodes of a conversion")
 
 
 FromWorker = Hello | Ready | Began | Done | Beat | Failure
@@ -187,6 +211,7 @@ class Wire:
 
         Raises:
             PeerLost: the worker has ended. FormatError: the bytes are not a message.
+            PlanError: they are a message of another major version.
         """
         return self._decoded(_FROM_WORKER)
 
@@ -211,9 +236,13 @@ class Wire:
                 raise FormatError(f"a message of {stop - 4} bytes exceeds the limit of {self.max_frame_bytes}")
             if len(self._came) < stop:
                 break
+            raw = bytes(self._came[4:stop])
             try:
-                messages.append(decoder.decode(bytes(self._came[4:stop])))
+                messages.append(decoder.decode(raw))
             except MALFORMED as error:
+                with contextlib.suppress(*MALFORMED):
+                    announced = msgspec.msgpack.decode(raw, type=_Announced)
+                    check_version(announced.protocol, "the other process of the job", "this one")
                 raise FormatError(f"not a message of a job: {error}") from error
             del self._came[:stop]
         return messages

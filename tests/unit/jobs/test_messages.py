@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from penstock.errors import FormatError, PeerLost
-from penstock.jobs.messages import HELLO_BYTES, Began, Done, Hello, JobSpec, Stop, Wire, Work
+from penstock.errors import FormatError, PeerLost, PlanError
+from penstock.jobs.messages import HELLO_BYTES, JOB_PROTOCOL, Began, Done, Failure, Hello, JobSpec, Stop, Wire, Work
 from penstock.jobs.workers.process import serve
 
 Pair = tuple[socket.socket, Wire]
@@ -80,3 +80,28 @@ def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
     with here, there:
         serve(Wire(there), "w0", "s", torch.device("cpu"))
         assert here.recv(1 << 16) == framed(Hello(worker="w0", secret="s", device="cpu"))
+
+
+def test_a_worker_names_a_coordinator_of_another_major_version():
+    raw = msgspec.msgpack.encode({"type": "job", "protocol": "2.0", "sources": "of another shape"})
+    there, coordinator = socket.socketpair()
+    with there, coordinator:
+        coordinator.sendall(len(raw).to_bytes(4, "little") + raw)
+        with pytest.raises(PlanError, match=f"speaks job protocol 2.0, .* speaks {JOB_PROTOCOL}: their major"):
+            serve(Wire(there), "w", "s", torch.device("cpu"))
+        hello, failure = Wire(coordinator).from_worker()
+    assert isinstance(hello, Hello) and isinstance(failure, Failure)
+    # The coordinator learns it too, by an error of its own.
+    assert failure.kind == "PlanError" and "speaks job protocol 2.0" in failure.message
+
+
+def test_what_a_newer_minor_version_adds_is_ignored(pair: Pair):
+    here, wire = pair
+    raw = msgspec.msgpack.encode({"type": "began", "task": 3, "added_later": {"a": [1]}})
+    here.sendall(len(raw).to_bytes(4, "little") + raw)
+    assert wire.from_worker() == [Began(task=3)]
+
+
+def test_the_version_is_not_sent_while_it_is_the_first():
+    """The first release refuses unknown fields."""
+    assert "protocol" not in msgspec.msgpack.decode(msgspec.msgpack.encode(Hello(worker="w", secret="s", device="d")))

@@ -43,6 +43,7 @@ from penstock.jobs.messages import (
     ToWorker,
     Wire,
     Work,
+    check_version,
     end_with_peer,
 )
 from penstock.jobs.operations.spec import operation_of
@@ -92,14 +93,13 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     with_one.shutdown(wait=False)
     try:
         wire.send(Hello(worker=worker, secret=secret, device=str(device)))
-        messages: list[ToWorker] = []
-        with trace.stage("wait for the job"):
-            while not messages:
-                messages = wire.to_worker()
-        job_spec, *more = messages
-        assert isinstance(job_spec, JobSpec)
-        if more:
-            # The second message can only be a `Stop`: the job ended before this worker was ready.
+        try:
+            with trace.stage("wait for the job"):
+                job_spec = _receive_job(wire)
+        except PlanError as error:
+            wire.send(failure_of(error))
+            raise
+        if job_spec is None:
             return
         # Left on an error too: running steps are drained before the memory that they read and write is freed.
         with ExitStack() as stack:
@@ -117,6 +117,22 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
     except PeerLost:
         # Not `sys.exit`: draining would go on writing to files that the next run of this job already uses.
         os._exit(ALONE)
+
+
+def _receive_job(wire: Wire) -> JobSpec | None:
+    """Wait for the job and return it; None: it ended before this worker was ready.
+
+    Raises:
+        PlanError: the coordinator's messages are of another major version.
+    """
+    messages: list[ToWorker] = []
+    while not messages:
+        messages = wire.to_worker()
+    job_spec, *more = messages
+    assert isinstance(job_spec, JobSpec)
+    check_version(job_spec.protocol, "the coordinator", "this worker")
+    # The second message can only be a `Stop`.
+    return None if more else job_spec
 
 
 def failure_of(error: PenstockError) -> Failure:
