@@ -9,7 +9,7 @@ import penstock
 from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber", "convert", "manifest", "serve_metrics", "drain", "status", "why"]
+VERBS += ["publisher", "subscriber", "convert", "manifest", "phase", "serve_metrics", "drain", "status", "why"]
 VALUES = [
     "AttachReport",
     "Attached",

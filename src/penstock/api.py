@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.loader.report import LoadReport
     from penstock.loader.safe_open import load_file, safe_open
     from penstock.loader.verify import InspectReport, ManifestReport, VerifyReport, inspect, manifest, verify
+    from penstock.phases import phase
     from penstock.sync.publish.publisher import Publisher, publisher
     from penstock.sync.receive.subscriber import Hooks, Subscriber, subscriber
     from penstock.sync.report import PublishReport, UpdateReport
@@ -61,6 +62,7 @@ _ROOMS = {
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
     "manifest": "loader.verify",
+    "phase": "phases",
     "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
     "serve_metrics": "telemetry.endpoint",
@@ -103,6 +105,7 @@ __all__ = [
     "load_file",
     "load_into",
     "manifest",
+    "phase",
     "publisher",
     "safe_open",
     "serve_metrics",

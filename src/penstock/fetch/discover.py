@@ -144,7 +144,7 @@ class Discovery:
             device = next(iter(tensors.values())).device
         if fallback is not None:
             options = Options(device=device, storage_options=storage_options)
-            session = stack.enter_context(Session(fallback, options, self._settings, in_group=True))
+            session = stack.enter_context(Session(fallback, options, self._settings, in_group=True, journey=""))
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if is_given:

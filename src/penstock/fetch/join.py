@@ -31,10 +31,11 @@ from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.loader.into import targets_of
-from penstock.loader.report import Phases, ProgressOption, showing_progress
+from penstock.loader.report import ProgressOption, showing_progress
 from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
+from penstock.phases import Phases
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
 
@@ -85,10 +86,13 @@ class Fleet:
 
         Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
-        phases = Phases(_name="discover")
         record = open_trace(trace)
         is_over = threading.Event()
-        with Journey("fetch", self.identity.model, member=self.member.id[:8]) as journey, ExitStack() as stack:
+        with (
+            Phases("discover", journey="fetch", model=self.identity.model) as phases,
+            Journey("fetch", self.identity.model, member=self.member.id[:8]) as journey,
+            ExitStack() as stack,
+        ):
             stack.callback(is_over.set)
             target_weights = Discovery(self.identity, self.member, self._settings).find(
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
@@ -104,10 +108,7 @@ class Fleet:
                 else None
             )
             phases.enter("connect")
-            chunks = weights.layout.chunks
-            with showing_progress(
-                progress, self.identity.model, lambda: (int(chunks.nbytes[weights.have].sum()), weights.layout.nbytes)
-            ):
+            with showing_progress(progress, self.identity.model, weights.progress):
                 provenance = self._fill(weights, storage, phases, record, journey, is_new=new_tensors is not None)
             weights.set_state("whole")
             self.member.beat_now()
@@ -145,7 +146,7 @@ class Fleet:
             storage=storage,
             stall_s=self._settings.stall_s,
             trace=record,
-            on_first=lambda: phases.enter("move"),
+            on_first=lambda: phases.enter("move", weights.progress),
         )
         journey.received = running.provenance.received
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
 from penstock.loader.report import ProgressOption
 from penstock.peer.local_weights import LocalWeights
+from penstock.phases import Phases
 from penstock.storage.output import OutputSet, require_free, typed
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
 from penstock.types import GB, Manifest, TensorTable
@@ -69,11 +69,11 @@ def pull(
     files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
     try:
         report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
-        begun = time.perf_counter()
-        files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key))
+        with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
+            files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key))
     finally:
         files.close()
-    phases = {**report.phases, "write": time.perf_counter() - begun}
+    phases = {**report.phases, **writing.seconds}
     return replace(report, phases=phases, wall_s=sum(phases.values()))
 
 

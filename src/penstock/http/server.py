@@ -95,9 +95,14 @@ class Exchange:
         self._unread_bytes = 0
         return self.wire.receive_body(nbytes)
 
-    def answer(self, status: int, body: bytes = b"") -> None:
-        """Send a whole answer."""
-        seconds, head = self._begin(status, len(body), f"Content-Length: {len(body)}\r\n")
+    @property
+    def is_local(self) -> bool:
+        """True if the request came over a Unix socket: the kernel has authenticated this process's own user."""
+        return not self._peer
+
+    def answer(self, status: int, body: bytes = b"", fields: str = "") -> None:
+        """Send a whole answer; `fields` are more header lines, each with its CR LF."""
+        seconds, head = self._begin(status, len(body), f"Content-Length: {len(body)}\r\n{fields}")
         self.wire.set_pace(seconds)
         if len(body) <= _JOINED_BYTES:
             self.wire.send_all(head + body)
@@ -117,6 +122,13 @@ class Exchange:
         # byte is found much sooner.
         self.wire.set_pace(self._place.limits.answer_s)
         self.wire.send_all(head)
+
+    def begin_stream(self, lasts_s: float, fields: str) -> None:
+        """Send the head of an answer that ends with the connection; the handler sends the body for `lasts_s`."""
+        self.closes = True
+        self.begin_answer(0, fields)
+        # Until its end, which the handler keeps; a client that takes nothing is found by the pace of each call.
+        self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
         """Set the deadline by which the client must have taken the answer; return its seconds, and the head."""

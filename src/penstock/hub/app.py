@@ -49,6 +49,7 @@ from penstock.hub.messages import (
     Fault,
     Hello,
     MemberId,
+    PhasesReply,
     Status,
     SyncReply,
     SyncRequest,
@@ -145,7 +146,7 @@ OPERATIONS = (
         models=lambda beat: (
             *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
         ),
-        answer=lambda directory, member, body, caller: directory.beat(member, body),
+        answer=lambda directory, member, body, caller: directory.beat(member, body, caller),
     ),
     Operation(
         name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
@@ -194,11 +195,19 @@ OPERATIONS = (
         ),
     ),
     Operation(
+        name="phases", method="GET", path="/v1/phases", about="The starts of processes, with their phases.",
+        gives=PhasesReply, answer=lambda directory, model, _, caller: directory.phases(model or None, caller),
+    ),
+    Operation(
         name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
         takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
         answer=lambda directory, _, body, caller: directory.why(body),
     ),
 )  # fmt: skip
+
+
+_OF_A_MODEL = frozenset({"status", "phases"})
+"""Operations with the parameter `model`."""
 
 
 class _Refused(Exception):
@@ -231,11 +240,12 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         MissingExtra: FastAPI or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
+    from penstock.hub.replicas import ReplicaFeed
 
     auth = auth or Auth()
     metrics = Metrics(directory)
-    feed = FleetFeed(directory.status)
+    feed, replicas = FleetFeed(directory.status), ReplicaFeed(directory.phases)
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)
@@ -246,7 +256,10 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
     app = FastAPI(title="Penstock hub", version="1", lifespan=life, docs_url=None, redoc_url=None)
     for operation in OPERATIONS:
         # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
-        app.add_route(operation.path, _endpoint(operation, directory, auth, metrics), methods=[operation.method])
+        endpoint = _endpoint(operation, directory, auth, metrics)
+        if operation.name == "phases":
+            endpoint = or_stream(endpoint, replicas, lambda request: _check_caller(request, auth))
+        app.add_route(operation.path, endpoint, methods=[operation.method])
     _add_pages(app, directory, auth, metrics)
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.state.on_unauthorized = on_unauthorized
@@ -485,7 +498,7 @@ def _parameter(operation: Operation, request: Request) -> str:
     try:
         if "{member}" in operation.path:
             return msgspec.convert(request.path_params["member"], MemberId)
-        if operation.name == "status" and "model" in request.query_params:
+        if operation.name in _OF_A_MODEL and "model" in request.query_params:
             return msgspec.convert(request.query_params["model"], Word)
     except msgspec.ValidationError as error:
         raise _Refused(422, f"{operation.name}: {error}") from error
@@ -613,7 +626,7 @@ def _described(operation: Operation) -> dict[str, Any]:
     if "{member}" in operation.path:
         schema = msgspec.json.schema(MemberId)
         parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
-    if operation.name == "status":
+    if operation.name in _OF_A_MODEL:
         schema = msgspec.json.schema(Word)
         parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
     if operation.speaker is not None:

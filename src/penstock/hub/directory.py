@@ -32,6 +32,7 @@ from penstock.hub.messages import (
     Drain,
     Hello,
     HoldingState,
+    PhasesReply,
     Ranges,
     Status,
     SyncReply,
@@ -44,6 +45,7 @@ from penstock.hub.messages import (
     WhyRequest,
 )
 from penstock.hub.proof import proof_fault
+from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
     HOLDING_DECODER,
@@ -214,7 +216,7 @@ class Directory:
             message = f"member {member} registered with another certificate"
             raise PermissionDenied(message, hint="a new process takes a new id")
 
-    def beat(self, member: str, beat: Beat) -> BeatReply:
+    def beat(self, member: str, beat: Beat, caller: Caller | None = None) -> BeatReply:
         """Renew a member's lease; keys that the beat does not name are no longer held. Return the order to drain it.
 
         Raises:
@@ -242,8 +244,11 @@ class Directory:
         )
         # A request of the same member may have changed the entry since it was read: then merge with that once more. If
         # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
-        if not self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys + still_requested)):
-            self._renew(member, *self._seen(member, now, keys))
+        boot = encoded(beat.boot, caller)
+        after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot)
+        if not self._renew(member, entry, after):
+            entry, latest = self._seen(member, now, keys)
+            self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
         return BeatReply(drain=known.drain)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
@@ -283,7 +288,9 @@ class Directory:
         if entry is None:
             return
         self.counts["leaves"] += 1
-        self._remove(member, MEMBER_DECODER.decode(entry.value))
+        known = MEMBER_DECODER.decode(entry.value)
+        record_failure(self.store, member, known)
+        self._remove(member, known)
 
     # Keys.
 
@@ -474,6 +481,10 @@ class Directory:
     def status(self, model: str | None = None) -> Status:
         """Return the members and what they hold; of one model, those that have or fetch it."""
         return status(self.store, model, self._clock())
+
+    def phases(self, model: str | None = None, caller: Caller | None = None) -> PhasesReply:
+        """Return the starts of the fleet's processes that a caller may see; of one model, those that load it."""
+        return replicas(self.store, self._clock(), model=model, caller=caller)
 
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from penstock.hub.address import PEER_URL_PATTERN
 from penstock.jobs.observer import JobState
+from penstock.phases import Boot
 from penstock.types import DType, TensorTable
 
 
@@ -76,7 +77,7 @@ def sync_key(name: str) -> str:
 
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
-# the digests in logs; 2.2 shows the version in every request to a hub.
+# the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats.
 PROTOCOL = "2.2"
 """The version that this release speaks."""
 PROTOCOL_HEADER = "penstock-protocol"
@@ -257,6 +258,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
     drain: Drain | None = None
     """Of the hub's last answer: a hub that has lost its memory takes it over."""
+    boot: Boot | None = None
+    """The start of the member's process; None: it has loaded nothing."""
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -404,6 +407,8 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     complaints: int = 0
     drain: Drain | None = None
     """In force: its holdings are then shown as `draining`."""
+    boot: str = ""
+    """Its start: `starting: move`, `ready`, `failed: commit`; empty: it has loaded nothing. See `Replica`."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,6 +429,29 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Conversions that report to the hub, the newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
+
+
+class Replica(Boot, frozen=True, kw_only=True):
+    """The start of one process of the fleet, as of its last beat."""
+
+    member: str
+    name: str
+    host: str
+    silent_s: float = 0.0
+    """Seconds since that beat."""
+    has_left: bool = False
+    """It failed and left; the hub remembers it for ten minutes."""
+
+
+class PhasesReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The starts of a fleet's processes, with the number in each state."""
+
+    ready: int = 0
+    starting: int = 0
+    failed: int = 0
+    replicas: tuple[Replica, ...] = ()
+    gone: tuple[str, ...] = ()
+    """In an event, which lists replicas that changed: members that are not there any more."""
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -27,8 +27,10 @@ import msgspec
 
 from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra, PenstockError
+from penstock.http.phases import wants_stream
 from penstock.hub.auth import Caller
-from penstock.hub.messages import HoldingState, JobStatus, MemberStatus, Status, SyncState
+from penstock.hub.messages import HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
+from penstock.hub.replicas import ReplicaFeed
 
 try:
     from fastapi import FastAPI, Request, Response
@@ -279,6 +281,48 @@ async def keep_sampling(feed: FleetFeed) -> None:
                 _log.warning("the status for the fleet page cannot be read: %s", error.message)
             was_read = False
         await asyncio.sleep(SAMPLE_S)
+
+
+def or_stream(
+    answer: Callable[[Request], Awaitable[Response]], feed: ReplicaFeed, caller_of: Callable[[Request], Caller]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint of `/v1/phases` that streams events to requests that ask for them.
+
+    Args:
+        answer: answers the other requests.
+        feed: the replicas.
+        caller_of: see `add_page`.
+    """
+    viewers = 0
+
+    async def endpoint(request: Request) -> Response:
+        nonlocal viewers
+        if not wants_stream(request.query_params, request.headers.get("accept", "")):
+            return await answer(request)
+        caller = caller_of(request)
+        if viewers >= MAX_VIEWERS:
+            return Response(status_code=503, headers={"Retry-After": "10"})
+
+        async def stream() -> AsyncIterator[bytes]:
+            nonlocal viewers
+            viewers += 1
+            try:
+                had: Mapping[str, Replica] = {}
+                end_s = time.monotonic() + STREAM_S
+                while time.monotonic() < end_s:
+                    model = request.query_params.get("model") or None
+                    try:
+                        had, event = await run_in_threadpool(feed.changes, had, caller, model)
+                    except PenstockError as error:
+                        event = msgspec.json.encode({"error": error.message})
+                    yield b"data: " + event + b"\n\n" if event else b":\n\n"
+                    await asyncio.sleep(INTERVAL_S)
+            finally:
+                viewers -= 1
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    return endpoint
 
 
 def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:

@@ -11,6 +11,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     job/JOB                   a conversion, until an hour after its last report
     gone/MEMBER               a life that left, for as long as a late request of it may arrive
     claim/KEY/CHUNKS          the table of claims of a key
+    failed/MEMBER             the start of a process that failed and left
     hub/life, quiet, seed     a mark that a hub runs; that it is new; the key that it signs grants with
 """
 
@@ -44,6 +45,7 @@ from penstock.hub.messages import (
 )
 from penstock.hub.store import Entry, Store
 from penstock.jobs.observer import JobState
+from penstock.phases import Boot
 from penstock.plan.relay import DISTRUST, Node, Relay
 
 T = TypeVar("T")
@@ -81,6 +83,8 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """Names in the certificate that it showed then."""
     drain: Drain | None = None
     """An operator's order that is in force."""
+    boot: bytes = b""
+    """The `Boot` of its last beat, encoded: most readers of this entry do not need it. Empty: none."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +99,7 @@ class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
 
 HOLDING_DECODER = msgspec.msgpack.Decoder(HoldingEntry)
 MEMBER_DECODER = msgspec.msgpack.Decoder(MemberEntry)
+BOOT_DECODER = msgspec.msgpack.Decoder(Boot)
 COMPLAINT_DECODER = msgspec.msgpack.Decoder(ComplaintEntry)
 
 
@@ -378,6 +383,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 syncs=tuple(syncs.get(name, ())),
                 complaints=complained[name],
                 drain=known.drain,
+                boot=_standing(known),
             )
         )
     jobs = [
@@ -402,6 +408,14 @@ JOB_DECODER = msgspec.msgpack.Decoder(JobEntry)
 def jobs_of(store: Store) -> dict[str, JobEntry]:
     """Return the conversions that reported within `directory.JOB_TTL_S`, by their ids."""
     return {job: JOB_DECODER.decode(entry.value) for job, entry in store.scan("job/").items()}
+
+
+def _standing(known: MemberEntry) -> str:
+    """Return a member's start in a few words; empty: it has loaded nothing."""
+    if not known.boot:
+        return ""
+    boot = BOOT_DECODER.decode(known.boot)
+    return f"{boot.state}: {boot.phase}" if boot.phase else boot.state
 
 
 class SyncEntry(msgspec.Struct, frozen=True, array_like=True):

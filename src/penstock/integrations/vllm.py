@@ -16,11 +16,13 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import parse_bytes
 from penstock.errors import ConfigError
 from penstock.integrations import replica, vllm_patches
+from penstock.phases import Phases
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,7 @@ def register() -> None:
     from vllm.model_executor import model_loader
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.worker.worker_base import WorkerBase
 
     known = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     if LOAD_FORMAT in known:
@@ -68,6 +71,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
     vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
     vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
+    vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
 
 
 def read_options(extra: Any) -> dict[str, Any]:
@@ -111,6 +115,14 @@ def _loader_class() -> type[Any]:
             plain = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={})
             super().__init__(plain)
             self._objects: dict[str, str] = {}
+            self._after_weights: ExitStack | None = None
+
+        def load_model(self, *arguments: Any, **named: Any) -> Any:
+            """Return a new model with its weights."""
+            with ExitStack() as self._after_weights:
+                model = super().load_model(*arguments, **named)
+            self._after_weights = None
+            return model
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fill `model`."""
@@ -118,7 +130,11 @@ def _loader_class() -> type[Any]:
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
-            super().load_weights(model, model_config)
+            with Phases("load weights", journey="engine"):
+                super().load_weights(model, model_config)
+            # What follows in `load_model`; nothing does in a load into a model that is there already.
+            if self._after_weights is not None:
+                self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
         def download_model(self, model_config: Any) -> None:
             """Download a hub's model; a model in an object store is read from there when it is loaded."""

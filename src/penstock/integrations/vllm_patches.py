@@ -1,4 +1,4 @@
-"""Changes to vLLM's own classes: prefix caches per version of the weights, replies in step, object stores as models.
+"""Changes to vLLM's own classes: prefix caches by version, replies in step, phases, object stores as models.
 
 In: classes of vLLM. Out: the same classes, with methods wrapped, for one load format or weight-transfer backend: others
 are left alone. vLLM need not be installed to import this.
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
+
+from penstock.phases import Phases
 
 _MARK = "\x1fweights "
 """Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
@@ -122,6 +125,64 @@ class _ReplyQueue:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+STEPS = {
+    "init_device": "init device",
+    "load_model": "load model",
+    "determine_available_memory": "profile memory",
+    "initialize_from_config": "allocate cache",
+    "compile_or_warm_up_model": "warm up",
+}
+"""Methods of vLLM's workers that make up a start, in order, with the names of their phases."""
+_LAST_STEP = "compile_or_warm_up_model"
+
+
+def report_phases(worker: type[Any], load_format: str) -> None:
+    """Report the start of each worker as phases of its process, where weights are loaded by `load_format`."""
+    # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
+    if hasattr(worker, "_penstock_reports"):
+        return
+    worker._penstock_reports = True
+    construct = worker.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        construct(self, *arguments, **named)
+        if self.load_config.load_format == load_format and hasattr(self, _LAST_STEP):
+            _report_start(self)
+
+    worker.__init__ = __init__
+
+
+def _report_start(worker: Any) -> None:
+    """Report a worker's start, from now until its last step: the process is not ready between the steps either."""
+    start = Phases("start", journey="engine")
+    for method, name in STEPS.items():
+        if hasattr(worker, method):
+            setattr(worker, method, _reported(worker, method, name, start))
+
+
+def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
+    """Return a method of a worker that reports a phase; it is the worker's own method again when the start is over."""
+    call = getattr(worker, method)
+
+    @functools.wraps(call)
+    def reported(*arguments: Any, **named: Any) -> Any:
+        try:
+            with Phases(name, journey="engine"):
+                result = call(*arguments, **named)
+        except BaseException as error:
+            start.fail(error)
+            raise
+        if method == _LAST_STEP:
+            start.stop()
+            # vLLM calls some of them again while it serves, as after a sleep: those are no start.
+            for step in STEPS:
+                vars(worker).pop(step, None)
+        return result
+
+    return reported
 
 
 def accept_object_stores(load_format: str) -> None:

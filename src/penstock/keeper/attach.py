@@ -44,12 +44,12 @@ from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
 from penstock.keeper.lease import LeaseOwner, LeaseRenewal, LeaseState
 from penstock.lifecycle import Closing
-from penstock.loader.report import Phases
 from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
 from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
+from penstock.phases import Phases
 from penstock.report import Summarised
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
@@ -235,30 +235,30 @@ def _attach(
 ) -> Attached:
     """Attach to a keeper; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
     wanted = None if device is None else resolve_device(device)
-    phases = Phases(_name="find")
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     deadline = time.monotonic() + wait_s
     url = ""
-    while True:
-        # The last attempt has time for a request, too: with `wait_s=0` it is the only one.
-        left = max(0.2, deadline - time.monotonic())
-        try:
-            # Looked up at each attempt: the host's own hub moves to another process when its host ends.
-            url = (connection.hub or find_hub() or "").rstrip("/")
-            if not url:
-                raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
-            with HubClient.connect(url, connection.token, timeout_s=left) as client:
-                search = _Search(client, model, revision, wanted, stall_s)
-                return search.attach(phases, verify)
-        except SourceBusy:
-            # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
-            deadline = max(deadline, time.monotonic() + stall_s)
-        except _PASSING as error:
-            # A refusal by the hub itself stays one: the token is wrong. A refusal by a keeper may be an old grant.
-            is_refused = isinstance(error, PermissionDenied) and error.uri == url
-            if is_refused or time.monotonic() >= deadline:
-                raise
-        time.sleep(_ASK_S)
+    with Phases("find", journey="attach", model=model) as phases:
+        while True:
+            # The last attempt has time for a request, too: with `wait_s=0` it is the only one.
+            left = max(0.2, deadline - time.monotonic())
+            try:
+                # Looked up at each attempt: the host's own hub moves to another process when its host ends.
+                url = (connection.hub or find_hub() or "").rstrip("/")
+                if not url:
+                    raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
+                with HubClient.connect(url, connection.token, timeout_s=left) as client:
+                    search = _Search(client, model, revision, wanted, stall_s)
+                    return search.attach(phases, verify)
+            except SourceBusy:
+                # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
+                deadline = max(deadline, time.monotonic() + stall_s)
+            except _PASSING as error:
+                # A refusal by the hub itself stays one: the token is wrong. A refusal by a keeper may be an old grant.
+                is_refused = isinstance(error, PermissionDenied) and error.uri == url
+                if is_refused or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_ASK_S)
 
 
 _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fetch"

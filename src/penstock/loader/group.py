@@ -65,7 +65,7 @@ def exchange(
     # Runs of chunks and not every r-th chunk: a rank then reads stretches of a file.
     mine = [] if failed is not None else np.flatnonzero(turns == ranks.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
-    session.phases.enter("move")
+    session.enter_move()
     is_ours = np.repeat(turns == ranks.rank, np.diff(plan.seg_first))
     session.group_bytes = int((plan.seg_run * plan.seg_rows)[~is_ours].sum())
     _Rounds(run, place, ranks, per_round, failed).carry_out()

@@ -209,7 +209,7 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> L
     checker = session.checker(plan, place)
     with _marks_target(session):
         run = session.begin(plan, place, checker=checker)
-        session.phases.enter("move")
+        session.enter_move()
         for slab in run.slabs():
             # Verified by now: where digests are compared, a damaged slab is never copied.
             target = filled_by_slab[slab]
@@ -240,6 +240,7 @@ def _marks_target(session: Session) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
+        session.phases.fail(error)
         # Closed first: a read that is still under way may write to the target after this look.
         session.close()
         error.mutated = error.mutated or (session.run is not None and session.run.is_touched)

@@ -118,8 +118,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
             self._end()
             raise
         except BaseException as error:
-            self._journey.end(error)
-            self.close()
+            self._fail(error)
             raise
         self._num_tensors += 1
         self._nbytes += tensor.nbytes
@@ -136,10 +135,17 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
             self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
             self._journey.outcome = outcome_of(self._report)
         except BaseException as error:
-            self._journey.end(error)
+            self._fail(error)
             raise
-        finally:
-            self.close()
+        self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Close the stream, whose journey ended with this error."""
+        self._journey.end(error)
+        # None: another thread has closed it.
+        if self._session is not None:
+            self._session.phases.fail(error)
+        self.close()
 
     def close(self) -> None:
         """End the reads and free the memory; iterating further raises Cancelled. Idempotent."""
@@ -328,7 +334,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
     if not isinstance(place, HostPlace):
         place.allocate()
     run = begin(0)
-    session.phases.enter("move")
+    session.enter_move()
     # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
     tensors = _views(session, plan, place)
     with session.progress() as progress:
@@ -344,7 +350,7 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
         return
     plan, place, begin = _prepare(session, all_at_once=False)
     run = begin(session.settings.memory_bytes)
-    session.phases.enter("move")
+    session.enter_move()
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)

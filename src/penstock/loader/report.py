@@ -2,7 +2,7 @@
 
 In: counts of bytes, tickets of the engine; measurements of a session. Out: a bar on stderr, or calls of the user's
 function; frozen reports with a few lines for people.
-Not here: the measuring (`session`), the reports of other calls (`verify`, `sync.report`, `fetch.report`).
+Not here: the measuring (`session`, `phases`), the reports of other calls (`verify`, `sync.report`, `fetch.report`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -103,34 +103,6 @@ def outcome_of(report: LoadReport) -> Outcome:
         path=report.paths(),
         attributes={"uri": report.uri, "device": report.device, "revision": report.revision},
     )
-
-
-@dataclass(slots=True)
-class Phases:
-    """A stopwatch whose phases sum to the whole."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.perf_counter)
-    _name: str = "open"
-
-    def enter(self, name: str) -> None:
-        """End the running phase and begin `name`."""
-        now = time.perf_counter()
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        self._name, self._since = name, now
-
-    def stop(self) -> dict[str, float]:
-        """End the running phase; return the seconds of all phases by name."""
-        self.enter(self._name)
-        return dict(self.seconds)
-
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """Spend the block in `name`, then go back to the phase before."""
-        before = self._name
-        self.enter(name)
-        yield
-        self.enter(before)
 
 
 ProgressOption = bool | Callable[[int, int], object] | None

@@ -29,10 +29,11 @@ from penstock.engine.place import Place, registrar_of
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.lifecycle import Closing
-from penstock.loader.report import FilePath, LoadReport, Phases, Progress, ProgressOption
+from penstock.loader.report import FilePath, LoadReport, Progress, ProgressOption
 from penstock.loader.run import LoadRun
 from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
+from penstock.phases import Phases
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Digested, Source, is_remote
 from penstock.storage.files import FileSource
@@ -231,17 +232,25 @@ class Session(Closing):
         uri, options, settings: the weights, the caller's options, the bounds.
         in_group: others may bring the bytes: staging is made when a read needs it.
         local_world_size: processes that read on this host at the same time, as part of the same load.
+        journey: name of its journey in the record of phases; empty: it is a part of another journey.
 
     Attributes:
         group_bytes: that came from other ranks.
     """
 
     def __init__(
-        self, uri: Uris, options: Options, settings: Settings, *, in_group: bool = False, local_world_size: int = 1
+        self,
+        uri: Uris,
+        options: Options,
+        settings: Settings,
+        *,
+        in_group: bool = False,
+        local_world_size: int = 1,
+        journey: str = "load",
     ) -> None:
         self.options = options
         self.settings = settings
-        self.phases = Phases()
+        self.phases = Phases("open", journey=journey, model=next(iter(texts_of(uri)), ""))
         self.trace = open_trace(options.trace)
         self.intake = Intake(settings, options.device, local_world_size)
         # Before the headers are read, so that both take their time together.
@@ -255,7 +264,8 @@ class Session(Closing):
                 self.weights: WeightSet = open_weights(
                     uri, settings=settings, storage_options=options.storage_options, names=options.names
                 )
-        except BaseException:
+        except BaseException as error:
+            self.phases.fail(error)
             self.intake.close()
             raise
         self.intake.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
@@ -293,6 +303,12 @@ class Session(Closing):
         if self._mappings is not None:
             self._mappings.close()
         self.weights.close()
+        self.phases.close()
+
+    def __exit__(self, *raised: object) -> None:
+        if isinstance(error := raised[1], BaseException):
+            self.phases.fail(error)
+        self.close()
 
     # -- planning
 
@@ -395,6 +411,13 @@ class Session(Closing):
         )
         self.run.start()
         return self.run
+
+    def enter_move(self) -> None:
+        """Enter the phase `move`, whose bytes are those of the run."""
+        assert self.run is not None
+        # The ticket alone: the record of phases must not keep the run, and with it the weights.
+        ticket = self.run.ticket
+        self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
     def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
         """Return a checker of slabs of `place`, or None with the reason in `why`.

@@ -328,6 +328,10 @@ class LocalWeights:
         """True if every chunk is verified."""
         return bool(self.have.all())
 
+    def progress(self) -> tuple[int, int]:
+        """Return the verified bytes, and the bytes in all."""
+        return int(self.layout.chunks.nbytes[self.have].sum()), self.layout.nbytes
+
     def register(self, links: Links) -> None:
         """Register the regions with every transport that supports them; needed before `map` and before reading."""
         if self._handles:

@@ -35,6 +35,7 @@ from penstock.errors import (
     StaleDescriptor,
     UnknownMember,
 )
+from penstock.http.phases import PhasesHandler
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
 from penstock.hub.grants import GrantChecker
@@ -49,6 +50,7 @@ from penstock.hub.messages import (
     LeaseRequest,
     LogReply,
     Proof,
+    Replica,
     SyncReply,
     SyncRequest,
     SyncState,
@@ -62,6 +64,7 @@ from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
+from penstock.phases import Boot, boot_record
 from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import Links, open_links
@@ -70,6 +73,10 @@ from penstock.types import GB
 
 log = logging.getLogger("penstock.fleet")
 T = TypeVar("T")
+SHOWN_S = 600.0
+"""A start that ended longer ago is reported without its phases: a fleet that runs for days need not repeat them."""
+_BEAT_PAUSE_S = 0.2
+"""Least time between two heartbeats that are sent because a phase began; the next regular one reports the rest."""
 JOIN_AGAIN_S = 0.1
 """Pause before the next attempt to reach this host's own hub."""
 
@@ -127,6 +134,8 @@ class Member:
         self._grants: GrantChecker | None = None
         self._grant_key = b""
         self._runtime_dir = RuntimeDir()
+        self._record = boot_record()
+        self._beaten_s = 0.0
         listen = connection.listen
         try:
             start_configured(Settings.read())
@@ -151,6 +160,7 @@ class Member:
             )
             self.server.recheck = self.recheck
             self.server.sign = self._sign
+            self.server.phases = PhasesHandler(self._replica)
             self._signer = DigestSigner(self.id, self._epoch)
             self._hello = Hello(
                 member=self.id,
@@ -166,6 +176,7 @@ class Member:
         except BaseException:
             self._free()
             raise
+        self._record.listeners.append(self._beat_soon)
         # Last: the thread uses all of the above.
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._beats.start()
@@ -267,6 +278,11 @@ class Member:
         """Send the next heartbeat now; do not wait for it."""
         self._beat_now.set()
 
+    def _beat_soon(self) -> None:
+        """Send the next heartbeat now, unless one has just been sent: short phases must not flood the hub."""
+        if time.monotonic() - self._beaten_s > _BEAT_PAUSE_S:
+            self.beat_now()
+
     def report_now(self) -> None:
         """Send a heartbeat and wait for the answer; without an answer, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
@@ -288,6 +304,7 @@ class Member:
             self._spot_check()
             self.links.sweep()
             self.server.expire()
+            self._beaten_s = time.monotonic()
             try:
                 self._report()
                 self.hub_is_away = False
@@ -337,7 +354,20 @@ class Member:
         """Return the whole state of this member, as every heartbeat reports it."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
-        return Beat(holdings=tuple(map(self._status, self.weights)), syncs=tuple(syncs), drain=self._drain)
+        holdings = tuple(map(self._status, self.weights))
+        return Beat(holdings=holdings, syncs=tuple(syncs), drain=self._drain, boot=self._boot())
+
+    def _boot(self) -> Boot | None:
+        """Return the start of this process to report to the hub; without its phases if it ended long ago."""
+        boot = self._record.snapshot()
+        if boot is None or boot.state == "starting" or boot.started_at + boot.seconds > time.time() - SHOWN_S:
+            return boot
+        return msgspec.structs.replace(boot, phases=())
+
+    def _replica(self, boot: Boot) -> Replica:
+        """Return the start of this process as its server shows it."""
+        fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
+        return Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
     def _epoch(self) -> int:
         """Return the epoch that grants to read this member must name now."""
@@ -424,6 +454,10 @@ class Member:
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
+        boot = self._record.snapshot()
+        # The hub remembers why a start failed; the next regular heartbeat would come after this member has left.
+        if boot is not None and boot.state == "failed" and not self.hub_is_away:
+            self.report_now()
         self._closing.set()
         self._beat_now.set()
         self._beats.join()
@@ -435,6 +469,8 @@ class Member:
 
     def _free(self) -> None:
         """Close what was opened; also after a constructor that failed halfway."""
+        with contextlib.suppress(ValueError):
+            self._record.listeners.remove(self._beat_soon)
         if hasattr(self, "server"):
             self.server.close()
         if hasattr(self, "links"):

@@ -9,7 +9,9 @@ Not here: weight bytes (`transport`), connections (`http.server`), the client (`
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
     POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
     DELETE /v1/leases/L
-    GET    /v1/alive                        204; the only request without authentication
+    GET    /v1/phases                       the start of this process as JSON, or as events: see `http.phases`
+    GET    /v1/ready                        200 once it is ready, else 503; without authentication, as the next
+    GET    /v1/alive                        204
            /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
 
 Members do not run the hub's ASGI stack. For a request without work (2 cores, Python 3.11), FastAPI on uvicorn in a
@@ -44,6 +46,7 @@ from penstock.errors import (
     PlanError,
     StaleDescriptor,
 )
+from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import Exchange, HttpServer, Refused
 from penstock.hub.messages import (
     UNANNOUNCED,
@@ -112,6 +115,7 @@ class PeerServer:
         recall: see `Recall`.
         recheck: digests a chunk again, and returns True if it changed.
         sign: signs the digests in a log reply.
+        phases: answers requests for the phases of this process.
 
     Raises:
         ConfigError: an address cannot be bound.
@@ -128,6 +132,7 @@ class PeerServer:
     ) -> None:
         self._check_grant = check_grant
         self._max_bytes_per_s = max_bytes_per_s
+        self._is_tls = tls is not None
         self._weights: dict[str, LocalWeights] = {}
         self._leases: dict[str, _Leased] = {}
         self._draining: set[str] = set()
@@ -138,6 +143,7 @@ class PeerServer:
         self.recall: Recall = lambda key: nullcontext("")
         self.recheck: Callable[[LocalWeights, int], bool] = lambda weights, chunk: False
         self.sign: Callable[[LocalWeights, LogReply], LogReply] = lambda weights, reply: reply
+        self.phases = PhasesHandler(lambda boot: boot)
         try:
             self._open(str(path), str(path), None)
             self.addresses.append(f"unix://{path}")
@@ -354,6 +360,8 @@ class PeerServer:
         except ValueError as error:
             _send_malformed(exchange, error)
         else:
+            if value is _ANSWERED:
+                return
             if isinstance(value, Fault):
                 # Not an error of either side: the reader asks again, or asks another member.
                 _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
@@ -365,7 +373,7 @@ class PeerServer:
         method = exchange.head.method
         url = urlsplit(exchange.head.target)
         path = url.path.strip("/").split("/")
-        query = parse_qs(url.query)
+        query = parse_qs(url.query, keep_blank_values=True)
         handler = self.handlers.get(path[1]) if path[0] == "v1" and len(path) > 1 else None
         if handler is not None:
             value = handler.answer(method, path[2:], query, lambda max_bytes: _body(exchange, max_bytes))
@@ -373,6 +381,14 @@ class PeerServer:
             match method, path:
                 case "GET", ["v1", "alive"]:
                     return None
+                case "GET", ["v1", "ready"]:
+                    answer_ready(exchange)
+                    return _ANSWERED
+                case "GET", ["v1", "phases"]:
+                    self._check_watcher(exchange)
+                    exchange.prove()
+                    self.phases.answer(exchange, query)
+                    return _ANSWERED
                 case "GET", ["v1", "leases", lease, name]:
                     value = self._get(lease, name, query)
                 case "POST", ["v1", "leases"]:
@@ -387,10 +403,22 @@ class PeerServer:
                     value = None
                 case _:
                     raise NotFound("no such thing here")
-        # Here the caller has shown a grant, a lease or a session. The two requests that need none return above: a
-        # stranger must not take the places that are reserved for members.
+        # Here the caller has shown a grant, a lease or a session. The requests that need none return above: a stranger
+        # must not take the places that are reserved for members.
         exchange.prove()
         return value
+
+    def _check_watcher(self, exchange: Exchange) -> None:
+        """Check that a caller may see the phases: they name models, and errors.
+
+        Raises:
+            PermissionDenied: it came by TCP, and shows no certificate of the fleet.
+        """
+        # A token would have to be the hub's, which no caller should send to a member's port: another process may listen
+        # there by now.
+        if not (exchange.is_local or self._is_tls):
+            message = "the phases of this process are shown on its Unix socket, or by TLS with a certificate"
+            raise PermissionDenied(message, hint="ask the hub for /v1/phases, which has those of all members")
 
     def _get(self, lease: str, name: str, query: Query) -> object:
         weights = self.leased(lease)
@@ -412,6 +440,10 @@ class PeerServer:
         if self.recheck(self.leased(lease), chunk):
             return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
         return None
+
+
+_ANSWERED = object()
+"""Returned for a request that was answered already."""
 
 
 class VersionRefused(Exception):

@@ -1,7 +1,8 @@
-"""The HTTP endpoint at which Prometheus reads the metrics of this process.
+"""The HTTP endpoint at which Prometheus reads the metrics of this process, and probes read its start.
 
-In: an address and a file of tokens. Out: `GET /metrics`, for callers that show one of these tokens.
-Not here: the metrics (`metrics`), the hub's own endpoint (`hub.app`).
+In: an address and a file of tokens. Out: `GET /metrics` and `GET /v1/phases`, for callers that show one of these
+tokens; `GET /v1/ready`, for all.
+Not here: the metrics (`metrics`), the phases (`http.phases`), the hub's own endpoint (`hub.app`).
 
 One endpoint a process, for everything in it: a process may load, hold models as several members, and publish. It is not
 a path of a member's server, which may listen on a Unix socket only, ends with its member, and gives readers' places to
@@ -16,10 +17,12 @@ import os
 import threading
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from penstock.arguments import require_type
 from penstock.config import MetricsAddress, Settings, metrics_address
 from penstock.errors import ConfigError, MissingExtra
+from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import Exchange, HttpServer, Refused
 from penstock.lifecycle import Closing
 from penstock.net.listener import bound_socket
@@ -43,6 +46,7 @@ class MetricsEndpoint(Closing):
     def __init__(self, address: MetricsAddress, token_file: Path) -> None:
         self._token_file = token_file
         self._pid = os.getpid()
+        self._phases = PhasesHandler(lambda boot: boot)
         # Read here too: a file without a token should fail at the start, and not at each scrape.
         read_tokens(token_file)
         self._registry: Registry = start_recording()
@@ -79,14 +83,21 @@ class MetricsEndpoint(Closing):
         return self._pid == os.getpid()
 
     def _answer(self, exchange: Exchange) -> None:
+        path, _, query = exchange.head.target.partition("?")
+        if path == "/v1/ready" and exchange.head.method == "GET":
+            answer_ready(exchange)
+            return
         if not self._is_allowed(exchange.head.headers.get("authorization", "")):
             raise Refused(HTTPStatus.UNAUTHORIZED)
         # A stranger cannot take this connection's place any more.
         exchange.prove()
-        if exchange.head.target.partition("?")[0] != "/metrics":
+        if path not in {"/metrics", "/v1/phases"}:
             raise Refused(HTTPStatus.NOT_FOUND, closes=False)
         if exchange.head.method != "GET":
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+        if path == "/v1/phases":
+            self._phases.answer(exchange, parse_qs(query, keep_blank_values=True))
+            return
         page = self._registry.page()
         # With its type: Prometheus 3 refuses an answer that does not name its format.
         exchange.begin_answer(len(page), f"Content-Type: {_CONTENT_TYPE}\r\nContent-Length: {len(page)}\r\n")

@@ -1,4 +1,4 @@
-"""Requests are salted by version and client; an executor stays in step with its workers after a failed call."""
+"""Requests are salted; an executor stays in step after a failed call; workers report the phases of their start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.integrations.vllm_patches import receive_all_replies, salt_of, salt_requests
+from penstock import phases
+from penstock.integrations.vllm_patches import receive_all_replies, report_phases, salt_of, salt_requests
+from penstock.phases import BootRecord
 
 
 class Request:
@@ -160,3 +162,90 @@ def test_what_was_never_asked_is_not_waited_for_and_others_are_left_alone() -> N
     with pytest.raises(RuntimeError, match="fail 0"):
         other.collective_rpc("fail")
     assert len(other.response_mqs[1].answers) == 1
+
+
+class WorkerBase:
+    """As vLLM's: each platform's worker calls its constructor, and has methods of its own."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.load_config = SimpleNamespace(load_format=vllm_config)
+
+
+class Worker(WorkerBase):
+    def __init__(self, vllm_config: Any, fails: str = "") -> None:
+        super().__init__(vllm_config=vllm_config)
+        self.fails, self.done = fails, list[str]()
+
+    def init_device(self) -> None:
+        self.step("init_device")
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self.step("load_model")
+
+    def determine_available_memory(self) -> int:
+        self.step("determine_available_memory")
+        return 7
+
+    def initialize_from_config(self, config: Any) -> None:
+        self.step("initialize_from_config")
+
+    def compile_or_warm_up_model(self) -> float:
+        self.step("compile_or_warm_up_model")
+        return 0.5
+
+    def step(self, name: str) -> None:
+        if name == self.fails:
+            raise RuntimeError("out of memory")
+        self.done.append(name)
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> BootRecord:
+    fresh = BootRecord()
+    monkeypatch.setattr(phases, "_record", fresh)
+    return fresh
+
+
+@pytest.fixture
+def worker_class() -> type[Worker]:
+    base = type("WorkerBase", (WorkerBase,), {"__init__": WorkerBase.__init__})
+    report_phases(base, "penstock")
+    report_phases(base, "penstock")
+    return type("CpuWorker", (Worker, base), {})
+
+
+def test_a_worker_reports_its_start_until_it_is_warm(worker_class: type[Worker], record: BootRecord) -> None:
+    worker = worker_class("penstock")
+    worker.init_device()
+    worker.load_model(load_dummy_weights=False)
+    assert worker.determine_available_memory() == 7
+    now = record.snapshot()
+    assert now is not None
+    # Between two steps, too: the engine core decides on the size of the cache.
+    assert (now.state, now.phase) == ("starting", "start")
+    worker.initialize_from_config({})
+    assert worker.compile_or_warm_up_model() == 0.5
+    now = record.snapshot()
+    assert now is not None and now.ready
+    names = ["start", "init device", "load model", "profile memory", "allocate cache", "warm up"]
+    assert [phase.name for phase in now.phases] == names
+    # A worker that serves already may be told to warm up again.
+    worker.compile_or_warm_up_model()
+    again = record.snapshot()
+    assert again is not None and len(again.phases) == len(names)
+    assert worker.done.count("compile_or_warm_up_model") == 2
+
+
+def test_a_worker_that_fails_says_in_which_step(worker_class: type[Worker], record: BootRecord) -> None:
+    worker = worker_class("penstock", fails="compile_or_warm_up_model")
+    worker.init_device()
+    with pytest.raises(RuntimeError):
+        worker.compile_or_warm_up_model()
+    now = record.snapshot()
+    assert now is not None and now.error is not None
+    assert (now.state, now.phase, now.error.error) == ("failed", "warm up", "RuntimeError: out of memory")
+
+
+def test_workers_of_other_load_formats_report_nothing(worker_class: type[Worker], record: BootRecord) -> None:
+    worker_class("auto").compile_or_warm_up_model()
+    assert record.snapshot() is None

@@ -1,0 +1,85 @@
+"""`GET /v1/phases` of one process: its start as JSON, or as server-sent events while it goes on; `GET /v1/ready`.
+
+In: a request that may have the answer. Out: the record of `penstock.phases`.
+Not here: who may have it (each server), the phases of a fleet (`hub.replicas`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import msgspec
+
+from penstock.http.server import Exchange, Refused
+from penstock.phases import Boot, boot_record
+
+STREAM_S = 50.0
+"""Length of one stream; an event source then connects again. As long as a hub's (`hub.replicas`)."""
+MAX_STREAMS = 16
+"""Streams at once, each of which occupies a thread."""
+_TURN_S = 1.0
+"""Between two events while a phase runs: its bytes are no change that wakes a waiter."""
+_QUIET_S = 10.0
+"""Between two signs of life while none runs."""
+_encode = msgspec.json.Encoder().encode
+
+
+def wants_stream(query: Mapping[str, object], accept: str) -> bool:
+    """Return whether a request asks for events: by `?stream`, or as a browser's event source does."""
+    return "stream" in query or "text/event-stream" in accept
+
+
+def boot_of_process() -> Boot:
+    """Return the start of this process; without any phase yet, one that has not begun."""
+    return boot_record().snapshot() or Boot(started_at=0.0)
+
+
+def answer_ready(exchange: Exchange) -> None:
+    """Answer `GET /v1/ready`: 200 once the process is ready, else 503, for probes, which cannot show a token."""
+    exchange.answer(HTTPStatus.OK if boot_of_process().ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class PhasesHandler:
+    """The handler of one server.
+
+    Args:
+        describe: returns what is sent for a boot, with what the server knows besides.
+    """
+
+    def __init__(self, describe: Callable[[Boot], object]) -> None:
+        self._describe = describe
+        self._streams = threading.BoundedSemaphore(MAX_STREAMS)
+
+    def answer(self, exchange: Exchange, query: Mapping[str, object]) -> None:
+        """Answer one request, in its thread; a stream lasts `STREAM_S`, or until the client closes it.
+
+        Raises:
+            Refused: there are `MAX_STREAMS` streams already.
+        """
+        if not wants_stream(query, exchange.head.headers.get("accept", "")):
+            body = _encode(self._describe(boot_of_process()))
+            exchange.answer(HTTPStatus.OK, body, "Content-Type: application/json\r\nCache-Control: no-store\r\n")
+            return
+        if not self._streams.acquire(blocking=False):
+            raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
+        try:
+            self._stream(exchange)
+        finally:
+            self._streams.release()
+
+    def _stream(self, exchange: Exchange) -> None:
+        record, sent = boot_record(), b""
+        end_s = time.monotonic() + STREAM_S
+        exchange.begin_stream(STREAM_S, "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n")
+        while time.monotonic() < end_s:
+            # Before the snapshot: a change between the two must not be slept through.
+            serial = record.serial
+            boot = boot_of_process()
+            body = _encode(self._describe(boot))
+            # A comment keeps proxies from closing the connection, and finds out that the client has gone.
+            exchange.wire.send_all(b":\n\n" if body == sent else b"data: " + body + b"\n\n")
+            sent = body
+            record.wait(serial, _TURN_S if boot.state == "starting" else _QUIET_S)

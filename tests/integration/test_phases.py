@@ -1,0 +1,236 @@
+"""`/v1/phases` of a member and of a hub: as JSON, as events, with tokens; a start that failed is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+
+import penstock as ps
+from penstock import phases
+from penstock.hub.auth import Auth
+from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.phases import BootRecord
+from penstock.testing.checkpoints import write_llama
+
+TOKEN, LIMITED = "the-token-of-this-fleet", "a-token-for-another-model"
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch: pytest.MonkeyPatch) -> BootRecord:
+    """This process as one that has just started."""
+    fresh = BootRecord()
+    monkeypatch.setattr(phases, "_record", fresh)
+    return fresh
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubThread]:
+    (tmp_path / "tokens").write_text(f"{TOKEN}\n{LIMITED} other*\n")
+    auth = Auth.of(token_file=tmp_path / "tokens")
+    thread = HubThread(Directory(MemoryStore(), beat_s=0.2), bind("127.0.0.1:0", auth), auth)
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "llama", total_bytes=1 << 20, shards=1)
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def fleet(hub: HubThread) -> Iterator[ps.Fleet]:
+    connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN, listen="127.0.0.1:0")
+    with ps.join("llama", connection=connection) as fleet:
+        yield fleet
+
+
+Ask = Callable[..., http.client.HTTPResponse]
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Ask a server for a path, each time by a connection of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def get(url: str, path: str, token: str = "", **headers: str) -> http.client.HTTPResponse:
+            if url.startswith("unix://"):
+                connection = http.client.HTTPConnection("localhost", timeout=30)
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(30)
+                connection.sock.connect(url.removeprefix("unix://"))
+            else:
+                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+            stack.callback(connection.close)
+            if token:
+                headers["Authorization"] = f"Bearer {token}"
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            stack.callback(answer.close)
+            return answer
+
+        yield get
+
+
+def read(answer: http.client.HTTPResponse) -> Any:
+    assert (answer.status, answer.getheader("Content-Type")) == (200, "application/json")
+    return json.loads(answer.read())
+
+
+def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
+    assert answer.status == 200
+    assert (answer.getheader("Content-Type") or "").startswith("text/event-stream")
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def test_a_member_shows_its_start(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+    local, remote = fleet.member.server.addresses
+    before = read(ask(local, "/v1/phases"))
+    assert (before["ready"], before["state"], before["phases"]) == (False, "starting", [])
+    assert ask(remote, "/v1/ready").status == 503
+    report = fleet.fetch({}, fallback=model)
+    now = read(ask(local, "/v1/phases"))
+    assert ask(remote, "/v1/ready").status == 200
+    assert (now["ready"], now["state"], now["phase"], now["error"]) == (True, "ready", "", None)
+    assert (now["member"], now["models"]) == (fleet.member.id, ["llama"])
+    assert {one["name"]: one.get("seconds", 0.0) for one in now["phases"]} == pytest.approx(report.phases, abs=1e-3)
+    move = next(one for one in now["phases"] if one["name"] == "move")
+    assert move["done_bytes"] == move["nbytes"] == report.nbytes
+    assert now["process_s"] > 0 and now["seconds"] == pytest.approx(report.wall_s, abs=1e-3)
+    # The engine goes on: the replica is not ready until it is warm.
+    with ps.phase("warm up"):
+        assert (read(ask(local, "/v1/phases"))["phase"], ask(local, "/v1/ready").status) == ("warm up", 503)
+    assert ask(local, "/v1/ready").status == 200
+
+
+def test_other_hosts_ask_the_hub(fleet: ps.Fleet, ask: Ask) -> None:
+    _, remote = fleet.member.server.addresses
+    for path in ("/v1/phases", "/v1/phases?stream"):
+        assert ask(remote, path, TOKEN).status == 403
+    assert ask(remote, "/v1/alive").status == 204
+
+
+@pytest.mark.parametrize(("path", "headers"), [("?stream", {}), ("", {"Accept": "text/event-stream"})])
+def test_a_member_streams_its_start(fleet: ps.Fleet, ask: Ask, path: str, headers: dict[str, str]) -> None:
+    stream = events(ask(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
+    assert next(stream)["phases"] == []
+    with ps.phase("start"):
+        assert next(event for event in stream if event["phase"] == "start")["state"] == "starting"
+        with ps.phase("compile"):
+            assert any(event["phase"] == "compile" for event in stream)
+    assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
+
+
+def test_streams_of_a_member_are_bounded_and_end_with_it(
+    hub: HubThread, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
+    with ps.join("llama", connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)) as fleet:
+        stream = events(ask(fleet.member.server.addresses[0], "/v1/phases?stream"))
+        next(stream)
+        assert ask(fleet.member.server.addresses[0], "/v1/phases?stream").status == 429
+        assert ask(fleet.member.server.addresses[0], "/v1/phases").status == 200
+    assert list(stream) == []
+
+
+def test_a_process_in_no_fleet_shows_its_start_beside_its_metrics(ask: Ask, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    (tmp_path / "metrics.token").write_text(LIMITED)
+    with ps.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
+        url = endpoint.url.removesuffix("/metrics")
+        assert (ask(url, "/v1/phases").status, ask(url, "/v1/ready").status) == (401, 503)
+        report = ps.load(model).report
+        now = read(ask(url, "/v1/phases", LIMITED))
+        assert now["ready"] and {one["name"] for one in now["phases"]} == set(report.phases)
+        assert next(events(ask(url, "/v1/phases?stream", LIMITED))) == now
+        assert ask(url, "/v1/ready").status == 200
+
+
+def test_the_hub_shows_the_starts_of_a_fleet(hub: HubThread, fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+    assert ask(hub.url, "/v1/phases").status == 401
+    assert read(ask(hub.url, "/v1/phases", TOKEN))["replicas"] == []
+    stream = events(ask(hub.url, "/v1/phases?stream", TOKEN))
+    assert next(stream) == {"ready": 0, "starting": 0, "failed": 0, "replicas": [], "gone": []}
+    with ps.phase("start"):
+        report = fleet.fetch({}, fallback=model)
+        (starting,) = next(event for event in stream if event["starting"])["replicas"]
+        assert (starting["member"], starting["ready"]) == (fleet.member.id, False)
+    (ready,) = next(event for event in stream if event["ready"])["replicas"]
+    assert {"start", *report.phases} == {one["name"] for one in ready["phases"]}
+    now = read(ask(hub.url, "/v1/phases?model=llama", TOKEN))
+    assert (now["ready"], now["starting"], now["failed"]) == (1, 0, 0)
+    assert now["replicas"][0]["phases"] == ready["phases"]
+    # As the member itself shows it.
+    mine = read(ask(fleet.member.server.addresses[0], "/v1/phases"))
+    assert {**now["replicas"][0], "silent_s": 0.0} == mine
+    assert ps.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).members[0].boot == "ready"
+    # Neither of another model, nor to a token of another model.
+    assert read(ask(hub.url, "/v1/phases?model=other", TOKEN))["replicas"] == []
+    assert read(ask(hub.url, "/v1/phases", LIMITED))["replicas"] == []
+    assert ask(hub.url, "/v1/phases?model=", TOKEN).status == 422
+
+
+def test_a_start_that_failed_is_remembered_when_its_process_has_left(hub: HubThread, ask: Ask, tmp_path: Path) -> None:
+    connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
+    with pytest.raises(ps.NotFound), ps.join("llama", connection=connection) as fleet:
+        fleet.fetch({}, wait_s=0.0)
+    now = read(ask(hub.url, "/v1/phases", TOKEN))
+    assert (now["ready"], now["starting"], now["failed"]) == (0, 0, 1)
+    (replica,) = now["replicas"]
+    assert (replica["phase"], replica["state"], replica["has_left"]) == ("discover", "failed", True)
+    assert replica["error"]["blame"] == "source"
+    assert "no member holds 'llama'" in replica["error"]["error"] and "fallback=" in replica["error"]["hint"]
+    with HubClient.connect(hub.url, TOKEN) as client:
+        assert client.phases("llama").replicas[0].error is not None
+        assert client.phases("other").replicas == ()
+
+
+def test_a_limited_token_sees_and_names_its_models_only(hub: HubThread, ask: Ask, model: Path) -> None:
+    connection = ps.ConnectionSettings(hub=hub.url, token=LIMITED)
+    with ps.join("other-llama", connection=connection) as fleet, ps.phase("start"):
+        fleet.fetch({}, fallback=model)
+        ps.load(model)
+        fleet.member.report_now()
+        for token in (TOKEN, LIMITED):
+            (replica,) = read(ask(hub.url, "/v1/phases", token))["replicas"]
+            # A load by URI names what the token is not for.
+            assert replica["models"] == ["other-llama"]
+            assert {one["journey"] for one in replica["phases"]} == {"engine", "fetch"}
+
+
+def test_a_running_fetch_shows_the_phase_that_it_is_in(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+    """The fetch is held before its first chunk, so that the phase can be seen."""
+    held, seen = threading.Event(), threading.Event()
+    first = type(fleet.member).claim
+
+    def claim(member: Any, *arguments: Any, **named: Any) -> Any:
+        seen.set()
+        assert held.wait(30)
+        return first(member, *arguments, **named)
+
+    fleet.member.claim = claim.__get__(fleet.member)  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: fleet.fetch({}, fallback=model))
+    thread.start()
+    assert seen.wait(30)
+    now = read(ask(fleet.member.server.addresses[0], "/v1/phases"))
+    assert (now["state"], now["phase"]) == ("starting", "connect")
+    held.set()
+    thread.join()
+    assert read(ask(fleet.member.server.addresses[0], "/v1/phases"))["ready"]

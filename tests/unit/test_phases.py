@@ -1,0 +1,210 @@
+"""The record of a process's start: phases of journeys and of the engine, their bytes, failures, and readiness."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import penstock as ps
+from penstock import phases
+from penstock.errors import Cancelled, ConfigError, SourceTruncated
+from penstock.phases import Boot, BootRecord, Phases
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[BootRecord]:
+    fresh = BootRecord()
+    monkeypatch.setattr(phases, "_record", fresh)
+    yield fresh
+
+
+def boot() -> Boot:
+    value = phases.boot_record().snapshot()
+    assert value is not None
+    return value
+
+
+def names(value: Boot) -> list[tuple[str, str]]:
+    return [(one.name, one.state) for one in value.phases]
+
+
+def test_a_process_without_phases_has_no_boot(record: BootRecord) -> None:
+    Phases("open").stop()
+    assert record.snapshot() is None
+
+
+def test_phases_sum_to_the_whole_and_are_the_record() -> None:
+    with Phases("discover", journey="fetch", model="llama") as watch:
+        watch.enter("move", lambda: (3, 10))
+        now = boot()
+        assert (now.state, now.phase, now.ready) == ("starting", "move", False)
+        assert [(one.done_bytes, one.nbytes) for one in now.phases] == [(0, 0), (3, 10)]
+        watch.enter("commit")
+        seconds = watch.stop()
+    now = boot()
+    assert now.ready and now.phase == "" and now.error is None
+    assert names(now) == [("discover", "done"), ("move", "done"), ("commit", "done")]
+    assert {one.name: one.seconds for one in now.phases} == pytest.approx(seconds, abs=1e-3)
+    # They follow each other without a gap, so their sum is the whole.
+    assert sum(seconds.values()) == pytest.approx(now.seconds, abs=1e-3)
+    assert now.started_at == pytest.approx(time.time(), abs=5)
+    assert {one.model for one in now.phases} == {"llama"}
+
+
+def test_a_phase_around_the_start_keeps_it_unready_until_its_end() -> None:
+    with ps.phase("start"):
+        with Phases("find", journey="attach"):
+            pass
+        assert (boot().state, boot().phase) == ("starting", "start")
+        with ps.phase("warm up"):
+            assert boot().phase == "warm up"
+    assert boot().ready
+    assert names(boot()) == [("start", "done"), ("find", "done"), ("warm up", "done")]
+
+
+def test_a_failure_is_shown_with_blame_and_hint_until_another_attempt() -> None:
+    secret = "https://host/model.safetensors?sig=SECRET"
+    error = SourceTruncated(f"cut short: {secret}", hint="fetch it again")
+    with pytest.raises(SourceTruncated), ps.phase("start"), Phases("move", journey="load", model=secret):
+        raise error
+    now = boot()
+    assert (now.state, now.phase, now.ready) == ("failed", "move", False)
+    assert now.error is not None
+    assert (now.error.blame, now.error.hint) == ("source", "fetch it again")
+    assert "cut short" in now.error.error and "SECRET" not in str(now)
+    with Phases("move", journey="load"):
+        assert (boot().state, boot().error) == ("starting", None)
+    assert boot().ready
+
+
+def test_an_error_of_the_engine_is_a_failure_too() -> None:
+    with pytest.raises(RuntimeError), ps.phase("warm up"):
+        raise RuntimeError("no kernel")
+    assert boot().error == phases.BootError(error="RuntimeError: no kernel")
+
+
+@pytest.mark.parametrize("error", [Cancelled("enough"), KeyboardInterrupt(), GeneratorExit()])
+def test_a_cancelled_journey_is_no_failure_and_no_success(error: BaseException) -> None:
+    with pytest.raises(type(error)), Phases("move", journey="load"):
+        raise error
+    assert (boot().state, names(boot())) == ("starting", [("move", "cancelled")])
+
+
+def test_a_phase_that_is_entered_again_is_one() -> None:
+    with Phases("find", journey="attach") as watch:
+        for _ in range(100):
+            watch.enter("lease")
+            watch.enter("find")
+    assert sorted(names(boot())) == [("find", "done"), ("lease", "done")]
+
+
+def test_the_record_is_bounded_and_forgets_an_old_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(phases.MAX_PHASES + 10):
+        Phases("open", journey="load").stop()
+    assert len(boot().phases) == phases.MAX_PHASES
+    monkeypatch.setattr(phases, "NEW_BOOT_S", -1.0)
+    with Phases("find", journey="attach"):
+        assert names(boot()) == [("find", "running")]
+
+
+def test_waiters_and_listeners_learn_of_a_change(record: BootRecord) -> None:
+    calls: list[str] = []
+    record.listeners.append(lambda: calls.append("changed"))
+    record.wait(before := record.serial, 0.0)
+    assert record.serial == before and not calls
+    waiter = threading.Thread(target=record.wait, args=(before, 60.0))
+    waiter.start()
+    with Phases("find", journey="attach"):
+        assert (record.serial, len(calls)) == (before + 1, 1)
+    waiter.join(10.0)
+    assert not waiter.is_alive() and len(calls) == 2
+
+
+def test_the_bytes_of_a_phase_do_not_keep_what_counts_them() -> None:
+    import weakref
+
+    class Weights:
+        def look(self) -> tuple[int, int]:
+            return 7, 7
+
+    weights = Weights()
+    gone = weakref.ref(weights)
+    with Phases("discover", journey="fetch") as watch:
+        watch.enter("move", weights.look)
+        del weights
+        assert gone() is not None
+        watch.enter("commit")
+        assert gone() is None
+    assert boot().phases[1].done_bytes == 7
+
+
+def test_a_forked_child_has_a_record_of_its_own() -> None:
+    Phases("open", journey="load").stop()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, b"none" if phases.boot_record().snapshot() is None else b"some")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 4) == b"none"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, 3])
+def test_a_wrong_name_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        ps.phase(name)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({f"w{number}": torch.full((64, 64), float(number)) for number in range(8)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def into(file: Path) -> dict[str, float]:
+    targets = {name: torch.empty_like(tensor) for name, tensor in ps.load(file).items()}
+    phases.boot_record()._spans.clear()
+    return dict(ps.load_into(targets, file).phases)
+
+
+def streamed(file: Path) -> dict[str, float]:
+    with ps.stream(file) as stream:
+        for _ in stream:
+            assert not boot().ready
+        return dict(stream.report.phases)
+
+
+@pytest.mark.parametrize("verb", [lambda file: dict(ps.load(file, copy=True).report.phases), into, streamed])
+def test_a_load_has_the_phases_of_its_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
+    reported = verb(file)
+    now = boot()
+    assert now.ready and {one.journey for one in now.phases} == {"load"}
+    assert {one.name: one.seconds for one in now.phases} == pytest.approx(reported, abs=1e-3)
+    (move,) = [one for one in now.phases if one.name == "move"]
+    assert move.done_bytes == move.nbytes == 8 * 64 * 64 * 4
+    assert {one.model for one in now.phases} == {str(file)}
+
+
+def test_a_load_that_fails_says_why(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ps.NotFound):
+        ps.load(tmp_path / "nothing.safetensors")
+    now = boot()
+    assert (now.state, now.phase) == ("failed", "open")
+    assert now.error is not None and now.error.blame == "source"
+    with pytest.raises(ps.IntegrityError):
+        ps.load(file, verify=True)
+    assert boot().phase == "plan"
+
+
+def test_a_stream_that_is_left_is_cancelled(file: Path) -> None:
+    stream = ps.stream(file)
+    next(stream)
+    stream.close()
+    assert boot().state == "starting"
+    assert boot().phases[-1].state == "cancelled"
