@@ -280,8 +280,12 @@ def test_mutual_tls(serve, guarded, tmp_path, monkeypatch) -> None:
         hub = HubClient.connect(url, ca_file=ca_file, certificate=shown, timeout_s=1)
         with hub, pytest.raises(HubUnavailable):
             hub.hello(hello(hub.member))
-    with HubClient.connect(url, certificate=member, timeout_s=0.5) as hub, pytest.raises(HubUnavailable):
+    with (
+        HubClient.connect(url, certificate=member, timeout_s=0.5) as hub,
+        pytest.raises(HubUnavailable, match="does not verify") as unverified,
+    ):
         hub.hello(hello(hub.member))
+    assert "PENSTOCK_CA_FILE" in str(unverified.value.hint)
     with pytest.raises(ConfigError, match="certificate"):
         serve(auth=replace(guarded, certificate=ca_file, private_key=key))
 

@@ -17,7 +17,7 @@ from penstock.report import Summarised
 from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
-NEAREST = "the nearest there is"
+NEAREST = "it is the nearest source"
 NO_MEMBER = "no member had these chunks or was reading them"
 
 

@@ -378,6 +378,9 @@ class HubClient(Closing):
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
                 hint = "is it running, and can this host reach its address?"
+                if isinstance(last, ssl.SSLCertVerificationError):
+                    message = f"the hub's certificate does not verify: {last.verify_message}"
+                    hint = "set PENSTOCK_CA_FILE to the certificate that signed it, and use a name that is in it"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
             # Jitter: members that lost the hub at the same moment must not all return at the same moment.
             time.sleep(pause_s * random.uniform(0.5, 1.0))

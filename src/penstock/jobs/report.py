@@ -132,7 +132,7 @@ class ConvertReport(Summarised):
         done = f"{self.num_tasks} tasks by {self.num_workers} workers"
         resumed = f", {self.num_resumed} of an earlier run" if self.num_resumed else ""
         lines = [
-            f"{self.uri}: {self.operation}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB of "
+            f"{self.uri}: {self.operation}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB, from "
             f"{self.read_bytes / GB:.2f} GB read in {self.wall_s:.3f} s ({self.gb_per_s:.2f} GB/s); {done}{resumed}",
             f"{'verified' if self.verified else 'not verified'}: {self.why}; revision {self.revision[:19]}",
         ]

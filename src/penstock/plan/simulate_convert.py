@@ -226,8 +226,8 @@ class _Run:
         placement = self.placement
         return Prediction(
             kind="convert",
-            what=f"{len(self.in_bytes)} tasks, {cluster.num_gpus} workers; {placement.num_stolen} stolen, "
-            f"{placement.num_twice} run twice",
+            what=f"{len(self.in_bytes)} tasks, {cluster.num_gpus} workers; {placement.num_stolen} reassigned, "
+            f"{placement.num_twice} duplicated",
             predicted_s=total_s,
             limit_s=float(max(sums)) / cluster.num_gpus,
             bottleneck=bottleneck(stages, (), total_s, "waiting for tasks"),

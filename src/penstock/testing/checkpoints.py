@@ -1,6 +1,7 @@
 """Checkpoints of real shape, made up and deterministic: for tests, the demo and the benchmarks.
 
 In: a shape or a number of bytes, and a seed. Out: safetensors files as the ecosystem lays them out (shards, index).
+Without FP8 tensors a Llama has a `config.json` too, so that engines serve it: its tokens are random.
 Not here: the writer that users call (`storage.safetensors`): these bytes judge that code, so they do not come from it.
 
     a tile of random values per dtype --rolled, rescaled per tensor--> blocks --> one file a shard, shards in parallel
@@ -14,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +61,28 @@ class LlamaShape:
     vocab: int = 128256
     num_kv_heads: int = 8
     num_heads: int = 32
+
+    def config(self) -> dict[str, object]:
+        """Return the `config.json` of a Llama of these sizes."""
+        # Attention kernels of engines want heads of 64 elements or more. The tensors fix only the ratio of the heads.
+        num_heads = max(self.num_heads // self.num_kv_heads, gcd(self.hidden // 64, self.num_heads))
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads * self.num_kv_heads // self.num_heads,
+            "head_dim": self.hidden // num_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
 
     @classmethod
     def of_bytes(cls, total_bytes: int, *, fp8: bool = True) -> LlamaShape:
@@ -109,7 +132,7 @@ def write_llama(
     shards: int = 2,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a Llama-like checkpoint: BF16, and FP8 with block scales where `fp8`.
+    """Write a Llama-like checkpoint: BF16, and FP8 with block scales where `fp8`. Without `fp8` engines can serve it.
 
     Args:
         directory: made if need be; files of the same names are replaced.
@@ -123,14 +146,18 @@ def write_llama(
         seed: other values, same shape.
 
     Returns:
-        The shards, in order; `model.safetensors.index.json` lies next to them when there are several.
+        The shards, in order. `model.safetensors.index.json` lies next to them when there are several, and `config.json`
+        without `fp8`.
     """
     if total_bytes is None:
         wide = 4 * hidden if intermediate is None else intermediate
         shape = LlamaShape(num_layers=num_layers, hidden=hidden, intermediate=wide, vocab=vocab)
     else:
         shape = LlamaShape.of_bytes(total_bytes, fp8=fp8)
-    return _write_sharded(Path(directory), list(shape.tensors(fp8=fp8)), shards=shards, seed=seed)
+    paths = _write_sharded(Path(directory), list(shape.tensors(fp8=fp8)), shards=shards, seed=seed)
+    if not fp8:
+        (Path(directory) / "config.json").write_text(json.dumps(shape.config(), indent=2))
+    return paths
 
 
 def write_moe(

@@ -56,6 +56,17 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(len(raw(tensor)) for tensor in read(paths).values())
 
 
+@pytest.mark.parametrize("hidden", [128, 288, 512])
+def test_transformers_loads_a_llama_without_fp8_as_its_config_says(tmp_path: Path, hidden: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    tensors = read(write_llama(tmp_path, hidden=hidden, vocab=512, fp8=False))
+    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
+        name: tensor.shape for name, tensor in tensors.items()
+    }
+
+
 def test_one_shard_has_no_index(tmp_path: Path) -> None:
     assert [path.name for path in write_llama(tmp_path, total_bytes=MIB, shards=1)] == ["model.safetensors"]
     assert not (tmp_path / "model.safetensors.index.json").exists()
