@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -16,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs for an hour, for 127.0.0.1 and ::1.
+    """Signs for an hour, for 127.0.0.1, ::1 and further names of hosts.
 
     Attributes:
         ca_file: what to trust.
@@ -28,10 +29,10 @@ class Authority:
         self._own = _certificate("ca", self._key, None, self._key)
         self.ca_file, _ = self._write("ca", self._own, self._key)
 
-    def sign(self, name: str) -> tuple[Path, Path]:
+    def sign(self, name: str, *hosts: str) -> tuple[Path, Path]:
         """Files of a certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        return self._write(name, _certificate(name, key, self._own, self._key), key)
+        return self._write(name, _certificate(name, key, self._own, self._key, hosts), key)
 
     def stranger(self, name: str) -> tuple[Path, Path]:
         """Files of a certificate that signed itself."""
@@ -51,6 +52,7 @@ def _certificate(
     key: ec.EllipticCurvePrivateKey,
     issuer: x509.Certificate | None,
     issuer_key: ec.EllipticCurvePrivateKey,
+    hosts: Sequence[str] = (),
 ) -> x509.Certificate:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -64,7 +66,7 @@ def _certificate(
         .not_valid_before(now - datetime.timedelta(minutes=1))
         .not_valid_after(now + datetime.timedelta(hours=1))
         .add_extension(x509.BasicConstraints(ca=key is issuer_key, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*addresses, *map(x509.DNSName, hosts)]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
         .sign(issuer_key, hashes.SHA256())
