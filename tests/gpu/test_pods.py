@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.fleet import digests
 from tests.support.keeper import KeeperProcess
-from tests.support.pods import Engine, EngineTask, Pod, inside, namespaces
+from tests.support.pods import ROOT, Engine, EngineTask, Pod, inside, namespaces
 from tests.truth import by_safetensors
 
 from penstock.testing.checkpoints import write_llama
@@ -57,7 +57,7 @@ def start(stack: ExitStack, pods: tuple[Pod, Pod], segments: str) -> tuple[Keepe
     environ = {**near.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
     keeper = stack.enter_context(
         KeeperProcess(
-            ["/mnt/model", "--model", "m", "--device", "cuda:0"],
+            [f"{ROOT}/model", "--model", "m", "--device", "cuda:0"],
             prefix=near.prefix,
             environ=environ,
             timeout_s=LAST_S,
@@ -87,12 +87,13 @@ def test_device_memory_crosses_pods_as_file_descriptors(llama: Path, pods: tuple
     assert fetched["verified"] and fetched["digests"] == wanted
     assert [path.partition(" ")[0] for path in fetched["paths"]] == ["cuda_ipc"], fetched
 
-    stranger = engine.ask("stranger", timeout_s=LAST_S)
-    print("stranger:", stranger)
-    assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
-    names = {Path(path).name for path in stranger["answers"]}
-    assert {"fds.sock", "door.sock"} <= names
-    assert not any(stranger["answers"].values())
+    if os.geteuid() == 0:  # else there is no other user to be
+        stranger = engine.ask("stranger", timeout_s=LAST_S)
+        print("stranger:", stranger)
+        assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
+        names = {Path(path).name for path in stranger["answers"]}
+        assert {"fds.sock", "door.sock"} <= names
+        assert not any(stranger["answers"].values())
 
     assert engine.ask("check", timeout_s=LAST_S)["error"] == ""
     os.kill(inside(keeper.process.pid), signal.SIGKILL)

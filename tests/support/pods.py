@@ -9,6 +9,7 @@ Not here: keepers, workers and ranks (`keeper`, `fleet`, `sync`), which take the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,8 +32,14 @@ from penstock.errors import PenstockError
 
 NAMESPACES = ("pid", "mnt", "net", "uts", "ipc")
 CODE = Path(__file__).parents[2]
-ROOT = "/mnt"
-"""Place of a pod's own directories; it is empty on most hosts, and is covered for the pod alone."""
+NEEDED = tuple(sorted({str(CODE), sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}))
+"""Directories of the host without which no test runs in a pod."""
+ROOT = next(
+    path
+    for path in ("/mnt", "/srv", "/media", "/home")
+    if os.path.isdir(path) and not any(Path(needed).is_relative_to(path) for needed in NEEDED)
+)
+"""Place of a pod's own directories, seen from outside; it is empty on most hosts, and is covered for the pod alone."""
 RUNTIME = f"{ROOT}/run/penstock"
 
 
@@ -72,8 +79,7 @@ class Pod:
         if self.shared is not None:
             binds.append((self.shared, RUNTIME, "rw"))
         # An interpreter that is below /tmp must stay there.
-        kept = sorted({path for path in (sys.prefix, sys.base_prefix, *sys.path) if path.startswith("/tmp/")})
-        kept = [path for path in kept if os.path.isdir(path) and not Path(path).is_relative_to(CODE)]
+        kept = [path for path in NEEDED if path.startswith("/tmp/") and not Path(path).is_relative_to(CODE)]
         binds += [(Path(path), f"{ROOT}/kept{number}", "rw") for number, path in enumerate(kept)]
         for source, target, mode in binds:
             steps += [f"mkdir -p {target}", f"mount --bind {shlex.quote(str(source))} {target}"]
@@ -99,8 +105,12 @@ class Pod:
 
 def inside(pid: int) -> int:
     """Return the id, in this namespace, of process 1 of the pod whose `unshare` has this id."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        # An OSError: it ended meanwhile. The parent is the second word behind the name, which may have blanks.
+        with contextlib.suppress(OSError):
+            if int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                return int(entry)
+    raise ProcessLookupError(f"process {pid} has no child")
 
 
 def namespaces(pid: int | str) -> dict[str, str]:
@@ -198,8 +208,9 @@ def _stranger(task: EngineTask) -> dict[str, Any]:
     """Attach as another user; then connect to every socket as that user, although the modes would permit it."""
     # On no device: a forked child has no use of its parent's.
     said: dict[str, Any] = run_as(STRANGER, lambda: _failure(task, "cpu"))
-    sockets = list(Path(RUNTIME).rglob("*.sock"))
-    modes = {path: path.stat().st_mode for path in {Path(RUNTIME), *sockets, *(path.parent for path in sockets)}}
+    runtime = Path(os.environ["PENSTOCK_RUNTIME_DIR"])
+    sockets = list(runtime.rglob("*.sock"))
+    modes = {path: path.stat().st_mode for path in {runtime, *sockets, *(path.parent for path in sockets)}}
     try:
         for path in modes:
             path.chmod(0o777)
@@ -226,11 +237,12 @@ def _answer(path: Path) -> str:
 
 def _elsewhere(task: EngineTask) -> dict[str, Any]:
     """Attach as in a pod that does not mount the directory."""
+    runtime = os.environ["PENSTOCK_RUNTIME_DIR"]
     os.environ["PENSTOCK_RUNTIME_DIR"] = "/tmp/own"
     try:
         return _failure(task, "cpu")
     finally:
-        os.environ["PENSTOCK_RUNTIME_DIR"] = RUNTIME
+        os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
 
 
 def main() -> int:
