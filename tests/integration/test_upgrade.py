@@ -8,6 +8,7 @@ add fields with defaults, and keep what the previous release sends and reads.
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,9 +56,8 @@ class Fleet:
 @pytest.fixture(scope="module")
 def drivers() -> Iterator[dict[str, Driver]]:
     with ExitStack() as stack:
-        releases = {"old": previous_release(), "new": this()}
-        environ = {"PENSTOCK_STALL_S": "10"}
-        yield {name: stack.enter_context(Driver(release, environ)) for name, release in releases.items()}
+        releases = [stack.enter_context(release) for release in (previous_release(), this())]
+        yield {release.name: stack.enter_context(Driver(release, {"PENSTOCK_STALL_S": "10"})) for release in releases}
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_the_hub_of_a_host_passes_from_one_release_to_the_other(
 ) -> None:
     def hosts(driver: Driver) -> bool:
         """Return whether a driver's process hosts the hub: its number is in the file that it locks."""
-        return (fleet.directory / "hub-0.lock").read_text() == f"{driver.process.pid}\n"
+        return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"
 
     hosting, next_one = fleet[first], fleet[other(first)]
     holder = hosting("join", name="a", model="m", connection={})
@@ -266,13 +266,13 @@ def test_a_keeper_is_handed_over_to_the_other_release(fleet: Fleet, model: Path,
     (paths,) = [line for line in successor.said if line.startswith("paths: ")]
     assert paths.startswith(f"paths: 0.04 GB by shm <- {min(before)[:8]}"), paths
     (member,) = set(fleet[first]("status", model="m")) - before
-    keeper.process.terminate()
+    keeper.send_signal(signal.SIGTERM)
     for engine in engines:
         until(lambda engine=engine: engine("standing", name="a") == "draining")
         attached = engine("attach", name="b", model="m")
         assert attached["digests"] == wanted and attached["path"] == f"shm, mapped: {member[:8]}"
         engine("close", name="a")
-    assert keeper.process.wait(30) == 0
+    assert keeper.wait() == 0
     for engine in engines:
         engine("check", name="b")
         assert engine("standing", name="b") == "kept"

@@ -1,7 +1,7 @@
-"""A process of a release that answers calls of the public API, for this release and the previous one.
+"""Processes of a release: drivers, which answer calls of the public API, and `penstock` commands, forked from one.
 
-In: `{"call": function, "arguments": {...}}` on the descriptor named on the command line. Out: `{"result": ...}` or
-`{"error": type, "message": ...}`.
+In: requests for processes on the socket named on the command line; to a driver, lines of `{"call": function,
+"arguments": {...}}`. Out: their process ids; lines of `{"result": ...}` or `{"error": type, "message": ...}`.
 Not here: which release runs it (`tests.support.releases`).
 
 Only the public API is used, as far as both releases have it, and nothing of this tree but this file.
@@ -9,10 +9,14 @@ Only the public API is used, as far as both releases have it, and nothing of thi
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 import os
+import signal
 import socket
 import sys
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +26,26 @@ from blake3 import blake3
 import penstock as ps
 from penstock.hub.messages import PROTOCOL
 
+IMPORTS = (
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+    "anyio._backends._asyncio",
+    "redis",
+    "penstock.cli.main",
+    "penstock.hub.local_hub",
+    "penstock.hub.server",
+    "penstock.hub.app",
+    "penstock.hub.metrics",
+    "penstock.fetch.join",
+    "penstock.keeper.keeper",
+    "penstock.keeper.attach",
+    "penstock.sync.publish.publisher",
+    "penstock.sync.receive.subscriber",
+    "penstock.transport.http",
+    "penstock.transport.shm",
+)
+"""What most processes need."""
 _open: dict[str, Any] = {}
 """Fleets, publishers, subscribers and attached models, by the name that the test chose."""
 _tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -152,10 +176,10 @@ def close_all() -> None:
         close(name)
 
 
-def main() -> None:
+def answer(connection: socket.socket) -> None:
     """Answer calls until the socket is closed."""
     torch.set_num_threads(1)
-    with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rw") as lines:
+    with connection, connection.makefile("rw") as lines:
         for line in lines:
             request = json.loads(line)
             try:
@@ -163,6 +187,60 @@ def main() -> None:
             except ps.PenstockError as error:
                 answer = {"error": type(error).__name__, "message": str(error)}
             print(json.dumps(answer), file=lines, flush=True)
+
+
+def run(words: list[str], environ: dict[str, str], fd: int) -> int:
+    """Be a driver on this socket, or with words a `penstock` command that writes to it; return the exit code."""
+    os.environ.update(environ)
+    if not words:
+        answer(socket.socket(fileno=fd))
+        return 0
+    from penstock.cli.main import run as command
+
+    for number in (1, 2):
+        os.dup2(fd, number)
+    os.close(fd)
+    try:
+        command(words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def main() -> None:
+    """Fork a process for each request `{"words": ..., "environ": ...}` with a socket; reap it at `{"reap": pid}`.
+
+    Imports take seconds, and are made here once. This process has no threads, which a fork would not copy.
+    """
+    for name in IMPORTS:
+        importlib.import_module(name)
+    parent = os.getpid()
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        while True:
+            raw, fds, _, _ = socket.recv_fds(requests, 1 << 16, 1)
+            if not raw:
+                return
+            request = json.loads(raw)
+            if "reap" in request:
+                code = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+                requests.send(str(code).encode())
+                continue
+            pid = os.fork()
+            if not pid:
+                code = 1
+                try:
+                    # No process outlives the test, however that ends. Source: Linux, PR_SET_PDEATHSIG.
+                    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+                    requests.close()
+                    if os.getppid() == parent:
+                        code = run(request["words"], request["environ"], *fds)
+                    sys.stdout.flush()
+                finally:
+                    if code:
+                        traceback.print_exc()
+                    os._exit(code)
+            os.close(fds[0])
+            requests.send(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
+
+from penstock.lifecycle import Closing
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
@@ -31,18 +31,6 @@ PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
 tests/integration/test_upgrade.py always joins two neighbouring releases. CONTRIBUTING.md says so too."""
 CALL_S = 120.0
 """Deadline of a call, and of a command's first words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A release that can be run."""
-
-    name: str
-    python: Path
-    environ: Mapping[str, str]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def this_release() -> Release:
@@ -110,46 +98,102 @@ class CallFailed(Exception):
         self.error = error
 
 
-class _Ended:
-    """A process that is killed at the end of a block."""
+class Release(Closing):
+    """A release that is installed, as a process that has imported it and forks others. A context manager.
 
-    process: subprocess.Popen[Any]
+    Args:
+        name: for people.
+        python: its interpreter.
+        environ: the environment.
+    """
 
-    def __enter__(self) -> Any:
-        return self
+    def __init__(self, name: str, python: Path, environ: Mapping[str, str]) -> None:
+        self.name, self.python = name, python
+        # Packets: a request and its descriptor arrive together.
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(CALL_S)
+        command = [python, "-P", ROOT / "tests" / "support" / "release_driver.py", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )  # fmt: skip
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait(30)
+    def __str__(self) -> str:
+        return self.name
+
+    def fork(self, words: Sequence[str], environ: Mapping[str, str], fd: int) -> int:
+        """Start a driver, or with words a command, on this descriptor; return its process id."""
+        request = json.dumps({"words": words, "environ": dict(environ)}).encode()
+        socket.send_fds(self._requests, [request], [fd])
+        return int(self._requests.recv(64))
+
+    def reap(self, pid: int) -> int:
+        """Return the exit code of a process that has ended."""
+        self._requests.send(json.dumps({"reap": pid}).encode())
+        return int(self._requests.recv(64))
+
+    def close(self) -> None:
+        """End it and all processes that it forked."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait(30)
 
 
-class Driver(_Ended):
-    """A process of a release that answers calls of `release_driver`. A context manager; killed at its end."""
+class Process(Closing):
+    """A process of a release. A context manager; killed at its end.
 
-    def __init__(self, release: Release, environ: Mapping[str, str]) -> None:
+    Args:
+        release: which one.
+        words: of a `penstock` command; none: a driver.
+        environ: changes of the environment.
+    """
+
+    def __init__(self, release: Release, words: Sequence[str], environ: Mapping[str, str]) -> None:
         self.release = release
         ours, theirs = socket.socketpair()
-        command = [release.python, "-P", ROOT / "tests" / "support" / "release_driver.py", str(theirs.fileno())]
         with theirs:
-            self.process = subprocess.Popen(
-                command, env={**release.environ, **environ}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            self.pid = release.fork(words, environ, theirs.fileno())
+        self._pidfd = os.pidfd_open(self.pid)
+        self._code: int | None = None
         ours.settimeout(CALL_S)
-        self._lines = ours.makefile("rw")
+        self.lines = ours.makefile("rw")
         # Closed with the file made of it.
         ours.close()
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self) -> int:
+        """Return its exit code once it has ended."""
+        if self._code is None:
+            assert select.select([self._pidfd], [], [], CALL_S)[0], f"process {self.pid} has not ended"
+            self._code = self.release.reap(self.pid)
+        return self._code
+
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        os.close(self._pidfd)
+        self.lines.close()
+
+
+class Driver(Process):
+    """A process of a release that answers calls of `release_driver`. A context manager; killed at its end."""
+
+    def __init__(self, release: Release, environ: Mapping[str, str]) -> None:
+        super().__init__(release, [], environ)
+
     def send(self, call: str, /, **arguments: Any) -> None:
         """Start a call; see `result`."""
-        print(json.dumps({"call": call, "arguments": arguments}), file=self._lines, flush=True)
+        print(json.dumps({"call": call, "arguments": arguments}), file=self.lines, flush=True)
 
     def result(self) -> Any:
         """Return the result of the call that was sent. CallFailed: it failed."""
-        line = self._lines.readline()
-        assert line, f"the driver ended with {self.process.wait(10)}"
+        line = self.lines.readline()
+        assert line, f"the driver ended with {self.wait()}"
         answer = json.loads(line)
         if "error" in answer:
             raise CallFailed(answer["error"], answer["message"])
@@ -160,14 +204,8 @@ class Driver(_Ended):
         self.send(call, **arguments)
         return self.result()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._lines.close()
 
-
-class Command(_Ended):
+class Command(Process):
     """A `penstock` command of a release that runs until it is stopped. A context manager; killed at its end.
 
     Args:
@@ -178,38 +216,16 @@ class Command(_Ended):
     """
 
     def __init__(self, release: Release, words: Sequence[str], environ: Mapping[str, str], until: str) -> None:
-        command = [release.python, "-P", "-m", "penstock", *words]
-        self.process = subprocess.Popen(
-            command, env={**release.environ, **environ}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        super().__init__(release, words, environ)
         self.said: list[str] = []
-        self._until = until
-        self._serves = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        if not self._serves.wait(CALL_S) or not any(line.startswith(until) for line in self.said):
-            super().__exit__(None, None, None)
-            raise ChildProcessError(f"penstock {words[0]} does not serve: {''.join(self.said)}")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        # To its end: a command whose pipe is full would hang.
-        for line in self.process.stdout:
+        for line in self.lines:
             self.said.append(line)
-            if line.startswith(self._until):
-                self._serves.set()
-        self._serves.set()
+            if line.startswith(until):
+                return
+        self.close()
+        raise ChildProcessError(f"penstock {words[0]} does not serve: {''.join(self.said)}")
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(CALL_S)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._reader.join(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.send_signal(signal.SIGTERM)
+        return self.wait()
