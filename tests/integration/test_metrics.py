@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,13 +14,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock as ps
+from penstock.hub.directory import Directory
+from penstock.hub.metrics import Metrics as HubMetrics
+from penstock.hub.store import MemoryStore
 from penstock.net.listener import bound_socket
+from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import MAX_MODELS, METRICS, Outcome, Registry
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 
 pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -158,38 +163,44 @@ def test_the_first_free_port_of_a_range_is_taken(token_file: Path) -> None:
             return
 
 
-SERVES = """
-import sys, penstock as ps
-from penstock.telemetry import endpoint
-ps.load(sys.argv[1])
-print(endpoint._endpoint and endpoint._endpoint.url, "prometheus_client" in sys.modules, flush=True)
-"""
+@pytest.fixture
+def untried(monkeypatch) -> Iterator[None]:
+    """This process as one that has not tried to serve yet; what it serves is closed at the end."""
+    monkeypatch.setattr(endpoint_module, "_refused_in", 0)
+    yield
+    if endpoint_module._endpoint is not None:
+        endpoint_module._endpoint.close()
 
 
-def run_with(environ: dict[str, str], llama: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SERVES, str(llama)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ, timeout=60)
+def test_the_environment_switches_the_endpoint_on(
+    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
+) -> None:
+    ps.load(llama)
+    assert endpoint_module._endpoint is None
+    monkeypatch.setenv("PENSTOCK_METRICS", "127.0.0.1:0")
+    with pytest.raises(ps.ConfigError, match="need a token"):
+        ps.load(llama)
+    monkeypatch.setenv("PENSTOCK_METRICS_TOKEN_FILE", str(token_file))
+    with caplog.at_level("INFO", logger="penstock.metrics"):
+        ps.load(llama)
+        ps.load(llama)
+    (url,) = (record.message.removeprefix("metrics at ") for record in caplog.records)
+    assert get(url, bearer(token_file))[0] == 200
 
 
-def test_the_environment_switches_the_endpoint_on(llama: Path, token_file: Path) -> None:
-    environ = {"PENSTOCK_METRICS": "127.0.0.1:0", "PENSTOCK_METRICS_TOKEN_FILE": str(token_file)}
-    assert run_with(environ, llama).stdout.startswith("http://127.0.0.1:")
-    without = run_with({}, llama)
-    assert without.stdout == "None False\n", without.stderr
-    bare = run_with({"PENSTOCK_METRICS": "127.0.0.1:0"}, llama)
-    assert bare.returncode != 0
-    assert "need a token" in bare.stderr
-
-
-def test_a_taken_port_is_a_warning_and_the_load_works(llama: Path, token_file: Path) -> None:
+def test_a_taken_port_is_one_warning_and_the_loads_work(
+    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
+) -> None:
     with bound_socket(("127.0.0.1", 0)) as taken:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        environ = {"PENSTOCK_METRICS": address, "PENSTOCK_METRICS_TOKEN_FILE": str(token_file)}
-        done = run_with(environ, llama)
-    assert done.stdout == "None True\n"
-    assert f"metrics cannot be served at {address}" in done.stderr
-    assert done.stderr.count("metrics cannot be served") == 1
+        monkeypatch.setenv("PENSTOCK_METRICS", address)
+        monkeypatch.setenv("PENSTOCK_METRICS_TOKEN_FILE", str(token_file))
+        for _ in range(2):
+            assert len(ps.load(llama))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"metrics cannot be served at {address}" in record.message
 
 
 def test_loads_are_counted_by_their_end_and_path(llama: Path, scrape: Scrape) -> None:
@@ -287,3 +298,26 @@ def test_a_forked_child_has_no_endpoint_of_its_parent(endpoint: ps.MetricsEndpoi
         finally:
             os._exit(done)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_the_page_lists_every_metric_of_processes_and_of_the_hub() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    of_processes = text.partition("## The metrics of a process")[2].partition("\n## ")[0]
+    rows = [line for line in of_processes.splitlines() if line.startswith("| `penstock_")]
+    assert rows == [
+        f"| `{metric.name}{'_total' * (metric.kind == 'counter')}` |"
+        f"{' ' + ', '.join(f'`{label}`' for label in metric.labels) if metric.labels else ''} | {metric.about} |"
+        for metric in METRICS
+    ]
+    of_hub = text.partition("## The metrics of the hub")[2].partition("\n## ")[0]
+    page = HubMetrics(Directory(MemoryStore())).page().decode()
+    families = [family for family in text_string_to_metric_families(page) if not family.name.endswith("_created")]
+    listed = dict(re.findall(r"^\| `(penstock_\w+)` \| .*?\| (.*) \|$", of_hub, re.M))
+    assert listed == {f"{f.name}{'_total' * (f.type == 'counter')}": f.documentation for f in families}
+
+
+def test_the_page_lists_every_alert() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rules = (ROOT / "deploy" / "prometheus" / "penstock.rules.yml").read_text(encoding="utf-8")
+    alerts = re.findall(r"- alert: (\w+)\n(?:.*\n)+?.*severity: (\w+)", rules)
+    assert re.findall(r"^\| `(Penstock\w+)` \| (\w+) \|", text, re.M) == alerts

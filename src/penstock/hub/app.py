@@ -83,6 +83,9 @@ MAX_BODY_BYTES = 8 * MIB
 """A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
 BODY_S = 20.0
 """A body that takes longer to arrive is refused."""
+_QUIET: dict[str, Any] = {"telemetry": {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}}
+"""No spans of single requests: a host's own hub runs in an engine's process, and each heartbeat would be one in the
+engine's traces. Older releases of FastAPI have none, and ignore the argument."""
 _ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
 _log = logging.getLogger("penstock.hub")
 audit = logging.getLogger("penstock.audit")
@@ -253,7 +256,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
     life = _running(lambda: _beat(directory, auth), lambda: keep_sampling(feed))
-    app = FastAPI(title="Penstock hub", version="1", lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Penstock hub", version="1", lifespan=life, docs_url=None, redoc_url=None, **_QUIET)
     for operation in OPERATIONS:
         # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
         endpoint = _endpoint(operation, directory, auth, metrics)
@@ -294,7 +297,9 @@ def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
 
     feed = FleetFeed(hub.status)
     life = _running(lambda: keep_sampling(feed))
-    app = FastAPI(title="Penstock fleet", version="1", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Penstock fleet", version="1", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None, **_QUIET
+    )
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.add_route("/v1/drains/{member}", _drain_at(hub, auth), methods=["PUT", "DELETE"])
     app.state.on_unauthorized = lambda path, client: None

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.config import ConnectionSettings, Settings
+from penstock.config import ConnectionSettings
 from penstock.errors import (
     ConfigError,
     HubUnavailable,
@@ -138,7 +138,7 @@ class Member:
         self._beaten_s = 0.0
         listen = connection.listen
         try:
-            start_configured(Settings.read())
+            start_configured()
             tls = MemberTls.read()
             self.trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from penstock.arguments import require_type
-from penstock.config import MetricsAddress, Settings, metrics_address
+from penstock.config import MetricsAddress, Settings, asks_for_metrics, metrics_address
 from penstock.errors import ConfigError, MissingExtra
 from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import Exchange, HttpServer, Refused
@@ -191,15 +191,17 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
         return _endpoint
 
 
-def start_configured(settings: Settings) -> None:
+def start_configured() -> None:
     """Serve metrics if the environment says so and this process does not yet; log a warning if it cannot.
 
     Raises:
         ConfigError: the setting is incomplete: it has no token.
     """
     global _refused_in
-    if settings.metrics is None or (_endpoint is not None and _endpoint.is_ours) or _refused_in == os.getpid():
+    if not asks_for_metrics() or (_endpoint is not None and _endpoint.is_ours) or _refused_in == os.getpid():
         return
+    settings = Settings.read()
+    assert settings.metrics is not None
     try:
         _serve(settings.metrics, settings.metrics_token_file)
     except MissingExtra:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Settings
 from penstock.errors import Cancelled, IntegrityError, PenstockError, without_secrets
 from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.metrics import Attribute, Outcome, Received, Registry, recording
@@ -53,7 +52,7 @@ class Journey:
 
     def begin(self) -> Journey:
         """Start the clock and the span. ConfigError or MissingExtra: the environment asks for metrics in vain."""
-        start_configured(Settings.read())
+        start_configured()
         self._begun = time.perf_counter()
         self._registry = recording()
         if self._registry is not None:
