@@ -40,9 +40,9 @@ from penstock.errors import (
 from penstock.http.client import Reply
 from penstock.http.head import MalformedMessage
 from penstock.http.pool import Pool, PooledConnection
-from penstock.tally import Tally
+from penstock.totals import Total
 
-retried_requests = Tally()
+retried_requests = Total()
 """Requests of this process that failed, or were refused for now, and were sent again."""
 
 _FIRST_PAUSE_S = 0.1

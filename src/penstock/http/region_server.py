@@ -37,9 +37,9 @@ from penstock.http.region_messages import (
     chunk_head,
 )
 from penstock.http.server import Exchange, HttpServer, Refused
-from penstock.tally import Tally
+from penstock.totals import Total
 
-served_bytes = Tally()
+served_bytes = Total()
 """Bytes of regions that this process has sent whole answers of, before compression."""
 
 MAX_ANSWER_BYTES = 1 << 30

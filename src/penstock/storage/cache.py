@@ -38,7 +38,7 @@ from penstock.config import Settings
 from penstock.lifecycle import let_go_in_children
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.source import Source, span, take
-from penstock.tally import Tally
+from penstock.totals import Total
 from penstock.types import MIB
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ class CacheStats:
 
 
 # The same counts of all sources of this process, those that were closed included.
-_tallies = {field.name: Tally() for field in fields(CacheStats)}
+_totals = {field.name: Total() for field in fields(CacheStats)}
 
 
 def cache_totals() -> CacheStats:
     """Return what the cache did for all sources of this process so far."""
-    return CacheStats(**{name: tally.total for name, tally in _tallies.items()})
+    return CacheStats(**{name: total.value for name, total in _totals.items()})
 
 
 def open_cached(source: Source, *, settings: Settings) -> Source:
@@ -278,7 +278,7 @@ class CachedSource:
             for field in fields(self.stats):
                 setattr(self.stats, field.name, getattr(self.stats, field.name) + counts.get(field.name, 0))
         for name, count in counts.items():
-            _tallies[name].add(count)
+            _totals[name].add(count)
 
 
 def _digest(views: list[memoryview]) -> int:

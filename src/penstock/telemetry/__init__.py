@@ -1,1 +1,1 @@
-"""What operators see of a process: Prometheus metrics of its journeys and members, and OpenTelemetry spans."""
+"""Observation of a process by its operators: Prometheus metrics of journeys and members, and OpenTelemetry spans."""

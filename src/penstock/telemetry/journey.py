@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Journey:
-    """One call of a verb. A context manager, in which its span is the current one; or `begin` and `end`.
+    """A call of a verb. A context manager, in which its span is the current one; or `begin` and `end`.
 
     Args:
         kind: one of `metrics.JOURNEYS`.

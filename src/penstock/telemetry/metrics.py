@@ -39,7 +39,7 @@ _PAUSE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One row of the table."""
+    """A metric: a row of the table."""
 
     name: str
     """Without the `_total` that the text format adds to counters."""
@@ -186,7 +186,7 @@ Received = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a journey's report says for metrics and for its span."""
+    """The part of a journey's report that metrics and its span show."""
 
     nbytes: int
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -360,8 +360,8 @@ class Registry:
 
 def _process_samples() -> Iterator[Sample]:
     """Yield the counts that storage and transports keep of this process."""
-    yield "penstock_served_bytes", (), served_bytes.total
-    yield "penstock_storage_retries", (), retried_requests.total
+    yield "penstock_served_bytes", (), served_bytes.value
+    yield "penstock_storage_retries", (), retried_requests.value
     totals = cache_totals()
     yield "penstock_cache_chunks", ("hit",), totals.hits
     yield "penstock_cache_chunks", ("miss",), totals.misses

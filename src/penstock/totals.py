@@ -12,23 +12,23 @@ from weakref import WeakSet
 from penstock.lifecycle import let_go_in_children
 
 
-class Tally:
+class Total:
     """A sum that only grows. For events of a millisecond or more; it is too slow to count rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.total = 0
-        _tallies.add(self)
+        self.value = 0
+        _totals.add(self)
 
     def add(self, amount: int = 1) -> None:
         """Add to the sum."""
         with self._lock:
-            self.total += amount
+            self.value += amount
 
     def forget(self) -> None:
         """In a forked child: start again, with a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
-        self.total = 0
+        self.value = 0
 
 
-_tallies: WeakSet[Tally] = let_go_in_children(Tally.forget)
+_totals: WeakSet[Total] = let_go_in_children(Total.forget)
