@@ -278,6 +278,10 @@ class FleetClient(Protocol):
         """Return the fleet."""
         ...
 
+    def phases(self) -> PhasesReply:
+        """Return the starts of the fleet's processes."""
+        ...
+
     def drain(self, member: str, drain: Drain | None) -> None:
         """Send no more readers to a member, or with None send them again."""
         ...
@@ -293,7 +297,8 @@ def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
     Raises:
         MissingExtra: FastAPI is not installed.
     """
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
+    from penstock.hub.replicas import ReplicaFeed
 
     feed = FleetFeed(hub.status)
     life = _running(lambda: keep_sampling(feed))
@@ -302,6 +307,14 @@ def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
     )
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.add_route("/v1/drains/{member}", _drain_at(hub, auth), methods=["PUT", "DELETE"])
+
+    async def phases(request: Request) -> Response:
+        _check_caller(request, auth)
+        return Response(msgspec.json.encode(await run_in_threadpool(hub.phases)), media_type="application/json")
+
+    app.add_route(
+        "/v1/phases", or_stream(phases, ReplicaFeed(hub.phases), lambda request: _check_caller(request, auth))
+    )
     app.state.on_unauthorized = lambda path, client: None
     _map_faults(app, lambda status: None)
     return app

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -65,7 +66,15 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _log = logging.getLogger("penstock.hub")
-_ASSETS = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+_ASSETS = {
+    "app.js": "text/javascript",
+    "boots.js": "text/javascript",
+    "style.css": "text/css",
+    "icon.svg": "image/svg+xml",
+}
+MANY_REPLICAS = 10_000
+"""In a stream of `/v1/phases` without a limit."""
+_LIMIT = re.compile(r"[1-9]\d{0,4}")
 _CURSOR = re.compile(r"([0-9a-f]{16})\.(\d{1,18})")
 _SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
 
@@ -300,6 +309,9 @@ def or_stream(
         if not wants_stream(request.query_params, request.headers.get("accept", "")):
             return await answer(request)
         caller = caller_of(request)
+        model, limit = request.query_params.get("model") or None, request.query_params.get("limit", str(MANY_REPLICAS))
+        if not _LIMIT.fullmatch(limit):
+            return Response(status_code=422)
         if viewers >= MAX_VIEWERS:
             return Response(status_code=503, headers={"Retry-After": "10"})
 
@@ -307,12 +319,12 @@ def or_stream(
             nonlocal viewers
             viewers += 1
             try:
-                had: Mapping[str, Replica] = {}
+                had: Mapping[str, Replica] | None = None
                 end_s = time.monotonic() + STREAM_S
                 while time.monotonic() < end_s:
-                    model = request.query_params.get("model") or None
                     try:
-                        had, event = await run_in_threadpool(feed.changes, had, caller, model)
+                        look = partial(feed.changes, had, caller, model=model, limit=int(limit))
+                        had, event = await run_in_threadpool(look)
                     except PenstockError as error:
                         event = msgspec.json.encode({"error": error.message})
                     yield b"data: " + event + b"\n\n" if event else b":\n\n"
