@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import os
 import re
+import secrets
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,8 +171,8 @@ def _store(compiled: Any, path: Path | None) -> None:
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
-    # Complete or absent: written under a name of this process, and renamed.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    # Complete or absent: written under a random name, and renamed. Process 1 of two containers may share the cache.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def pull(
     with typed(target):
         require_free(target)
     # Beside the target, on the same file system, so that one rename publishes it.
-    files = _Files(target.with_name(f".{target.name}.{os.getpid()}.partial"))
+    files = _Files(target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial"))
     try:
         report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
         with Phases("write", journey="fetch", model=fleet.identity.model) as writing:

@@ -11,6 +11,7 @@ import fcntl
 import fnmatch
 import glob
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def pull_files(
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
     """Download one object to a path, where it appears complete or not at all."""
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     try:
         download({uri: part}, settings=Settings.read(), storage_options=options)
         with typed(place):
