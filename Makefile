@@ -16,6 +16,8 @@ NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
 # Without Playwright, on which it depends: the file of axe is all that the tests need.
 AXE    ?= axe-playwright-python==0.1.8
+# Helm as a library, for the test of the chart.
+HELM   ?= helm-python-sdk==0.2.2
 # What nobody imports is not worth compiling: that takes a third of the set-up's time.
 PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
@@ -37,7 +39,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check docs wheel bench size fuzz chaos soak test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test check docs wheel helm-chart bench size fuzz chaos soak test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -53,6 +55,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		|| echo "NIXL does not install here: its tests are skipped" >&2
 	@$(VENV)/bin/$(PIP) --no-deps $(AXE) \
 		|| echo "axe does not install here: accessibility is not tested" >&2
+	@$(VENV)/bin/$(PIP) --no-deps $(HELM) \
+		|| echo "Helm does not install here: the chart is not tested" >&2
 	@$(VENV)/bin/$(PIP) -c constraints.txt $(RAY) \
 		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
@@ -108,6 +112,10 @@ docs: $(READY)  ## the documentation site, into .cache/site, strictly
 wheel: $(READY)  ## a wheel of the package, into dist
 	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+helm-chart: $(READY)  ## the Helm chart, from the manifests, into dist/penstock-chart
+	@$(PY) scripts/helm_chart.py dist/penstock-chart
+	@echo dist/penstock-chart
 
 bench: $(READY)  ## the load journey beside its peers on this machine (ARGS='--help' tells more)
 	@$(PY) -m benchmarks.load $(ARGS)

@@ -70,6 +70,7 @@ def test_the_base_has_a_fleet_and_each_overlay_an_engine(engine: str, objects: l
         "Service": {"penstock-redis", "penstock-hub", engine},
     }.items():
         assert {one["metadata"]["name"] for one in objects if one["kind"] == kind} == names
+    assert {one["metadata"].get("namespace") for one in objects if one["kind"] != "Namespace"} == {"penstock"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
