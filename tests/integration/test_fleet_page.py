@@ -26,6 +26,7 @@ if not shutil.which("chromium") or not shutil.which("chromedriver"):
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 
 import penstock as ps
 from penstock.hub.auth import Auth
@@ -39,7 +40,7 @@ from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.slow
 TOKEN = "the-token-of-this-fleet"
-Shot = Callable[[str], None]
+Shot = Callable[..., None]
 
 
 @pytest.fixture
@@ -77,9 +78,10 @@ def browser(request, tmp_path: Path) -> Iterator[webdriver.Chrome]:
 def shot(browser: webdriver.Chrome, request) -> Shot:
     """Write a screenshot, if the environment names a directory for them."""
 
-    def take(name: str) -> None:
+    def take(name: str, part: WebElement | None = None) -> None:
         if place := os.environ.get("FLEET_PAGE_SHOTS"):
-            browser.save_screenshot(f"{place}/{name}-{request.node.callspec.params['browser']}.png")
+            path = f"{place}/{name}-{request.node.callspec.params['browser']}.png"
+            browser.save_screenshot(path) if part is None else part.screenshot(path)
 
     return take
 
@@ -221,7 +223,7 @@ def test_starts_are_shown_as_waterfalls(
         fault = browser.find_element(By.CSS_SELECTOR, "#boots .fault").text
         assert failed.error.error in fault and "blame: source" in fault and (failed.error.hint or "") in fault
         assert violations(browser) == []
-        shot("starts")
+        shot("starts", browser.find_element(By.CSS_SELECTOR, "section:has(#boots)"))
         # By keyboard: Enter folds a chart, and the focus stays.
         summary = browser.find_element(By.CSS_SELECTOR, "#boots summary")
         summary.send_keys(Keys.ENTER)
