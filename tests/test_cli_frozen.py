@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
 import typer.main
 
-from penstock.cli.main import app
+from penstock.cli.main import app, run
 from penstock.config import environment
 
 COMMANDS = {
@@ -14,9 +22,9 @@ COMMANDS = {
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
     "--drain-s --format",
-    "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --format",
+    "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
-    "--scratch --trace --ray --rates --hub --token-file --listen --dry-run --format",
+    "--scratch --trace --force --ray --rates --hub --token-file --listen --list-ops --dry-run --format",
     "storage-initializer": "PAIRS --hub --token-file --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
     "ui": "--hub --token-file --port",
@@ -60,25 +68,69 @@ ENVIRONMENT = [
 ]
 
 
-def commands(command, prefix: str = "") -> dict[str, str]:
-    """Every command by its full name, with its arguments and options in order."""
-    found: dict[str, str] = {}
+def commands(command, prefix: str = "") -> dict[str, Any]:
+    """Every command by its full name."""
+    found: dict[str, Any] = {}
     for name, child in command.commands.items():
-        if hasattr(child, "commands"):
-            found |= commands(child, f"{prefix}{name} ")
-            continue
-        spelt = []
-        for parameter in child.params:
-            if parameter.param_type_name == "argument":
-                spelt.append(parameter.name.upper())
-            else:
-                spelt += [*parameter.opts, *parameter.secondary_opts]
-        found[prefix + name] = " ".join(spelt)
+        found |= commands(child, f"{prefix}{name} ") if hasattr(child, "commands") else {prefix + name: child}
     return found
 
 
+ALL = commands(typer.main.get_command(app))
+
+
+def spelt(command) -> str:
+    """A command's arguments and options in order."""
+    words = []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            words.append(parameter.name.upper())
+        else:
+            words += [*parameter.opts, *parameter.secondary_opts]
+    return " ".join(words)
+
+
 def test_commands_and_options_are_these() -> None:
-    assert commands(typer.main.get_command(app)) == COMMANDS
+    assert {name: spelt(command) for name, command in ALL.items()} == COMMANDS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_command_has_a_short_summary_and_examples_that_parse(name: str) -> None:
+    command = ALL[name]
+    summary = command.get_short_help_str(limit=1000)
+    assert 0 < len(summary) < 50 and summary.endswith("."), summary
+    with command.make_context(f"penstock {name}", [], resilient_parsing=True) as context:
+        shown = command.get_help(context)
+    assert "\n  Examples:\n    penstock " in shown
+    examples = re.findall(r"^    (penstock .*)$", shown, re.MULTILINE)
+    for example in examples:
+        words = shlex.split(example)[1:]
+        assert words[: len(name.split())] == name.split()
+        if "--list-ops" in words:  # it prints them while it is parsed
+            continue
+        with command.make_context(example, words[len(name.split()) :]) as context:
+            assert context.params
+
+
+def test_the_operations_are_listed_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["convert", "--list-ops"])
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert "slerp(t)" in lines and "ties(density, weights=(), scale=1.0)" in lines and len(lines) > 10
+
+
+def test_python_m_penstock_is_the_command() -> None:
+    def out(*words: str, **environ: str) -> str:
+        command = [sys.executable, "-m", "penstock", *words]
+        env = {**os.environ, **environ}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+    assert "Usage: penstock" in (shown := out("-h")) and "\n  load      " in shown
+    assert out("--version").startswith("penstock ")
+    # As the script of `--install-completion` asks.
+    asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_CWORD": "1", "COMP_WORDS": "penstock conv"}
+    assert out(**asked).split() == ["convert"]
 
 
 def test_environment_variables_are_these() -> None:

@@ -1,4 +1,4 @@
-"""Base of all reports: a text for people, a dictionary for programs, a cell for notebooks.
+"""Base of all reports: a text for people, a dictionary for programs, a cell for notebooks; numbers of bytes in words.
 
 In: a frozen dataclass with a `summary`. Out: `str`, `to_dict`, `_repr_html_`.
 Not here: what is measured (each journey's `report`).
@@ -57,3 +57,13 @@ def plain(value: Any) -> Any:
 def pre(text: str) -> str:
     """Return a text as HTML that keeps its lines; names in it cannot become markup."""
     return f"<pre>{html.escape(text)}</pre>"
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
+    # Powers of 1000, as vendors give memory and links: a rate in GB/s can be compared with a data sheet.
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"

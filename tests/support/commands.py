@@ -33,10 +33,15 @@ def run(
         return subprocess.CompletedProcess(["penstock", *words], code, out.read_text(), err.read_text())
 
 
-def start(fork_server: ForkServer, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Forked:
-    """`penstock` with these words, here and with this environment and more; what it says on stderr is its `stdout`."""
+def start(
+    fork_server: ForkServer, words: Sequence[str], environ: Mapping[str, str] | None = None, *, terminal: str = ""
+) -> Forked:
+    """`penstock` with these words, here and with this environment and more.
+
+    What it says on stderr is its `stdout`; with a terminal's path, all that it says goes there.
+    """
     directory, present = surroundings()
-    told = [directory, {**present, **(environ or {})}, os.devnull, "", list(words)]
+    told = [directory, {**present, **(environ or {})}, terminal or os.devnull, terminal, list(words)]
     return fork_server.fork(f"{__name__}:main", told)
 
 

@@ -63,7 +63,7 @@ def test_reports_of_a_journey(directory: Path) -> None:
 
 def test_weights_have_a_short_repr(directory: Path) -> None:
     weights = ps.load(directory, "cpu")  # the device by position, as safetensors has it
-    assert repr(weights) == f"<Weights of {directory}: 30 tensors, 0.00 GB on cpu, not verified>"
+    assert repr(weights) == f"<Weights of {directory}: 30 tensors, 1.92 kB on cpu, not verified>"
     shown = weights._repr_html_()
     assert "&lt;w&gt;  bfloat16 [4, 8]" in shown
     assert shown.count("bfloat16") == 20

@@ -35,6 +35,7 @@ from penstock.cli.terminal import (
     MemoryBytes,
     Names,
     Uri,
+    examples,
     importable,
     note,
     write_columns,
@@ -42,6 +43,7 @@ from penstock.cli.terminal import (
 )
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled
+from penstock.report import bytes_text
 from penstock.types import GB, MIB
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class Loaded:
     path: str
 
 
-@app.command("load")
+@app.command("load", epilog=examples("penstock bench load llama --repeat 3 --cold"))
 def bench_load(
     uri: Uri,
     device: Device = "cpu",
@@ -89,7 +91,10 @@ def bench_load(
     cold: Annotated[bool, typer.Option("--cold", help="Ask the kernel to drop local files from memory first.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Load again and again: Penstock, and safetensors when it is installed and the files are local."""
+    """Measure loads, next to those of safetensors.
+
+    safetensors is measured where it is installed and the files are local.
+    """
     from penstock import api
     from penstock.storage.locate import look
 
@@ -139,12 +144,16 @@ def bench_load(
 
 def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> LoadRate:
     """Time some loads, with a step before each that is not timed."""
+    from penstock.loader.progress import Progress
+
     times, loaded = [], Loaded(nbytes=0, verified=False, path="")
-    for _ in range(repeat):
-        before()
-        begun = time.perf_counter()
-        loaded = load()
-        times.append(time.perf_counter() - begun)
+    with Progress(None, loader, unit="loads", is_live=False) as shown:
+        for _ in range(repeat):
+            before()
+            begun = time.perf_counter()
+            loaded = load()
+            times.append(time.perf_counter() - begun)
+            shown(len(times), repeat)
     median = statistics.median(times)
     return LoadRate(
         loader=loader,
@@ -217,7 +226,7 @@ class FetchRate:
     path: str
 
 
-@app.command("fetch")
+@app.command("fetch", epilog=examples("penstock bench fetch --total-gb 4 --receivers 2 --device cuda"))
 def bench_fetch(
     device: Device = "cpu",
     total_gb: Annotated[float, typer.Option("--total-gb", min=0.001, help="Weights, in decimal GB.")] = 1.0,
@@ -225,26 +234,35 @@ def bench_fetch(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Fetches of each receiver.")] = 3,
     format: FormatOption = Format.human,
 ) -> None:
-    """Fetch generated weights from one process into others of this host: seconds, GB/s, path, and the limit."""
+    """Measure fetches between processes of this host.
+
+    Generated weights: seconds, GB/s, path, and the copy that they cannot beat.
+    """
+    from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device
 
     # A wrong device is an error here, with its hint, and not in each of the processes.
     resolve_device(device)
     nbytes = int(total_gb * GB)
     with (
+        Progress(None, "fetch", unit="fetches", is_live=False) as shown,
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory,
         private_hub(directory) as hub,
         _child(_hold, hub, nbytes, device) as holder,
         _children(receivers, hub, device) as fetchers,
     ):
+        shown.state(f"filling {bytes_text(nbytes)} of memory")
         _answer_of(holder)
+        shown.state("starting the receivers")
         devices = [_answer_of(pipe) for pipe in fetchers]
-        rounds = []
-        for _ in range(repeat):
+        rounds: list[list[dict[str, Any]]] = []
+        shown.state("fetching", 0, repeat * receivers)
+        for number in range(repeat):
             # All are asked before the first answer is read: the receivers fetch at the same time.
             for pipe in fetchers:
                 pipe.send("fetch")
             rounds.append([_answer_of(pipe) for pipe in fetchers])
+            shown((number + 1) * receivers, repeat * receivers)
     rates = [
         _rate(f"receiver {i}", devices[i], [turn[i]["wall_s"] for turn in rounds], turns[-1]["path"], nbytes=nbytes)
         for i, turns in enumerate(zip(*rounds, strict=True))
@@ -410,7 +428,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
             # A new member for each fetch: one that has the weights already would read nothing.
             with penstock.join(MODEL, connection=hub) as fleet:
                 tensors: dict[str, torch.Tensor] = {}
-                report = fleet.fetch(tensors, device=place)
+                report = fleet.fetch(tensors, device=place, progress=False)
                 most = max(report.nbytes_by_path, key=lambda path: report.nbytes_by_path[path])
                 pipe.send({"wall_s": report.wall_s, "path": most})
 

@@ -18,13 +18,13 @@ from penstock.cli.terminal import (
     Format,
     FormatOption,
     Uri,
-    bytes_text,
     option,
     write_columns,
     write_fields,
     write_json,
     write_lines,
 )
+from penstock.report import bytes_text
 
 if TYPE_CHECKING:
     from penstock.types import Manifest
@@ -37,7 +37,7 @@ def inspect(
     all_tensors: Annotated[bool, typer.Option("--all", help=f"Every tensor, not the first {_SHOWN}.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """List files, dtypes, sizes and tensors of a weight set."""
+    """List the files, dtypes and tensors of weights."""
     from penstock import api
 
     report = api.inspect(uri)
@@ -70,7 +70,7 @@ def inspect(
         {
             "uri": report.uri,
             "tensors": report.num_tensors,
-            "bytes": f"{bytes_text(report.nbytes)} ({report.nbytes})",
+            "bytes": bytes_text(report.nbytes),
             "revision": manifest.revision,
             "digests": "yes" if manifest.leaves is not None else "no (penstock manifest writes them)",
         }
@@ -122,7 +122,10 @@ def manifest(
     out: Annotated[str | None, option("--out", "URI", "Where to write; default: beside the weights.")] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Read every body once and write the manifest with its digests, so that every later load is verified."""
+    """Write a manifest with digests of the weights.
+
+    Every body is read once. Every later load is verified against the manifest.
+    """
     from penstock import api
 
     report = api.manifest(uri, out=out, sign=sign)
@@ -133,9 +136,9 @@ def manifest(
         {
             "uri": report.uri,
             "revision": report.revision,
-            "num_tensors": report.num_tensors,
-            "nbytes": bytes_text(report.nbytes),
-            "num_leaves": f"{report.num_leaves} of at most {report.leaf_bytes} bytes",
+            "tensors": report.num_tensors,
+            "bytes": bytes_text(report.nbytes),
+            "digests": f"{report.num_leaves} of at most {bytes_text(report.leaf_bytes)}",
             "written": ", ".join(report.written),
         }
     )
@@ -148,7 +151,10 @@ def verify(
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Read every body and compare it with the manifest's digests; check the manifest's signature."""
+    """Compare weights with their manifest's digests.
+
+    Every body is read. With --public-key, the manifest's signature is checked first.
+    """
     from penstock import api
 
     verdict = api.verify(uri, public_key=public_key)
@@ -159,7 +165,7 @@ def verify(
             {
                 "verified": "yes" if verdict.verified else "NO",
                 "why": verdict.why,
-                "leaves": verdict.num_leaves,
+                "digests": verdict.num_leaves,
                 "bytes": bytes_text(verdict.nbytes),
                 "signature": verdict.signature,
             }

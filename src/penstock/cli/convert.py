@@ -19,6 +19,7 @@ import typer
 
 from penstock.cli.plan import RatesOption, read_rates
 from penstock.cli.terminal import (
+    Force,
     Format,
     FormatOption,
     Listen,
@@ -27,7 +28,6 @@ from penstock.cli.terminal import (
     To,
     TokenFile,
     Verify,
-    bytes_text,
     connection_of,
     keep_stdout,
     note,
@@ -38,7 +38,7 @@ from penstock.cli.terminal import (
     write_lines,
 )
 from penstock.errors import ConfigError
-from penstock.report import plain
+from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
     from penstock.config import ConnectionSettings
@@ -73,6 +73,14 @@ Ray = Annotated[
 ]
 
 
+def _list_ops(is_wanted: bool) -> None:
+    if is_wanted:
+        from penstock.jobs.operations.spec import usages
+
+        write_lines(*usages())
+        raise typer.Exit
+
+
 def convert(
     places: Annotated[
         list[str],
@@ -90,17 +98,22 @@ def convert(
     shard_bytes: ShardBytes = "5000000000",
     scratch: Scratch = None,
     trace: Trace = None,
+    force: Force = False,
     ray: Ray = None,
     rates: RatesOption = None,
     hub: ReportHub = None,
     token_file: TokenFile = None,
     listen: Listen = None,
+    list_ops: Annotated[
+        bool,
+        typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations of --op, and exit."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Convert checkpoints out of core: formats, shards, merges, your own functions. Resumes if interrupted.
+    """Convert or merge checkpoints, out of core.
 
-    Operations and their words: docs/convert.md, or `penstock convert . . --op help`. Formats: docs/transforms.md.
+    Other formats, other shards, merges, your own functions. If it is interrupted, run it again: it resumes.
     """
     if len(places) < 2:
         raise ConfigError(
@@ -156,7 +169,7 @@ def convert(
         task_bytes=task_bytes,
         shard_bytes=shard_bytes,
         trace=trace,
-        progress=None if format is Format.human else False,
+        replace=force,
     )
     if places[-1].startswith(SCHEME):
         _keep(run, places[-1].removeprefix(SCHEME), connection, format)

@@ -17,7 +17,6 @@ from typing import Annotated
 from penstock.cli.terminal import (
     Format,
     FormatOption,
-    bytes_text,
     importable,
     option,
     package_version,
@@ -29,6 +28,7 @@ from penstock.cli.terminal import (
 from penstock.config import ecosystem, environment
 from penstock.entry_points import install_hint
 from penstock.errors import ConfigError
+from penstock.report import bytes_text
 from penstock.storage.io_uring import Uring, refusal
 from penstock.types import GB, GIB, MIB
 
@@ -72,7 +72,10 @@ def doctor(
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Report devices, measured limits, engines available and why not, and environment variables in force."""
+    """Report devices, measured limits and packages.
+
+    Also which packages are missing and what they are for, and the environment variables in force.
+    """
     if calibrate is not None:
         _calibrate(calibrate, format)
         return

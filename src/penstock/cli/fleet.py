@@ -9,28 +9,30 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from penstock.cli.terminal import (
     Device,
+    Force,
     Format,
     FormatOption,
     Hub,
     Listen,
     TokenFile,
-    bytes_text,
+    columns,
     connection_of,
     note,
     option,
-    write_columns,
+    terminal_width,
     write_json,
     write_lines,
 )
 from penstock.errors import ConfigError
-from penstock.report import plain
+from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
     from penstock import api
@@ -54,8 +56,12 @@ _HEADER = [
     "why",
     "silent",
 ]
+_SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes", "from", "rate")
+"""Columns that a narrow terminal does without, the first one first."""
 _JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
+_SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "bytes", "from", "silent"]
+_SPARE_OF_SYNC = ("run", "host", "silent", "bytes", "from", "version")
 
 
 def status(
@@ -72,7 +78,10 @@ def status(
     ] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """List the members of the fleet: their models, their progress, and the sources of their bytes."""
+    """List the fleet's members, models and progress.
+
+    On a terminal, what it has no room for is left out; a pipe and --format json get all of it.
+    """
     from penstock import api
 
     connection = connection_of(hub, token_file)
@@ -84,6 +93,8 @@ def status(
     connection = resolve_connection(connection)
     # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
+        if format is Format.human and sys.stdout.isatty():
+            _redraw(lambda: client.status(model), model, watch)
         while True:
             _show(client.status(model), model, format)
             sys.stdout.flush()
@@ -92,28 +103,56 @@ def status(
                 write_lines("")
 
 
+def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoReturn:
+    """Show the members on a screen of their own until Ctrl-C, which leaves the last of them on the terminal."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    fleet, console = ask(), Console()
+
+    def screen() -> Text:
+        head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s; Ctrl-C ends it"
+        lines = [head, "", *_lines(fleet, model, console.width)]
+        # The last line says how much there is no room for: a screen does not scroll.
+        if (excess := len(lines) - console.height) > 0:
+            lines[console.height - 1 :] = [f"... and {excess + 1} more lines"]
+        return Text("\n".join(lines), no_wrap=True, overflow="crop")
+
+    try:
+        # Drawn several times a second, so that it follows the size of the window.
+        with Live(get_renderable=screen, console=console, screen=True, refresh_per_second=4):
+            while True:
+                time.sleep(every_s)
+                fleet = ask()
+    finally:
+        write_lines(*_lines(fleet, model, terminal_width()))
+
+
 def _show(fleet: Status, model: str | None, format: Format) -> None:
-    """Write the members to stdout: a table of weights, and one of syncs."""
+    """Write the members to stdout."""
     if format is Format.json:
         import msgspec
 
         write_json(msgspec.to_builtins(fleet))
-        return
+    else:
+        write_lines(*_lines(fleet, model, terminal_width()))
+
+
+def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
+    """Return the fleet as lines of at most this width: tables of weights, of syncs and of conversions."""
     if not fleet.members and not fleet.jobs:
-        write_lines("no members" if model is None else f"no member has or wants {model}")
-        return
+        return ["no members" if model is None else f"no member has or wants {model}"]
     weights = [row for member in fleet.members for row in _rows(member, model)]
     syncs = [row for member in fleet.members for row in _sync_rows(member)]
-    if weights:
-        write_columns(_HEADER, weights)
+    lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
     if weights and syncs:
-        write_lines("")
-    if syncs:
-        write_columns(_SYNC_HEADER, syncs)
-    if fleet.jobs:
-        if weights or syncs:
-            write_lines("")
-        write_columns(_JOB_HEADER, [_job_row(job.state) for job in fleet.jobs])
+        lines.append("")
+    lines += columns(_SYNC_HEADER, syncs, width=width, spare=_SPARE_OF_SYNC) if syncs else []
+    if lines and fleet.jobs:
+        lines.append("")
+    jobs = [_job_row(job.state) for job in fleet.jobs]
+    return lines + (columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else [])
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
@@ -200,7 +239,10 @@ def why(
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Explain from which members a model is read and why not from others: identities, states, complaints."""
+    """Explain from which members a model is read.
+
+    And why not from the others: identities that differ, states, complaints of readers.
+    """
     import msgspec
 
     from penstock import api
@@ -219,7 +261,10 @@ def drain(
     hub: Hub = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Send no more readers to a member until it leaves; those it has finish or move on. Needs an operator's token."""
+    """Send no more readers to a member.
+
+    Until it leaves; the readers that it has finish or move on. Needs an operator's token.
+    """
     from penstock import api
 
     name = api.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
@@ -250,7 +295,10 @@ def keep(
     ] = 30.0,
     format: FormatOption = Format.human,
 ) -> None:
-    """Keep models in memory for engines of this host, which attach without a copy; be a source for the fleet."""
+    """Keep models in memory for engines of this host.
+
+    Engines attach to them without a copy, and the fleet reads them, until SIGTERM.
+    """
     from penstock import api
     from penstock.storage.locate import look, model_name
 
@@ -311,11 +359,17 @@ def pull(
         float | None,
         typer.Option("--wait-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
     ] = None,
+    force: Force = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Fetch a model from the fleet and report the sources, the paths and the rate."""
+    """Fetch a model from the fleet.
+
+    Reports which bytes came from which source, by which path and why.
+    """
     if (to is None) == (device is None):
         raise ConfigError("no destination, or two", hint="give either --to DIR or --device DEVICE")
+    if force and to is None:
+        raise ConfigError("--force is for --to DIR", hint="leave it out")
     if fallback is not None:
         from penstock.storage.locate import look
 
@@ -324,7 +378,7 @@ def pull(
     from penstock.fetch.pull import pull as fetch
 
     with api.join(model, connection=connection_of(hub, token_file, listen), revision=revision) as fleet:
-        report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s)
+        report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s, replace=force)
     if format is Format.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:

@@ -40,7 +40,10 @@ def hub(
         Path | None, option("--audit-file", "FILE", "Write these lines to a file, rotated at 64 MiB; 4 are kept.")
     ] = None,
 ) -> None:
-    """Serve the directory of a fleet: members, their models, their readers. Weights never pass through it."""
+    """Serve the directory of a fleet.
+
+    It knows members, their models and their readers. Weights never pass through it.
+    """
     from penstock.entry_points import install_hint
     from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
@@ -79,7 +82,10 @@ def ui(
     token_file: TokenFile = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On 127.0.0.1; 0 takes any free one.")] = 0,
 ) -> None:
-    """Show the fleet in a browser: prints the page's address, and serves it on loopback until Ctrl-C."""
+    """Serve the fleet page on loopback.
+
+    Prints the page's address for a browser, and serves it until Ctrl-C.
+    """
     from penstock.hub.client import HubClient, resolve_connection
     from penstock.hub.server import run_page
 

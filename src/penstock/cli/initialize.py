@@ -25,7 +25,10 @@ def storage_initializer(
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Put all files of a model into a directory: the entry point of an init container, by KServe's contract."""
+    """Fill directories for an init container.
+
+    With all files of each model, by KServe's contract.
+    """
     from penstock.fetch.storage_initializer import initialize
 
     if len(pairs) % 2:

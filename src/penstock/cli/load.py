@@ -21,14 +21,13 @@ from penstock.cli.terminal import (
     Names,
     Uri,
     Verify,
-    bytes_text,
     option,
     write_fields,
     write_json,
     write_lines,
 )
 from penstock.config import Settings, parse_bytes
-from penstock.report import plain
+from penstock.report import bytes_text, plain
 from penstock.types import GB, MIB
 
 
@@ -42,7 +41,10 @@ def load(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Load a weight set into memory and report time, rate, memory, and the path of every file."""
+    """Load weights and report rate, memory and paths.
+
+    The tensors are freed at the end: this measures a load, and shows by which path each file came.
+    """
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if dry_run:
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
@@ -52,6 +54,9 @@ def load(
 
     # A misspelt path fails here, before torch is imported, which takes seconds.
     look(uri)
+    # The bar's library: imported by the load, it would count as time of the load.
+    import rich.progress  # noqa: F401
+
     weights = api.load(
         uri,
         device=device,

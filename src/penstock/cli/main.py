@@ -9,6 +9,7 @@ Not here: the commands (the other files of this folder).
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ try:
     import typer
 
     from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, initialize, load, plan, terminal
-    from penstock.cli.terminal import Format, FormatOption, write_fields, write_json
+    from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
@@ -72,21 +73,34 @@ def penstock(
     """Move model weights to GPUs at the speed of the link: verified, in bounded memory."""
 
 
-app.command("load")(load.load)
-app.command("inspect")(checkpoints.inspect)
-app.command("verify")(checkpoints.verify)
-app.command("manifest")(checkpoints.manifest)
-app.command("keep")(fleet.keep)
-app.command("pull")(fleet.pull)
-app.command("convert")(convert.convert)
-app.command("storage-initializer")(initialize.storage_initializer)
-app.command("hub")(hub.hub)
-app.command("ui")(hub.ui)
-app.command("status")(fleet.status)
-app.command("why")(fleet.why)
-app.command("drain")(fleet.drain)
-app.command("doctor")(doctor.doctor)
-app.command("version")(version)
+for _name, _command, *_examples in (
+    ("load", load.load, "penstock load llama", "penstock load s3://bucket/llama/ --device cuda --trace trace.json"),
+    ("inspect", checkpoints.inspect, "penstock inspect llama --all"),
+    ("verify", checkpoints.verify, "penstock verify llama --public-key key.pub.pem"),
+    ("manifest", checkpoints.manifest, "penstock manifest llama --sign key.pem"),
+    ("keep", fleet.keep, "penstock keep s3://bucket/llama/ --model llama --device cuda --memory-bytes 40G"),
+    ("pull", fleet.pull, "penstock pull llama --to /models/llama --fallback s3://bucket/llama/"),
+    (
+        "convert",
+        convert.convert,
+        "penstock convert llama llama-fp8 --to fp8-block128",
+        "penstock convert a b merged --op 'linear:weights=0.3,0.7'",
+        "penstock convert --list-ops",
+    ),
+    (
+        "storage-initializer",
+        initialize.storage_initializer,
+        "penstock storage-initializer s3://bucket/llama/ /mnt/models",
+    ),
+    ("hub", hub.hub, "penstock hub --listen 0.0.0.0:7070 --token-file tokens --cert hub.pem --key hub.key"),
+    ("ui", hub.ui, "penstock ui --hub https://hub:7070 --token-file token"),
+    ("status", fleet.status, "penstock status --watch 2", "penstock status llama --format json"),
+    ("why", fleet.why, "penstock why llama"),
+    ("drain", fleet.drain, "penstock drain 1bdacba8 --token-file operator.token"),
+    ("doctor", doctor.doctor, "penstock doctor --path model.safetensors", "penstock doctor --calibrate rates.json"),
+    ("version", version, "penstock version --format json"),
+):
+    app.command(_name, epilog=examples(*_examples))(_command)
 app.add_typer(plan.app, name="plan")
 app.add_typer(plan.simulate_app, name="simulate")
 app.add_typer(bench.app, name="bench")
@@ -108,11 +122,14 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         app(args=words, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
+        # Typer makes a SystemExit of an interrupt.
+        _say_how_to_resume(end, words)
     except PenstockError as error:
         code = exit_code(error)
         terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
+        _say_how_to_resume(interrupt, words)
     # The one place that catches every exception: one that is not a PenstockError is our own fault, and nothing is known
     # of the destination, so it counts as dirty.
     except Exception as error:  # noqa: BLE001
@@ -126,6 +143,14 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
     sys.exit(code)
+
+
+def _say_how_to_resume(error: BaseException | None, words: Sequence[str]) -> None:
+    """Write what an interrupted call has kept, and the command that goes on with it, if the call noted that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    for kept in getattr(error, "__notes__", ()):
+        terminal.note(f"penstock: interrupted; {kept}\n  {shlex.join(['penstock', *words])}")
 
 
 def _lost(more: str = "") -> OSError | None:

@@ -25,7 +25,7 @@ from penstock.cli.terminal import (
     TaskBytes,
     To,
     Uri,
-    bytes_text,
+    examples,
     option,
     write_columns,
     write_fields,
@@ -35,7 +35,7 @@ from penstock.cli.terminal import (
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
-from penstock.report import plain
+from penstock.report import bytes_text, plain
 from penstock.types import MIB
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def plan() -> None:
     """Show a plan."""
 
 
-@app.command("load")
+@app.command("load", epilog=examples("penstock plan load llama --explain"))
 def plan_load(
     uri: Uri,
     names: Names = None,
@@ -122,7 +122,7 @@ def plan_load(
     _write(facts, human, plan.explain() if explain else "", format)
 
 
-@app.command("sync")
+@app.command("sync", epilog=examples("penstock plan sync llama --trainers 4 --receivers 2 --tp 2 --shards 4"))
 def plan_sync(
     model: Model,
     trainers: Trainers = 256,
@@ -135,7 +135,7 @@ def plan_sync(
     explain: Explain = False,
     format: FormatOption = Format.human,
 ) -> None:
-    """Show what each rank of a described sync would send and receive."""
+    """Show what each rank would send and receive."""
     from penstock.plan import sync
 
     sides = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
@@ -158,7 +158,7 @@ def plan_sync(
     _write(facts, human, plan.explain() if explain else "", format)
 
 
-@app.command("convert")
+@app.command("convert", epilog=examples("penstock plan convert llama --to fp8-block128 --workers 8"))
 def plan_convert(
     sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Sources.")],
     to: To = None,
@@ -173,7 +173,10 @@ def plan_convert(
     picture: PictureOption = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Predict a conversion by stage: its own tasks, from the headers, on a described cluster."""
+    """Predict a conversion from its headers.
+
+    Its own tasks, by stage, on a described cluster.
+    """
     from penstock.jobs import convert
     from penstock.plan.simulate_convert import simulate_convert
 
@@ -202,7 +205,7 @@ def simulate() -> None:
     """Predict, on a described cluster."""
 
 
-@simulate_app.command("sync")
+@simulate_app.command("sync", epilog=examples("penstock simulate sync kimi-k2 --cluster h200 --picture sync.svg"))
 def simulate_sync(
     model: Model,
     trainers: Trainers = 256,
@@ -233,7 +236,10 @@ def simulate_sync(
     picture: PictureOption = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Predict a sync: the planner's own plan of made-up ranks, run over the cluster."""
+    """Predict a sync of described ranks.
+
+    The planner's own plan, run over the cluster.
+    """
     from penstock.plan import simulate_sync as simulation
     from penstock.plan.simulate_sync import transformed_bytes
     from penstock.plan.sync import plan_sync
@@ -257,7 +263,7 @@ def simulate_sync(
     write_prediction(prediction, described.name, format, picture)
 
 
-@simulate_app.command("fetch")
+@simulate_app.command("fetch", epilog=examples("penstock simulate fetch --bytes 128G --nodes 4 --parts 8"))
 def simulate_fetch(
     total_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the weights.")] = "128G",
     nodes: Annotated[
@@ -278,7 +284,10 @@ def simulate_fetch(
     picture: PictureOption = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Predict how a fleet fills: the relay's own chains over the cluster, from holders or from storage."""
+    """Predict how long a fleet takes to fill.
+
+    The relay's own chains over the cluster, from holders or from storage.
+    """
     from penstock.plan import simulate_fetch as simulation
 
     described, speeds = read_cluster(cluster, rates)
@@ -288,7 +297,7 @@ def simulate_fetch(
     write_prediction(prediction, described.name, format, picture)
 
 
-@simulate_app.command("convert")
+@simulate_app.command("convert", epilog=examples("penstock simulate convert --tasks 1000 --nodes 2"))
 def simulate_convert(
     num_tasks: Annotated[
         int, typer.Option("--tasks", min=1, help="Number of tasks, of up to --task-bytes in and out.")
@@ -304,7 +313,10 @@ def simulate_convert(
     picture: PictureOption = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Predict how long a conversion takes: the scheduler's own placement of tasks over the cluster's workers."""
+    """Predict how long a conversion takes.
+
+    The scheduler's own placement of tasks over the cluster's workers.
+    """
     import numpy as np
 
     from penstock.plan import simulate_convert as simulation

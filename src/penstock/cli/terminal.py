@@ -42,27 +42,60 @@ def write_fields(fields: Mapping[str, object]) -> None:
 
 
 def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write columns to stdout, two spaces apart, numbers to the right."""
-    # Never cut to the terminal's width: the output may be piped.
+    """Write columns to stdout, two spaces apart, numbers to the right. Never cut: the output may be piped."""
+    write_lines(*columns(header, rows))
+
+
+def columns(
+    header: Sequence[str], rows: Sequence[Sequence[object]], *, width: int | None = None, spare: Sequence[str] = ()
+) -> list[str]:
+    """Return lines of columns, two spaces apart, numbers to the right.
+
+    Args:
+        width: longest line: long cells are cut, then columns are left out and named below; None: nothing is cut.
+        spare: columns that may be left out, the first one first.
+    """
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+    widths = {name: max(len(row[i]) for row in cells) for i, name in enumerate(header)}
+    left_out: list[str] = []
+    if width is not None:
+        natural, candidates = dict(widths), list(spare)
+        while (excess := sum(widths.values()) + 2 * (len(widths) - 1) - width) > 0:
+            longest = max(widths, key=lambda name: widths[name])
+            if widths[longest] > _LEAST_CELL:
+                widths[longest] = max(_LEAST_CELL, widths[longest] - excess)
+            elif candidates:
+                left_out.append(candidates.pop(0))
+                # The cells that were cut for the column that goes may have their room back.
+                widths = {name: natural[name] for name in header if name not in left_out}
+            else:
+                break
+    lines = []
     for row in cells:
         padded = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
+            _cut(cell, widths[name]).rjust(widths[name]) if to_right else _cut(cell, widths[name]).ljust(widths[name])
+            for name, cell, to_right in zip(header, row, right, strict=True)
+            if name in widths
         ]
-        write_lines("  ".join(padded).rstrip())
+        lines.append("  ".join(padded).rstrip())
+    if left_out:
+        lines.append(f"no room for: {', '.join(left_out)}; --format json has all")
+    return lines if width is None else [_cut(line, width) for line in lines]
 
 
-def bytes_text(nbytes: float) -> str:
-    """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
-    # Powers of 1000, as vendors give memory and links: a rate in GB/s can be compared with a data sheet.
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
+_LEAST_CELL = 16
+"""A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal that stdout is; None: it is a file or a pipe."""
+    # Some terminals (serial lines, `script`) do not know their size, and say 0.
+    return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
 def keep_stdout() -> None:
@@ -125,6 +158,12 @@ def importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def examples(*lines: str) -> str:
+    """Return examples as the end of a command's help."""
+    # `\b` keeps the lines as they are; without it they would be filled to one paragraph.
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
 def option(name: str, metavar: str, help: str) -> Any:
     """Return an option whose default is not shown, because it is None."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
@@ -161,6 +200,10 @@ Operations = Annotated[
         "OP",
         "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.md.",
     ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace a weight set at the destination, once the new one is complete."),
 ]
 TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Most bytes in and out of one task.")]
 Hub = Annotated[

@@ -118,12 +118,14 @@ class Discovery:
         identity: the caller's identity; fields that the fallback or the fleet knows may be empty.
         member: this process's member.
         settings: deadlines, and settings of reading storage.
+        on_wait: called several times a second with what this waits for.
     """
 
-    def __init__(self, identity: Identity, member: Member, settings: Settings) -> None:
+    def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
         self._identity = identity
         self._member = member
         self._settings = settings
+        self._on_wait = on_wait
 
     def find(
         self,
@@ -195,7 +197,8 @@ class Discovery:
     def _state_of(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
         """Return the state of a member whose identity equals ours, except for open fields; wait for a first holder."""
         unknown = {name for name in open_fields if not getattr(identity, name)}
-        return _patiently(
+        return self._patiently(
+            "a holder",
             lambda left_s: self._state_now(identity, unknown, f" after {wait_s} s", within_s=left_s),
             wait_s,
             NotFound,
@@ -243,9 +246,27 @@ class Discovery:
 
     def _ask_layout(self, state: HoldingState, wait_s: float) -> WeightLayout:
         """Return the layout of a key from a member that holds it; wait for a member that has a free reader's place."""
-        return _patiently(
-            lambda left_s: self._ask_layout_now(state, left_s), wait_s, SourceError, PeerLost, HubUnavailable
+        return self._patiently(
+            "a free holder",
+            lambda left_s: self._ask_layout_now(state, left_s),
+            wait_s,
+            SourceError,
+            PeerLost,
+            HubUnavailable,
         )
+
+    def _patiently(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
+        """Call `ask` with the seconds left until it returns; raise errors of these kinds only after `wait_s`."""
+        begun = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - begun
+            try:
+                return ask(max(LEAST_ASK_S, wait_s - waited_s))
+            except passing:
+                if (waited_s := time.monotonic() - begun) >= wait_s:
+                    raise
+            self._on_wait(f"waiting for {what}, {waited_s:.0f} of {wait_s:.0f} s")
+            time.sleep(ASK_S)
 
     def _ask_layout_now(self, state: HoldingState, within_s: float) -> WeightLayout:
         """Return the layout from the first upstream that answers; raise the last one's error if none does."""
@@ -268,18 +289,6 @@ class Discovery:
             except PenstockError as error:
                 last = error
         raise last
-
-
-def _patiently(ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-    """Call `ask` with the seconds left until it returns; raise errors of the kinds `passing` only after `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            return ask(max(LEAST_ASK_S, deadline - time.monotonic()))
-        except passing:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(ASK_S)
 
 
 def _num_have(state: HoldingState) -> int:

@@ -31,7 +31,7 @@ from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.loader.into import targets_of
-from penstock.loader.report import ProgressOption, showing_progress
+from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
@@ -94,7 +94,8 @@ class Fleet:
             ExitStack() as stack,
         ):
             stack.callback(is_over.set)
-            target_weights = Discovery(self.identity, self.member, self._settings).find(
+            shown = stack.enter_context(Progress(progress, self.identity.model))
+            target_weights = Discovery(self.identity, self.member, self._settings, shown.state).find(
                 target, fallback, resolve_device(device), storage_options, wait_s, stack
             )
             phases.enter("allocate")
@@ -108,7 +109,7 @@ class Fleet:
                 else None
             )
             phases.enter("connect")
-            with showing_progress(progress, self.identity.model, weights.progress):
+            with shown.watching(weights.progress):
                 provenance = self._fill(weights, storage, phases, record, journey, is_new=new_tensors is not None)
             weights.set_state("whole")
             self.member.beat_now()

@@ -6,11 +6,11 @@ Not here: fetching (`join`), the format (`storage.safetensors`).
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import secrets
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from penstock.errors import IntegrityError
 from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.loader.report import ProgressOption
+from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
 from penstock.storage.output import OutputSet, require_free, typed
@@ -40,6 +40,7 @@ def pull(
     device: str | int | torch.device = "cpu",
     fallback: Uris | None = None,
     wait_s: float | None = None,
+    replace: bool = False,
     progress: ProgressOption = None,
 ) -> FetchReport:
     """Fetch the fleet's model and write it to a directory, or only to a device.
@@ -49,6 +50,7 @@ def pull(
         to: a directory that does not exist or is empty; it appears complete, with its manifest. None: write nothing.
         device: destination of the fetch; must be the host if `to` is given.
         fallback, wait_s, progress: see `Fleet.fetch`.
+        replace: a weight set at `to` stays until the new one is complete, which takes its place; then it is removed.
 
     Returns:
         The fetch's report; with `to`, `phases` has `write` too.
@@ -65,17 +67,17 @@ def pull(
     # Checked before anything is fetched, and again when the directory is renamed to this name.
     target = Path(to).absolute()
     with typed(target):
-        require_free(target)
+        require_free(target, replace=replace)
     # Beside the target, on the same file system, so that one rename publishes it.
     files = _Files(target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial"))
     try:
         report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
         with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
-            files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key))
+            files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key), replace)
     finally:
         files.close()
     phases = {**report.phases, **writing.seconds}
-    return replace(report, phases=phases, wall_s=sum(phases.values()))
+    return dataclasses.replace(report, phases=phases, wall_s=sum(phases.values()))
 
 
 class _Files(PlacedTarget):
@@ -97,7 +99,7 @@ class _Files(PlacedTarget):
         runs = zip(placed.file_index.tolist(), starts.tolist(), placed.nbytes.tolist(), strict=True)
         return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
 
-    def publish(self, target: Path, weights: LocalWeights) -> None:
+    def publish(self, target: Path, weights: LocalWeights, replace: bool) -> None:
         """Publish the files at `target`, with index and manifest."""
         assert self._output is not None
         # Names, shapes and offsets are read back from the files; the digests are those of the fetch, which has verified
@@ -106,7 +108,7 @@ class _Files(PlacedTarget):
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
             manifest = encode(_digested(written.manifest, weights))
-        self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest})
+        self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest}, replace=replace)
 
     def close(self) -> None:
         """Remove the files if they were not published. Idempotent."""
@@ -130,7 +132,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]
-    return replace(table, file_index=file_index, offset=offset), bodies
+    return dataclasses.replace(table, file_index=file_index, offset=offset), bodies
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -147,7 +149,7 @@ def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
     counts = num_leaves(layout.table.nbytes, layout.chunks.leaf_bytes)
     if len(rows) != len(layout.table):
         raise IntegrityError(f"the written files have {len(rows)} tensors, the fetched model has {len(layout.table)}")
-    return replace(
+    return dataclasses.replace(
         written,
         leaf_bytes=layout.chunks.leaf_bytes,
         leaves=take_leaves(weights.leaves, counts, rows),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import SourceError
 from penstock.peer.local_weights import LocalWeights
-from penstock.report import Summarised
+from penstock.report import Summarised, bytes_text
 from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
@@ -118,10 +118,10 @@ class FetchReport(Summarised):
         """Return a summary of a few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
-            f"{nbytes / GB:.2f} GB by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
+            f"{bytes_text(nbytes)} by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
         ]
         lines = [
-            f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s "
+            f"{self.model}: {self.num_tensors} tensors, {bytes_text(self.nbytes)} in {self.wall_s:.3f} s "
             f"({self.gb_per_s:.2f} GB/s): {phases}",
             f"paths: {'; '.join(paths) or 'none'}",
             f"{'verified against' if self.verified else 'not verified:'} {self.verified_against}; "
@@ -142,7 +142,7 @@ def outcome_of(report: FetchReport) -> Outcome:
         nbytes=report.nbytes,
         phases=report.phases,
         verified_bytes=report.nbytes - hashed,
-        path=", ".join(f"{nbytes / GB:.2f} GB by {path}" for path, nbytes in report.nbytes_by_path.items()),
+        path=", ".join(f"{bytes_text(nbytes)} by {path}" for path, nbytes in report.nbytes_by_path.items()),
         attributes={"revision": report.revision, "storage_bytes": report.storage_bytes},
     )
 
@@ -186,4 +186,4 @@ def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]
     total = sum(provenance.nbytes_by_path.values())
     if hashed == total:
         return False, alone
-    return False, f"{hashed / GB:.2f} of {total / GB:.2f} GB {alone}; the rest compared with {first}"
+    return False, f"{bytes_text(hashed)} of {bytes_text(total)} {alone}; the rest compared with {first}"

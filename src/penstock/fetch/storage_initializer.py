@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, HubUnavailable
-from penstock.report import Summarised
+from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.download import download, inside
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name
 from penstock.storage.output import typed
-from penstock.types import GB
 
 if TYPE_CHECKING:
     from penstock.fetch.report import FetchReport
@@ -57,7 +56,7 @@ class InitializeReport(Summarised):
 
     def summary(self) -> str:
         """Return a line for people."""
-        size = f"{self.num_files} files, {self.nbytes / GB:.2f} GB in {self.wall_s:.1f} s"
+        size = f"{self.num_files} files, {bytes_text(self.nbytes)} in {self.wall_s:.1f} s"
         total = max(1, sum(self.nbytes_by_path.values()))
         paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
         verdict = f"{'verified' if self.verified else 'NOT verified'}: {self.why}"

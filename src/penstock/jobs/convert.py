@@ -27,7 +27,7 @@ import numpy as np
 from penstock.arguments import require_type, wrong
 from penstock.config import Settings, parse_bytes
 from penstock.engine.trace import Trace, open_trace, save_spans
-from penstock.errors import ConfigError, DiskFull, IntegrityError, PenstockError, SourceChanged, SourceTruncated
+from penstock.errors import ConfigError, IntegrityError, PenstockError, SourceChanged, SourceTruncated
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
 from penstock.jobs.messages import EXECUTORS, JobSpec
@@ -56,7 +56,7 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus
-from penstock.loader.report import Progress, ProgressOption
+from penstock.loader.progress import Progress, ProgressOption
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import left_out
@@ -150,6 +150,7 @@ def convert(
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
     trace: str | os.PathLike[str] | None = None,
+    replace: bool = False,
     progress: ProgressOption = None,
 ) -> ConvertReport:
     """Convert one or several checkpoints to one.
@@ -169,6 +170,8 @@ def convert(
         shard_bytes: largest size of an output file.
         storage_options: see `load`; for sources and destination.
         trace: a file for one Chrome trace of all workers.
+        replace: a directory with a weight set at the destination stays until the new one is complete, which takes its
+            place at once; then it is removed. Not for object stores, which cannot replace several objects at once.
         progress: see `load`; counts tasks.
 
     Returns:
@@ -187,11 +190,14 @@ def convert(
     if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
     into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
+    if replace:
+        _check_replace(_uris(sources), destination)
     with Journey("convert", uri=into) as journey:
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
         stages = open_trace(trace)
         with ExitStack() as stack:
+            shown = stack.enter_context(Progress(progress, into, unit="tasks"))
             # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
             launcher = _launcher(settings, devices, stack)
             with stages.stage("plan"):
@@ -215,12 +221,12 @@ def convert(
                 launcher=launcher,
                 devices=devices,
                 settings=settings,
-                progress=progress,
+                shown=shown,
                 journey=journey,
                 watch=watch,
             )
             try:
-                result = _make(request, destination, run)
+                result = _make(request, destination, run, replace=replace)
             except BaseException as error:
                 watch.failed(error)
                 raise
@@ -347,6 +353,20 @@ def _uris(sources: Uris) -> list[str]:
     return [text_of(uri) for uri in several]
 
 
+def _check_replace(sources: Sequence[str], destination: str | MemoryDestination) -> None:
+    """Raise ConfigError unless the destination is a local directory that holds no source."""
+    if isinstance(destination, MemoryDestination) or is_remote(destination):
+        uri = destination if isinstance(destination, str) else destination.uri
+        message = "only a local directory is replaced: nothing else can change all of its files at once"
+        raise ConfigError(message, uri=uri, hint="write to a new place, then remove the old one")
+    into = Path(local_path(destination)).resolve()
+    for source in sources:
+        # An interrupted run could not resume: its sources would be gone once the result has their place.
+        if not is_remote(source) and (path := Path(local_path(source)).resolve()).is_relative_to(into):
+            message = f"the source {path} is in the directory that is to be replaced"
+            raise ConfigError(message, uri=destination, hint="write to another place, then replace it yourself")
+
+
 def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: ExitStack) -> Launcher:
     """Return the caller's launcher, or one that ends with the stack."""
     if settings.launcher is not None:
@@ -404,7 +424,7 @@ class _Run:
     launcher: Launcher
     devices: str | Sequence[str]
     settings: WorkerSettings
-    progress: ProgressOption
+    shown: Progress
     journey: Journey
     watch: JobWatch
 
@@ -427,7 +447,7 @@ class _Run:
             # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
             ends.callback(is_over.set)
             room = pool.submit(_make_room, staged.out, stages, is_over)
-            shown = self.stack.enter_context(Progress(self.progress, staged.into, unit="tasks"))
+            self.shown.state("starting workers", len(journal.done), len(job.tasks))
             with stages.stage("workers"):
                 # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
                 counted = self.launcher.gpus if isinstance(self.launcher, LocalLauncher) else gpus
@@ -440,7 +460,7 @@ class _Run:
                         self.launcher,
                         where,
                         stall_s=job_spec.stall_s,
-                        on_progress=shown,
+                        on_progress=self.shown,
                         on_turn=lambda: self.watch.turn(coordinator),
                     )
                 )
@@ -464,16 +484,17 @@ def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
         out.allocate(is_over.is_set)
 
 
-def _make(request: ConvertRequest, destination: str | os.PathLike[str] | MemoryDestination, run: _Run) -> _Made:
+def _make(request: ConvertRequest, destination: str | MemoryDestination, run: _Run, *, replace: bool) -> _Made:
     """Run the tasks that are left, and publish the result."""
     if isinstance(destination, MemoryDestination):
         return _fill(request, destination, run)
-    staged = _stage(request, os.fspath(destination), run.settings.scratch, run.stack)
-    if (revision := _begin(staged)) is not None:
+    staged = _stage(request, destination, run.settings.scratch, run.stack)
+    if (revision := _begin(staged, replace=replace)) is not None:
         return _Made(staged=staged, revision=revision, ran=None)
     ran = run.run(staged)
+    run.shown.state("publishing")
     with run.stages.stage("publish"):
-        return _Made(staged=staged, revision=_publish(staged), ran=ran)
+        return _Made(staged=staged, revision=_publish(staged, replace=replace), ran=ran)
 
 
 def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack) -> _Staged:
@@ -517,13 +538,15 @@ def _leave(
     if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):
         out.remove()
         journal.remove()
-    elif isinstance(error, PenstockError):
-        resume_hint = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
-        first = "make room, then run it again" if isinstance(error, DiskFull) else None
-        error.hint = "; ".join(part for part in (error.hint, first, resume_hint) if part)
+    else:
+        kept = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
+        if isinstance(error, PenstockError):
+            error.hint = "; ".join(part for part in (error.hint, kept) if part)
+        elif isinstance(error, KeyboardInterrupt):
+            error.add_note(kept)
 
 
-def _begin(staged: _Staged) -> str | None:
+def _begin(staged: _Staged, *, replace: bool) -> str | None:
     """Return the revision if this job's result is published already; else open its files and correct the journal."""
     job, journal, into, out = staged.request.job, staged.journal, staged.into, staged.out
     settings, options = staged.request.settings, staged.job_spec.storage_options
@@ -536,7 +559,7 @@ def _begin(staged: _Staged) -> str | None:
     if is_remote(into):
         require_free_remote(into, settings=settings, storage_options=options)
     else:
-        require_free(Path(local_path(into)))
+        require_free(Path(local_path(into)), replace=replace)
     out.make()
     # A file of an earlier run may be gone, or short: what is not there reads as zeros.
     if journal.done:
@@ -546,7 +569,7 @@ def _begin(staged: _Staged) -> str | None:
     return None
 
 
-def _publish(staged: _Staged) -> str:
+def _publish(staged: _Staged, *, replace: bool) -> str:
     """Publish the complete result if no source changed meanwhile; return its revision."""
     request, out, into = staged.request, staged.out, staged.into
     job, settings, options = request.job, request.settings, staged.job_spec.storage_options
@@ -559,7 +582,7 @@ def _publish(staged: _Staged) -> str:
     if is_remote(into):
         publish_remote(out, into, small, settings=settings, storage_options=options)
     else:
-        out.publish(Path(local_path(into)), small)
+        out.publish(Path(local_path(into)), small, replace=replace)
     # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
     staged.journal.remove()
     return manifest.revision

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.engine.trace import STAGES, Span
 from penstock.jobs.job import Job
 from penstock.plan.placement import depth_of
-from penstock.report import Summarised
+from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote
 from penstock.storage.weight_set import WeightSet
 from penstock.telemetry.metrics import Outcome
@@ -132,8 +132,8 @@ class ConvertReport(Summarised):
         done = f"{self.num_tasks} tasks by {self.num_workers} workers"
         resumed = f", {self.num_resumed} of an earlier run" if self.num_resumed else ""
         lines = [
-            f"{self.uri}: {self.operation}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB, from "
-            f"{self.read_bytes / GB:.2f} GB read in {self.wall_s:.3f} s ({self.gb_per_s:.2f} GB/s); {done}{resumed}",
+            f"{self.uri}: {self.operation}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}, from "
+            f"{bytes_text(self.read_bytes)} read in {self.wall_s:.3f} s ({self.gb_per_s:.2f} GB/s); {done}{resumed}",
             f"{'verified' if self.verified else 'not verified'}: {self.why}; revision {self.revision[:19]}",
         ]
         return "\n".join(lines + [f"left out: {name}" for name in self.left_out])

@@ -50,12 +50,12 @@ from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
 from penstock.phases import Phases
-from penstock.report import Summarised
+from penstock.report import Summarised, bytes_text
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
 from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
-from penstock.types import GB, I64, U64
+from penstock.types import I64, U64
 
 WAIT_S = 1.0
 """Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""
@@ -95,7 +95,7 @@ class AttachReport(Summarised):
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         checked = "verified here" if self.verified else "not verified here (verify=False), only by the keeper"
         return (
-            f"{self.model}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB on {self.device} in "
+            f"{self.model}: {self.num_tensors} tensors, {bytes_text(self.nbytes)} on {self.device} in "
             f"{self.wall_s:.3f} s, no copy: {phases}\n{self.path}; {checked}; revision {self.revision[:19]}"
         )
 

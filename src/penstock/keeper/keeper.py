@@ -37,6 +37,7 @@ from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.result import SCHEME, MemoryDestination
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
+from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
 from penstock.memory.arena import needed_bytes
@@ -151,13 +152,21 @@ class Keeper:
         self.member.on_damaged = self._damaged
         watch(self)
 
-    def keep(self, model: str, uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> FetchReport:
+    def keep(
+        self,
+        model: str,
+        uri: Uris,
+        *,
+        storage_options: Mapping[str, str] | None = None,
+        progress: ProgressOption = None,
+    ) -> FetchReport:
         """Fetch a model from members that have it, and the rest from storage; keep it from then on.
 
         Args:
             model: the name that engines use to attach.
             uri: location in storage; see `load`.
             storage_options: see `load`.
+            progress: see `load`; of verified bytes.
 
         Raises:
             BudgetTooSmall: `memory_bytes` has no room for it beside the models in use; nothing was fetched.
@@ -173,7 +182,7 @@ class Keeper:
         # The last tensor may be any of them: each has the gap to the next one, an empty one at the end.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        resident = ResidentModel(fleet, revision, nbytes, uri, storage_options)
+        resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
         self.tiers.put(resident.block, resident.fill, again=self._moves_idle, user=resident)
         self._models[resident.shown.key] = resident
         self.member.report_now()
@@ -405,11 +414,21 @@ class Keeper:
         self._stopped.set()
         for resident in self._models.values():
             resident.is_leaving = True
+        if users := self._users():
+            log.warning("waiting for %s, %.0f s at most", users, drain_s)
         self.member.leave(drain_s)
         # A running reload ends by the deadlines of a fetch.
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()
+
+    def _users(self) -> str:
+        """Return how many engines and readers use the models, in words; empty: none."""
+        server = self.member.server
+        num_attached = sum(map(server.num_attached, self._models))
+        num_readers = sum(map(server.num_readers, self._models)) - num_attached
+        counts = ((num_attached, "engine"), (num_readers, "reader"))
+        return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
 
     def __enter__(self) -> Keeper:
         return self

@@ -25,6 +25,7 @@ from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
 from penstock.jobs.job import Job
+from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Block, Room
 from penstock.memory.tier_cuda import CudaRoom
@@ -56,7 +57,7 @@ class ResidentModel:
         fleet: the fleet membership that serves the model.
         revision: the expected revision.
         nbytes: bytes of memory, gaps between tensors included.
-        uri, storage_options: see `Keeper.keep`.
+        uri, storage_options, progress: see `Keeper.keep`.
 
     Attributes:
         report: report of the last fetch.
@@ -72,7 +73,13 @@ class ResidentModel:
     """True if `fill` can be called again."""
 
     def __init__(
-        self, fleet: Fleet, revision: str, nbytes: int, uri: Uris, storage_options: Mapping[str, str] | None
+        self,
+        fleet: Fleet,
+        revision: str,
+        nbytes: int,
+        uri: Uris,
+        storage_options: Mapping[str, str] | None,
+        progress: ProgressOption = False,
     ) -> None:
         self.name = fleet.identity.model
         self.revision = revision
@@ -89,6 +96,7 @@ class ResidentModel:
         self._fleet = fleet
         self._uri = uri
         self._storage_options = storage_options
+        self._progress = progress
 
     @property
     def shown(self) -> LocalWeights:
@@ -110,7 +118,10 @@ class ResidentModel:
                 fallback=self._uri,
                 device=room.arena.device,
                 storage_options=self._storage_options,
+                progress=self._progress,
             )
+            # Reloads are made by threads, long after the caller's wait.
+            self._progress = False
             weights = next(shown for shown in member.weights if shown.key == self.report.key)
             if before is not None and weights.key != before.key:
                 # Not served: engines would get another model under the name that they attached to.

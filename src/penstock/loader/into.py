@@ -18,7 +18,8 @@ from penstock.arguments import require_type
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, reports_failure
-from penstock.loader.report import LoadReport, ProgressOption, outcome_of
+from penstock.loader.progress import ProgressOption
+from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.rehome import rehome

@@ -26,15 +26,16 @@ from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled
 from penstock.lifecycle import Closing, paused_gc, quick_handover
-from penstock.loader.report import LoadReport, ProgressOption, outcome_of
+from penstock.loader.progress import ProgressOption
+from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
-from penstock.report import pre
+from penstock.report import bytes_text, pre
 from penstock.storage import Source
 from penstock.storage.weight_set import Names, Uris
 from penstock.telemetry.journey import Journey
-from penstock.types import GB, Manifest
+from penstock.types import Manifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +68,7 @@ class Weights(dict[str, torch.Tensor]):
         devices = ", ".join(sorted({str(tensor.device) for tensor in self.values()})) or self.report.device
         nbytes = sum(tensor.nbytes for tensor in self.values())
         verified = "verified" if self.report.verified else "not verified"
-        return f"<Weights of {self.report.uri}: {len(self)} tensors, {nbytes / GB:.2f} GB on {devices}, {verified}>"
+        return f"<Weights of {self.report.uri}: {len(self)} tensors, {bytes_text(nbytes)} on {devices}, {verified}>"
 
     def _repr_html_(self) -> str:
         rows = [f"{name}  {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in self.items()]

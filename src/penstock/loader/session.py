@@ -29,7 +29,8 @@ from penstock.engine.place import Place, registrar_of
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.lifecycle import Closing
-from penstock.loader.report import FilePath, LoadReport, Progress, ProgressOption
+from penstock.loader.progress import Progress, ProgressOption
+from penstock.loader.report import FilePath, LoadReport
 from penstock.loader.run import LoadRun
 from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool

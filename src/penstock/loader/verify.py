@@ -18,13 +18,13 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
-from penstock.loader.report import Counter, ProgressOption, showing_progress
-from penstock.report import Summarised, plain
+from penstock.loader.progress import Counter, Progress, ProgressOption
+from penstock.report import Summarised, bytes_text, plain
 from penstock.storage import is_remote, local_path, read_small, text_of, weight_set, write_small
 from penstock.storage.local import read_bounded
 from penstock.storage.output import typed
 from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
-from penstock.types import GB, NOT_IN_TORCH, Manifest
+from penstock.types import NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10
 """Longest PEM file of a key that is read. Reason: an Ed25519 key has 200 bytes, with a certificate chain a few KiB."""
@@ -45,8 +45,8 @@ class InspectReport(Summarised):
 
     def summary(self) -> str:
         """Return a line for people, and a second one for tensors that cannot be loaded."""
-        dtypes = ", ".join(f"{dtype} {nbytes / GB:.2f} GB" for dtype, nbytes in self.dtypes.items())
-        line = f"{self.uri}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB: {dtypes or 'empty'}"
+        dtypes = ", ".join(f"{dtype} {bytes_text(nbytes)}" for dtype, nbytes in self.dtypes.items())
+        line = f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}: {dtypes or 'empty'}"
         return f"{line}\nnot loadable: {', '.join(self.not_loadable)}" if self.not_loadable else line
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class VerifyReport(Summarised):
         """Return a line for people."""
         verdict = "verified" if self.verified else "not verified"
         return (
-            f"{verdict}: {self.why}; {self.nbytes / GB:.2f} GB, revision {self.revision[:19]}, "
+            f"{verdict}: {self.why}; {bytes_text(self.nbytes)}, revision {self.revision[:19]}, "
             f"signature {self.signature}"
         )
 
@@ -142,7 +142,7 @@ def verify(
             )
         counter = Counter(stated.nbytes)
         # The leaf size of the manifest, not today's default: other leaves have other digests.
-        with showing_progress(progress, weights.uri, counter.look):
+        with Progress(progress, weights.uri) as shown, shown.watching(counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
     assert measured.leaves is not None
     # After all bodies: the error says how many leaves differ, which tells a damaged disk from a wrong file.
@@ -224,8 +224,8 @@ class ManifestReport(Summarised):
     def summary(self) -> str:
         """Return two lines for people."""
         return (
-            f"{self.uri}: {self.num_tensors} tensors, {self.nbytes / GB:.2f} GB, {self.num_leaves} digests of at most "
-            f"{self.leaf_bytes} bytes; revision {self.revision}\nwritten: {', '.join(self.written)}"
+            f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}, {self.num_leaves} digests of at most "
+            f"{bytes_text(self.leaf_bytes)}; revision {self.revision}\nwritten: {', '.join(self.written)}"
         )
 
 
@@ -258,7 +258,7 @@ def manifest(
     key = None if sign is None else read_key(sign)
     with weight_set.open_weights(place, settings=settings, storage_options=storage_options) as weights:
         counter = Counter(weights.manifest.nbytes)
-        with showing_progress(progress, place, counter.look):
+        with Progress(progress, place) as shown, shown.watching(counter.look):
             built = weight_set.build(weights, on_bytes=counter.add)
     raw = weight_set.encode(built)
     # The signature first: a reader that finds the new manifest finds the signature of it.

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock import lifecycle
@@ -319,6 +320,20 @@ def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -
             return
         if code:
             raise OSError(code, os.strerror(code))
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+"""Source of both: Linux, include/uapi/linux/fcntl.h and fs.h; rename(2)."""
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two names of one file system, atomically. OSError: EINVAL where the file system cannot do that."""
+    if not _LINUX or not hasattr(_libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _fallocate(fd: int, offset: int, nbytes: int) -> int:

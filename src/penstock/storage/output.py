@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,13 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
-from penstock.storage.local import reserve
+from penstock.report import bytes_text
+from penstock.storage.local import exchange, reserve
 from penstock.storage.locate import SIDECAR
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
+
+log = logging.getLogger("penstock.storage")
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -119,9 +123,27 @@ class OutputSet:
         Cost: in tmpfs 0.3 s a GB of a file, for its pages are allocated; files do not wait for each other.
         """
         # sched_getaffinity and not cpu_count: a container has fewer cores than its host.
-        with typed(self.directory), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with self._typed(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            self._check_room()
             for _ in pool.map(partial(self._allocate, is_over), self.names, self.file_nbytes):
                 pass
+
+    def _check_room(self) -> None:
+        """Raise DiskFull where the file system has less room than the files still need."""
+        needed = 0
+        for name, nbytes in zip(self.names, self.file_nbytes, strict=True):
+            there = (self.directory / name).stat()
+            # Blocks and not the length: a file that was begun may have room reserved, or a hole.
+            if there.st_size < nbytes:
+                needed += max(0, nbytes - there.st_blocks * 512)
+        free = _free_bytes(self.directory)
+        if free is not None and needed > free:
+            message = f"no room: {bytes_text(needed)} are needed, {bytes_text(free)} are free"
+            raise DiskFull(message, uri=str(self.directory), hint=_MAKE_ROOM)
+
+    def _typed(self, path: Path | None = None) -> contextlib.AbstractContextManager[None]:
+        """Map an OSError of a write to an error that says how large the set is."""
+        return typed(path or self.directory, needed=sum(self.file_nbytes))
 
     def _allocate(self, is_over: Callable[[], bool], name: str, nbytes: int) -> None:
         """Reserve room for one file; one that a resumed job finds at its length has it already."""
@@ -141,7 +163,7 @@ class OutputSet:
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes, `offset` counting from the file's first body. Any thread. DiskFull, DestinationError."""
         at = self.data_offset[file] + offset
-        with typed(self.directory / self.names[file]):
+        with self._typed(self.directory / self.names[file]):
             # A write may be short: Linux writes at most 2 GiB at once, and less where the disk fills up.
             while data.nbytes:
                 done = os.pwrite(self._fds[file], data, at)
@@ -181,15 +203,18 @@ class OutputSet:
 
     def sync(self) -> None:
         """Write the files' bytes to the disk."""
-        with typed(self.directory):
+        with self._typed():
             for fd in self._fds:
                 os.fsync(fd)
 
-    def publish(self, into: Path, small: Mapping[str, bytes]) -> None:
+    def publish(self, into: Path, small: Mapping[str, bytes], *, replace: bool = False) -> None:
         """Sync all, add small files (index, manifest, configuration) and let it all appear at once as `into`.
 
+        Args:
+            replace: take the place of a weight set at `into`, which is removed afterwards.
+
         Raises:
-            ConfigError: something is at `into`. DiskFull, DestinationError: nothing appeared.
+            ConfigError: something else is at `into`. DiskFull, DestinationError: nothing appeared, nothing is removed.
         """
         # Bytes before names: after a crash no name may lead to a file without its content.
         self.sync()
@@ -206,14 +231,42 @@ class OutputSet:
                 _sync_directory(directory)
         # As late as possible: the shorter the time before the rename, the less can take the name. (Not atomic:
         # rename(2) of a directory replaces an empty one, and fails on any other.)
-        require_free(into)
+        require_free(into, replace=replace)
         with typed(into):
-            os.rename(self.directory, into)
+            if replace and os.path.lexists(into):
+                self._take_place_of(into)
+            else:
+                os.rename(self.directory, into)
             # The rename too is durable only with the directory that it happened in.
             _sync_directory(into.parent)
+        # After a replacement it is the old set; else there is nothing.
+        self.remove()
+
+    def _take_place_of(self, into: Path) -> None:
+        """Exchange the directory and what is at `into`: at every moment one of them is there."""
+        try:
+            exchange(self.directory, into)
+            return
+        except OSError as error:
+            # File systems without it, as NFS; kernels before 3.15.
+            if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+                raise
+            why = error.strerror
+        log.warning("%s is replaced in two steps, because its file system cannot exchange names: %s", into, why)
+        old = self.directory.with_name(f"{self.directory.name}.old")
+        os.rename(into, old)
+        try:
+            os.rename(self.directory, into)
+        except BaseException:
+            os.rename(old, into)
+            raise
+        os.rename(old, self.directory)
 
     def remove(self) -> None:
         """Remove the directory and all its files."""
+        # A link, where one was replaced: what it leads to stays.
+        if self.directory.is_symlink():
+            self.directory.unlink()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
@@ -309,12 +362,21 @@ def names_of(groups: Sequence[str]) -> list[str]:
     return [seen[group].pop(0) for group in groups]
 
 
-def require_free(into: Path) -> None:
-    """Raise ConfigError where something is at `into` already; an empty directory does not count."""
-    if into.is_dir() and not any(into.iterdir()):
+def require_free(into: Path, *, replace: bool = False) -> None:
+    """Raise ConfigError where something is at `into` already; an empty directory does not count.
+
+    Args:
+        replace: a weight set does not count either.
+    """
+    if not os.path.lexists(into) or (into.is_dir() and not any(into.iterdir())):
         return
-    if into.exists() or into.is_symlink():
-        raise ConfigError("something is there already", uri=str(into), hint="remove it, or write elsewhere")
+    if not replace:
+        hint = "replace it with --force (replace=True), remove it, or write elsewhere"
+        raise ConfigError("something is there already", uri=str(into), hint=hint)
+    # What is replaced is removed with all that is in it: a slip in the path must not cost a home directory.
+    if not into.is_dir() or not ((into / SIDECAR).exists() or any(into.glob("*.safetensors"))):
+        message = "only a directory with a weight set is replaced, and this has none"
+        raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
 
 
 def require_free_remote(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
@@ -340,14 +402,38 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+_MAKE_ROOM = "make room there, or write to another disk"
+
+
+def _free_bytes(path: Path) -> int | None:
+    """Return the bytes that this user may still write to the file system of a path; None: it does not say."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    # Some network and FUSE file systems report no size at all.
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+    return None
+
+
 @contextlib.contextmanager
-def typed(path: Path) -> Iterator[None]:
-    """Map an OSError of the file system that is written to, to DiskFull or DestinationError."""
+def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
+    """Map an OSError of the file system that is written to, to DiskFull or DestinationError.
+
+    Args:
+        needed: size of all that is written, for the message.
+    """
     try:
         yield
     except PenstockError:
         # Of what is read meanwhile: NotFound and PermissionDenied are OSErrors too.
         raise
     except OSError as error:
-        kind = DiskFull if error.errno in _DISK_FULL else DestinationError
-        raise kind(f"cannot write: {error.strerror}", uri=str(path)) from error
+        if error.errno not in _DISK_FULL:
+            raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
+        facts = [] if needed is None else [f"{bytes_text(needed)} are needed in all"]
+        # Where a quota or a limit of the process is reached, the free bytes are no help.
+        if error.errno == errno.ENOSPC and (free := _free_bytes(path)) is not None:
+            facts.append(f"{bytes_text(free)} are free")
+        message = f"cannot write: {error.strerror}" + (f"; {', '.join(facts)}" if facts else "")
+        raise DiskFull(message, uri=str(path), hint=_MAKE_ROOM) from error

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.report import Summarised
+from penstock.report import Summarised, bytes_text
 from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
@@ -54,11 +54,11 @@ class PublishReport(Summarised):
     def summary(self) -> str:
         """Return a summary of one or a few lines."""
         # Member ids by their first eight digits: enough to find them in `penstock status`.
-        head = f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB here, {self.mode}, {self.wall_s:.3f} s"
+        head = f"{self.name} version {self.version}: {bytes_text(self.nbytes)} here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
             head += (
-                f", of it {self.transform_s:.3f} s for {self.transformed_bytes / GB:.2f} GB transformed, "
-                f"{self.exchanged_bytes / GB:.2f} GB from other ranks"
+                f", of it {self.transform_s:.3f} s for {bytes_text(self.transformed_bytes)} transformed, "
+                f"{bytes_text(self.exchanged_bytes)} from other ranks"
             )
         if self.mode == "snapshot":
             return f"{head}, of it {self.copy_s:.3f} s copy"
@@ -112,7 +112,7 @@ class UpdateReport(Summarised):
     def summary(self) -> str:
         """Return a summary of a few lines."""
         lines = [
-            f"{self.name} version {self.version}: {self.nbytes / GB:.2f} GB in {self.wall_s:.3f} s: plan "
+            f"{self.name} version {self.version}: {bytes_text(self.nbytes)} in {self.wall_s:.3f} s: plan "
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
             f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
         ]

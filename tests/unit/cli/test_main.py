@@ -144,7 +144,16 @@ def test_a_reader_that_had_enough_is_no_fault(unbuffered: str) -> None:
 
 def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
     assert run(["fail"], raises=KeyboardInterrupt(), monkeypatch=monkeypatch) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_that_left_something_says_which_command_goes_on(monkeypatch, capsys) -> None:
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("3 finished tasks are kept")
+    assert run(["fail", "--format", "a b"], raises=interrupt, monkeypatch=monkeypatch) == 130
+    assert (
+        capsys.readouterr().err == "penstock: interrupted; 3 finished tasks are kept\n  penstock fail --format 'a b'\n"
+    )
 
 
 @pytest.mark.parametrize(

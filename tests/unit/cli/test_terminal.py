@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.terminal import bytes_text, plain, write_columns, write_fields, write_json
+from penstock.cli.terminal import write_columns, write_fields, write_json
+from penstock.report import bytes_text, plain
 from penstock.types import DType
 
 

@@ -1,4 +1,4 @@
-"""A wait that is drawn ends as one that is not."""
+"""The text of a bar; a wait that is drawn ends as one that is not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,85 @@ import pytest
 
 from penstock.engine.run import Ticket
 from penstock.errors import SourceStalled
-from penstock.loader.report import Progress
+from penstock.loader import progress
+from penstock.loader.progress import Progress
 
 
 def test_a_drawn_wait_has_a_deadline() -> None:
     ticket = Ticket(100, is_busy=lambda: False)
     with Progress(True, "weights") as progress, pytest.raises(SourceStalled):
         progress.follow(ticket, stall_s=0.3)
+
+
+class Clock:
+    """The time that `Progress` reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def text(shown: Progress) -> str:
+    assert shown._bar is not None
+    return str(shown._bar.tasks[0].fields["text"])
+
+
+def test_the_text_has_share_total_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with Progress(True, "weights") as shown:
+        shown(0, 4_000_000_000)
+        assert text(shown) == "0 % of 4.00 GB"
+        clock.now += 2
+        shown(500_000_000, 4_000_000_000)
+        assert text(shown) == "12 % of 4.00 GB, 250.00 MB/s, 0:14 left"
+        # The rate is that of the last seconds.
+        for _ in range(20):
+            clock.now += 1
+            shown(600_000_000, 4_000_000_000)
+        clock.now += 1
+        shown(700_000_000, 4_000_000_000)
+        assert text(shown) == "17 % of 4.00 GB, 10.00 MB/s, 5:30 left"
+        clock.now += 7
+        shown(4_000_000_000, 4_000_000_000)
+        assert text(shown) == "100 % of 4.00 GB, 133.33 MB/s, in 0:30"
+
+
+def test_what_an_earlier_run_did_counts_for_the_share_and_not_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with Progress(True, "out", unit="tasks") as shown:
+        shown.state("starting workers", 90, 100)
+        assert text(shown) == "starting workers"
+        clock.now += 4
+        shown(92, 100)
+        assert text(shown) == "92 % of 100 tasks, 0.5 tasks/s, 0:16 left"
+        # Rounded down: almost all is not all.
+        shown(99_999, 100_000)
+        assert text(shown).startswith("99 % of")
+        shown(100, 100)
+        shown.state("publishing")
+        assert text(shown) == "publishing"
+
+
+def test_a_bar_is_named_after_the_last_part_of_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(True, "s3://bucket/models/[llama]/") as shown:
+        shown(1, 1)
+    with Progress(True, "/") as shown:
+        shown(1, 1)
+    err = capsys.readouterr().err
+    assert "[llama]" in err and "bucket" not in err
+
+
+def test_an_error_leaves_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SourceStalled), Progress(True, "weights") as shown:
+        shown(1, 2)
+        raise SourceStalled("no more")
+    with Progress(True, "nothing"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_program_prints_meanwhile_stays_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(True, "weights") as shown:
+        print("data")
+        shown(1, 1)
+    assert capsys.readouterr().out == "data\n"

@@ -155,14 +155,16 @@ def operation_of(specs: Sequence[OperationSpec]) -> Operation:
     return Copy() if operation is None else operation
 
 
-def usage(*names: str) -> str:
-    """Return these operations, or all, each with its options: `slerp(t)`, `ties(density, weights=(), scale=1.0)`."""
-    return ", ".join(f"{name}({', '.join(_parameters(name))})" for name in names or sorted(_MADE_BY))
-
-
-def _parameters(name: str) -> list[str]:
+def usage(name: str) -> str:
+    """Return an operation with its options: `slerp(t)`, `ties(density, weights=(), scale=1.0)`."""
     taken = inspect.signature(maker_of(name)).parameters.values()
-    return [str(parameter.replace(annotation=parameter.empty)) for parameter in taken if parameter.name not in _BESIDE]
+    options = (parameter.replace(annotation=parameter.empty) for parameter in taken if parameter.name not in _BESIDE)
+    return f"{name}({', '.join(map(str, options))})"
+
+
+def usages() -> list[str]:
+    """Return all operations, each with its options, by name."""
+    return [usage(name) for name in sorted(_MADE_BY)]
 
 
 def is_operation(name: str) -> bool:
@@ -173,7 +175,7 @@ def is_operation(name: str) -> bool:
 def maker_of(name: str) -> Callable[..., Operation]:
     """Return the class or function that makes this operation. ConfigError: there is no operation of this name."""
     if name not in _MADE_BY:
-        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {usage()}; see docs/convert.md")
+        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {', '.join(usages())}; see docs/convert.md")
     module, _, attribute = _MADE_BY[name].partition(":")
     maker: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
     return maker

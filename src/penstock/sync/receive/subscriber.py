@@ -34,7 +34,7 @@ from penstock.errors import (
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import SyncState
 from penstock.lifecycle import Closing
-from penstock.loader.report import ProgressOption, showing_progress
+from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.sync.local_version import LocalVersion, VersionStatus
@@ -210,7 +210,7 @@ class Subscriber(Closing):
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
         """
         with self._updating, self._journey("update") as journey:
-            with showing_progress(progress, self.name, lambda: self._update_loop.progress):
+            with Progress(progress, self.name) as shown, shown.watching(lambda: self._update_loop.progress):
                 if self.mode == "direct":
                     return _counted(journey, self._update_direct(version, timeout_s))
                 self._stage(version, timeout_s)
@@ -229,7 +229,8 @@ class Subscriber(Closing):
         with (
             self._updating,
             self._journey("stage") as journey,
-            showing_progress(progress, self.name, lambda: self._update_loop.progress),
+            Progress(progress, self.name) as shown,
+            shown.watching(lambda: self._update_loop.progress),
         ):
             staged = self._stage(version, timeout_s)
             journey.received = lambda: received(staged.nbytes_by_path)

@@ -34,10 +34,11 @@ from penstock.loader.into import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.plan.intersect import common_box, minus
+from penstock.report import bytes_text
 from penstock.sync.recording.layout import Constant, Load, Record, Recording, cut, install, live_tensors
 from penstock.sync.recording.meta_tensors import LoadRecorder, Recorded, written
 from penstock.sync.shards import Row, row_of
-from penstock.types import MIB, Box, TensorTable
+from penstock.types import Box, TensorTable
 
 
 def record(
@@ -247,7 +248,7 @@ class Requirements:
         nbytes = sum(tensor.nbytes for tensor in self._whole.values())
         reasons = [f"{name}: {why}" for name, why in list(self.unrecorded.items())[:_NAMED]]
         more = [f"and {len(self.unrecorded) - _NAMED} more"] if len(self.unrecorded) > _NAMED else []
-        head = f"{len(self.unrecorded)} tensors are received whole, {nbytes / MIB:.1f} MiB, and pass through the loader"
+        head = f"{len(self.unrecorded)} tensors are received whole, {bytes_text(nbytes)}, and pass through the loader"
         return (f"{head}: {'; '.join(reasons + more)}",)
 
     def install(self, names: Iterable[str] | None = None) -> None:

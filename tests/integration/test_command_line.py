@@ -1,0 +1,232 @@
+"""The command line with real processes: Ctrl-C and resuming, `--force`, a full disk, `status` in a terminal."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support import commands
+from tests.support.fork_server import ForkServer
+from tests.support.terminal import Terminal
+
+import penstock as ps
+from penstock.errors import ConfigError, DestinationError, DiskFull
+from penstock.fetch.pull import pull
+from penstock.storage import output
+from penstock.testing.checkpoints import write_llama
+
+TO_F32 = ["--to", "cast:F32", "--devices", "cpu", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Not `tmp_path`: the path of a Unix socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+
+
+def test_ctrl_c_in_a_conversion_says_how_to_resume_and_it_resumes(made: Path, tmp_path: Path) -> None:
+    words = ["convert", str(made), str(tmp_path / "an out"), *TO_F32, "--task-bytes", "256K"]
+    with Terminal(columns=400) as terminal:
+        terminal.spawn(words)
+        terminal.until(lambda: re.search(r"[1-9]\d? % of", terminal.text) is not None)
+        # The terminal sends it to the workers too.
+        terminal.press(b"\x03")
+        assert terminal.end() == 130, terminal.text
+        said, command = terminal.lines[-2:]
+    assert re.search(r"penstock: interrupted; \d+ finished tasks are kept in .* the same call goes on", said)
+    assert "Traceback" not in terminal.text and not (tmp_path / "an out").exists()
+    # The line is a command, whatever is in the paths.
+    name, *again = shlex.split(command)
+    assert (name, again) == ("penstock", words)
+    with Terminal(columns=400) as terminal:
+        terminal.spawn([*again])
+        assert terminal.end() == 0, terminal.text
+        shares = [int(share) for share in re.findall(r"(\d+) % of", "\n".join(terminal.seen))]
+    # The bar begins where the first one ended.
+    assert shares[0] > 0
+    assert re.search(r"of them [1-9]\d* done before", terminal.text)
+    assert ps.verify(tmp_path / "an out", progress=False).verified
+
+
+def revision(place: Path) -> str:
+    return ps.inspect(place).manifest.revision
+
+
+@pytest.fixture
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("other")
+    write_llama(directory, total_bytes=1 << 20)
+    return directory
+
+
+def write(source: Path, to: Path, *, replace: bool = False, progress: object = False) -> None:
+    """Write a copy by `pull`, as `convert` writes its result, without the seconds in which workers start."""
+    with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
+        pull(fleet, to=to, fallback=source, replace=replace, progress=progress)
+
+
+def test_force_replaces_a_result_once_the_new_one_is_complete(
+    made: Path, other: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    out = tmp_path / "out"
+    write(other, out)
+    first = revision(out)
+    (out / "notes.txt").write_text("of the old one")
+    for words in (["convert", str(made), str(out)], ["pull", "m", "--to", str(out), "--fallback", str(made)]):
+        refused = commands.run(fork_server, words)
+        assert refused.returncode == 2 and "--force" in refused.stderr and revision(out) == first
+    done = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force", "--format", "json"])
+    assert done.returncode == 0, done.stderr
+    assert revision(out) == json.loads(done.stdout)["revision"] != first
+    assert not (out / "notes.txt").exists()
+    assert ps.verify(out, progress=False).verified
+    pulled = commands.run(fork_server, ["pull", "m", "--to", str(out), "--fallback", str(other), "--force"])
+    assert pulled.returncode == 0, pulled.stderr
+    assert revision(out) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_result_stays_where_the_new_one_fails(made: Path, tmp_path: Path, launcher_fork_servers: None) -> None:
+    out, seen = tmp_path / "out", set[str]()
+    write(made, out)
+    first = revision(out)
+
+    def look(done: int, total: int) -> None:
+        seen.add(revision(out))
+        if done == total:
+            raise RuntimeError("the conversion fails at its end")
+
+    with pytest.raises(RuntimeError):
+        ps.convert(made, out, to="cast:F32", devices="cpu", workers=1, replace=True, progress=look)
+    assert seen == {first} and ps.verify(out, progress=False).revision == first
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
+def test_force_replaces_nothing_but_weight_sets(kind: str, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("precious")
+    elif kind == "directory":
+        (out / "photographs").mkdir(parents=True)
+    else:
+        out.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="only a directory with a weight set"):
+        write(made, out, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_force_replaces_a_link_and_not_what_it_leads_to(made: Path, other: Path, tmp_path: Path) -> None:
+    write(made, tmp_path / "v1")
+    (tmp_path / "current").symlink_to("v1")
+    write(other, tmp_path / "current", replace=True)
+    assert not (tmp_path / "current").is_symlink()
+    assert revision(tmp_path / "v1") != revision(tmp_path / "current")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
+
+
+def test_force_takes_no_source_and_no_object_store(made: Path, tmp_path: Path) -> None:
+    write(made, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"the source .* is in the directory"):
+        ps.convert(tmp_path / "out", tmp_path / "out", to="cast:F32", workers=1, replace=True)
+    with pytest.raises(ConfigError, match="only a local directory is replaced"):
+        ps.convert(made, "s3://bucket/out", replace=True)
+
+
+def test_where_names_cannot_be_exchanged_it_takes_two_steps_and_says_so(
+    made: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(output, "exchange", refuse)
+    write(made, tmp_path / "out")
+    first = revision(tmp_path / "out")
+    write(other, tmp_path / "out", replace=True)
+    assert revision(tmp_path / "out") != first and "replaced in two steps" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # A second step that fails brings the old one back.
+    rename, second = os.rename, revision(tmp_path / "out")
+
+    def fail(one: Path, other: Path) -> None:
+        if Path(other).name == "out" and ".old" not in Path(one).name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(DestinationError):
+        write(made, tmp_path / "out", replace=True)
+    assert revision(tmp_path / "out") == second
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+NEEDED = re.compile(r"no room: ([\d.]+) MB are needed, ([\d.]+) MB are free")
+
+
+@pytest.mark.parametrize("command", ["convert", "pull"])
+def test_a_disk_too_small_says_what_is_needed_and_free_before_a_byte_is_written(
+    command: str, made: Path, small_disk: Callable[[int], Path], fork_server: ForkServer
+) -> None:
+    disk = small_disk(4 << 20)
+    words = {
+        "convert": ["convert", str(made), str(disk / "out"), *TO_F32],
+        "pull": ["pull", "m", "--to", str(disk / "out"), "--fallback", str(made)],
+    }[command]
+    done = commands.run(fork_server, words)
+    assert done.returncode == 3, done.stderr
+    found = NEEDED.search(done.stderr)
+    assert found is not None, done.stderr
+    needed, free = (float(number) for number in found.groups())
+    # Headers too; the directory has a page or more of the free space.
+    assert needed > ps.inspect(made).nbytes / 1e6 - 0.1 and 4 < free < 4.2
+    assert "make room there" in done.stderr
+    assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_says_what_is_needed_and_free(
+    small_disk: Callable[[int], Path], tmp_path: Path
+) -> None:
+    disk = small_disk(1 << 20)
+    with pytest.raises(DiskFull, match=r"No space left on device; 8\.00 MB are needed in all, 0 B are free"):  # noqa: SIM117
+        with output.typed(disk / "file", needed=8_000_000), open(disk / "file", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(65536))
+
+
+def test_status_fits_the_terminal_and_follows_its_size(made: Path, fork_server: ForkServer) -> None:
+    with ps.Keeper() as keeper:
+        keeper.keep("a-model-with-a-rather-long-name", made, progress=False)
+        whole = commands.run(fork_server, ["status"]).stdout
+        # A pipe gets all of it, however wide.
+        assert "a-model-with-a-rather-long-name" in whole and "no member had these chunks" in whole
+        for columns in (400, 100, 60, 30):
+            with Terminal(columns=columns) as terminal:
+                terminal.fork(fork_server, ["status"])
+                assert terminal.end() == 0
+                # One line for the header, one for the member, one for what was left out.
+                assert len(terminal.lines) == (2 if columns == 400 else 3), terminal.text
+                assert terminal.lines[0].startswith("member") and "model" in terminal.lines[0]
+                assert all(len(line) <= columns for line in terminal.lines)
+                assert ("no room for: key, host" in terminal.text) == (columns < 400)
+        with Terminal(columns=100, rows=8) as terminal:
+            terminal.fork(fork_server, ["status", "--watch", "0.2"])
+            terminal.until(lambda: "Ctrl-C ends it" in terminal.text and "whole" in terminal.text)
+            # The same lines are drawn again, and not below.
+            screens = len(terminal.seen)
+            terminal.until(lambda: len(terminal.seen) > screens + 3)
+            assert terminal.text.count("Ctrl-C ends it") == 1
+            terminal.resize(50, 8)
+            terminal.until(lambda: "tier, why, silent" in terminal.text and max(map(len, terminal.lines)) <= 50)
+            terminal.resize(50, 3)
+            terminal.until(lambda: "more lines" in terminal.text)
+            terminal.send_signal(2)
+            assert terminal.end() == 0
+            assert "model" in terminal.text and "whole" in terminal.lines[-2]

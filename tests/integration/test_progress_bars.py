@@ -1,0 +1,102 @@
+"""Bars of the long commands on a terminal: rate, total and time left; at 100 %, or gone, at the end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fork_server import ForkServer
+from tests.support.terminal import Terminal
+
+from penstock.testing.http_server import Faults, RangeServer
+
+ENDED = re.compile(r"100 % of [\d.]+ [kMGT]?\w+(?:, [\d.]+ [kMG]?\w+/s, in [\d.:]+(?: s)?)?$")
+RUNNING = re.compile(r"\d+ % of [\d.]+ [kMG]?B, [\d.]+ [kMG]?B/s, [\d.:]+( s)? left")
+
+COMMANDS = {
+    "load": "load {sealed}",
+    "load, not verified": "load {sealed} --no-verify",
+    "verify": "verify {sealed}",
+    "manifest": "manifest {sealed} --out {tmp}/manifest",
+    "pull to files": "pull m --to {tmp}/pulled --fallback {sealed}",
+    "pull to a device": "pull m --device cpu --fallback {sealed}",
+    "convert": "convert {sealed} {tmp}/out --to cast:F32 --devices cpu --workers 1 --task-bytes 1M",
+    "convert, as json": "convert {sealed} {tmp}/out --devices cpu --workers 1 --format json",
+    "bench load": "bench load {sealed} --repeat 2",
+}
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Not `tmp_path`: the path of a Unix socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_bar_ends_at_100_per_cent(name: str, sealed: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    words = COMMANDS[name].format(sealed=sealed, tmp=tmp_path).split()
+    with Terminal(columns=120) as terminal:
+        terminal.fork(fork_server, words)
+        assert terminal.end() == 0, terminal.text
+        bars = [line for line in terminal.lines if "━" in line]
+        assert bars and all(ENDED.search(line) for line in bars), terminal.text
+        assert len(bars) == (3 if name == "bench load" else 1)
+
+
+def test_the_bars_of_processes_are_not_mixed(fork_server: ForkServer) -> None:
+    with Terminal(columns=100) as terminal:
+        terminal.fork(fork_server, ["bench", "fetch", "--total-gb", "0.001", "--receivers", "1", "--repeat", "2"])
+        assert terminal.end() == 0, terminal.text
+        (bar,) = [line for line in terminal.lines if "━" in line]
+        assert bar.startswith("fetch ") and ENDED.search(bar) and "2 fetches" in bar
+
+
+def test_a_kept_model_has_a_bar(sealed: Path, fork_server: ForkServer) -> None:
+    with Terminal(columns=100) as terminal:
+        terminal.fork(fork_server, ["keep", str(sealed), "--model", "m"])
+        terminal.until(lambda: "SIGTERM or Ctrl-C ends it" in terminal.text)
+        (bar,) = [line for line in terminal.lines if "━" in line]
+        assert bar.startswith("m ") and ENDED.search(bar)
+
+
+@pytest.mark.parametrize("columns", [120, 60])
+def test_a_running_load_says_rate_and_time_left_on_one_line(columns: int, made: Path, fork_server: ForkServer) -> None:
+    faults = Faults(total_bytes_per_s=6_000_000)
+    with RangeServer(made, faults=faults) as server, Terminal(columns=columns) as terminal:
+        terminal.fork(
+            fork_server,
+            ["load", f"{server.url}/model.safetensors.index.json"],
+            {"PENSTOCK_CHUNK_BYTES": "256K"},
+        )
+        terminal.until(lambda: RUNNING.search(terminal.text) is not None)
+        assert len(terminal.lines) == 1 and ("━" in terminal.text) == (columns == 120)
+        server.faults = Faults()
+        assert terminal.end() == 0
+        end = terminal.lines[0]
+        assert ENDED.search(end if columns == 120 else end.partition("  ")[0]), terminal.text
+
+
+def test_ctrl_c_clears_the_bar(made: Path, fork_server: ForkServer) -> None:
+    with RangeServer(made, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
+        # Small chunks, since a load that is interrupted waits for those under way.
+        terminal.fork(
+            fork_server, ["load", f"{server.url}/model.safetensors.index.json"], {"PENSTOCK_CHUNK_BYTES": "256K"}
+        )
+        terminal.until(lambda: "%" in terminal.text)
+        terminal.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+        assert terminal.lines == []
+
+
+def test_a_wait_for_a_holder_counts_its_seconds_and_leaves_an_error_alone(fork_server: ForkServer) -> None:
+    with Terminal() as terminal:
+        terminal.fork(fork_server, ["pull", "nobody-has-this", "--device", "cpu", "--wait-s", "1.5"])
+        terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)
+        assert terminal.end() == 3
+        assert terminal.lines[0].startswith("penstock: NotFound: no member holds")
