@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock as ps
@@ -22,6 +24,7 @@ from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import MAX_MODELS, METRICS, Outcome, Registry
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 pytest.importorskip("torch")
@@ -248,6 +251,75 @@ def test_wrong_bytes_are_a_verification_failure(tmp_path: Path, scrape: Scrape) 
     with pytest.raises(ps.IntegrityError):
         ps.load(tmp_path / "llama")
     assert scrape.added("penstock_verification_failures_total", journey="load") == 1
+
+
+def test_the_cache_and_repeated_requests_are_counted(llama: Path, tmp_path: Path, scrape: Scrape, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    with RangeServer(llama) as server:
+        uri = f"{server.url}/model.safetensors.index.json"
+        report = ps.load(uri).report
+        nbytes = scrape.added("penstock_cache_missed_bytes_total")
+        misses = scrape.added("penstock_cache_chunks_total", result="miss")
+        assert nbytes >= report.nbytes
+        assert misses > 0
+        cached = {"journey": "load", "model": "", "source": "cache", "path": "cache"}
+        before = scrape.added("penstock_received_bytes_total", **cached)
+        report = ps.load(uri).report
+        assert scrape.added("penstock_cache_chunks_total", result="miss") == misses
+        assert scrape.added("penstock_cache_chunks_total", result="hit") > 0
+        assert scrape.added("penstock_received_bytes_total", **cached) == before + report.read_bytes
+        assert scrape.added("penstock_storage_retries_total") == 0
+        monkeypatch.delenv("PENSTOCK_CACHE_DIR")
+        server.faults = Faults(status=503, num_requests=3)
+        ps.load(uri)
+        assert scrape.added("penstock_storage_retries_total") == 3
+
+
+def test_fetches_are_counted_by_source_and_damage_of_served_memory_too(
+    llama: Path, scrape: Scrape, monkeypatch
+) -> None:
+    # A directory of its own: the path of a Unix socket is short.
+    with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
+        only_http = ps.ConnectionSettings(transports=["http"])
+        with ps.join("damaged", connection=only_http) as first, ps.join("damaged", connection=only_http) as second:
+            tensors: dict[str, torch.Tensor] = {}
+            nbytes = first.fetch(tensors, fallback=llama).nbytes
+            second.fetch({})
+            labels = {"journey": "fetch", "model": "damaged"}
+            received = "penstock_received_bytes_total"
+            assert scrape.added(received, source="storage", path="fallback", **labels) == nbytes
+            assert scrape.added(received, source="peer", path="http", **labels) == nbytes
+            # With the gaps between neighbours, which are read along with them.
+            assert nbytes <= scrape.added("penstock_served_bytes_total") < 1.1 * nbytes
+            # The bytes from storage were hashed as they came: nothing was there to compare them with.
+            assert scrape.added("penstock_verified_bytes_total", **labels) == nbytes
+            assert scrape.added("penstock_held_bytes", model="damaged", tier="host", state="whole") == 2 * nbytes
+            assert scrape.added("penstock_members", hub="reachable") == 2
+
+            min(tensors.items())[1].view(-1).view(torch.uint8)[0] ^= 1
+            (weights,) = first.member.weights
+            assert first.member.recheck(weights, 0)
+            assert scrape.added("penstock_verification_failures_total", journey="serve") == 1
+            assert scrape.added("penstock_held_bytes", model="damaged", tier="host", state="damaged") == nbytes
+        assert scrape.added("penstock_members", hub="reachable") == 0
+
+
+def test_chunks_that_differ_from_their_digest_are_counted(llama: Path, scrape: Scrape, monkeypatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
+        with ps.join("wrong") as holder, ps.join("wrong") as reader:
+            tensors: dict[str, torch.Tensor] = {}
+            holder.fetch(tensors, fallback=llama)
+            # Else a heartbeat may find the damage before the reader does, and the holder serves nothing.
+            monkeypatch.setattr(holder.member, "_spot_check", lambda: None)
+            for tensor in tensors.values():
+                tensor.view(-1).view(torch.uint8)[0] ^= 1
+            # From storage, since no chunk of the holder is right.
+            report = reader.fetch({}, fallback=llama)
+        assert report.faults
+        assert scrape.added("penstock_verification_failures_total", journey="fetch") >= 1
+        assert scrape.added("penstock_retries_total", journey="fetch") == len(report.faults)
 
 
 def test_a_conversion_is_counted(llama: Path, tmp_path: Path, scrape: Scrape) -> None:
