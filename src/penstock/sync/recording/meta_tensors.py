@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,15 +191,32 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default torch wraps `__torch_dispatch__` to hide it from Dynamo, and the wrapper imports Dynamo at its
+        # first call: 1 to 4 s of the first update of a process, for nothing where nobody compiles.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.dispatch(func, args, kwargs or {})
+
+
+class _HiddenWatch(_Watch):
+    """The same, hidden from Dynamo: for processes that have imported it, as `torch.compile` does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class LoadRecorder:
     """The record of one run of a loader."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self.watch = _Watch(self)
+        self.watch = (_HiddenWatch if "torch._dynamo" in sys.modules else _Watch)(self)
         self.device = device
         self.read: dict[str, str] = {}
         """Tensors whose values were read, with the reason: this run cannot be used."""

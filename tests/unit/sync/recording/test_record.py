@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -374,3 +376,26 @@ def test_memory_that_a_loader_exchanges_is_put_back_and_told() -> None:
     assert recording.unfilled["p"] == 48
     assert recording.unused == ("w",)
     assert (model.p is held, model.p.data_ptr(), model.p.any().item()) == (True, place, False)
+
+
+def test_a_loader_that_calls_compiled_code_is_recorded() -> None:
+    """The recorder sees each operator of compiled code, also of code that was compiled before."""
+    compiled = torch.compile(lambda p, w: p.copy_(w.t()), backend="eager")
+    weights = {"w": torch.randn(3, 5)}
+    compiled(torch.zeros(5, 3), weights["w"])
+    check((5, 3), one(compiled), weights)
+
+
+def test_recording_does_not_import_dynamo() -> None:
+    """Its import takes seconds, which were part of the first update of a process."""
+    code = """
+import sys, torch
+from penstock.sync.recording.requirements import record
+from tests.unit.sync.toy import table_of
+model = torch.nn.Linear(3, 5)
+recording = record(model, table_of(dict(model.state_dict())))
+assert not recording.unrecorded, recording.unrecorded
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
