@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,20 @@ def test_what_a_newer_hub_refuses_is_raised_by_name(hub: str, monkeypatch: pytes
         ps.why("m", connection=hub)
     with refused:
         ps.attach("m", connection=hub)
+
+
+def test_a_member_logs_that_its_hub_was_replaced_by_another_major_version(hub: str, caplog) -> None:
+    with ps.join("m", connection=hub) as fleet:
+        # For the hub it is now a member of another version, as all members are after a replacement.
+        headers = fleet.member.hub._headers
+        headers[PROTOCOL_HEADER] = "3.0"
+        fleet.member.beat_now()
+        deadline = time.monotonic() + 30
+        while "the hub refuses member" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        headers[PROTOCOL_HEADER] = PROTOCOL
+    assert f"speaks protocol 3.0, the hub speaks {PROTOCOL}" in caplog.text
 
 
 @pytest.mark.parametrize("room", ["leases", "sync"])

@@ -308,7 +308,10 @@ class Member:
             try:
                 self._report()
                 self.hub_is_away = False
-            except PenstockError:
+            except PenstockError as error:
+                if not self.hub_is_away and isinstance(error, ConfigError):
+                    # It answers, and will not take this member back: a hub of another major version, say.
+                    log.error("the hub refuses member %s: %s", self.id, error)
                 self.hub_is_away = True
                 # Without the hub, known upstreams stay usable; the next heartbeat reports the whole state again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
