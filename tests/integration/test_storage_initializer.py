@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from penstock.cli.checkpoints import manifest
 from penstock.fetch.storage_initializer import PARTIAL
 from penstock.hub.local_hub import find_hub
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock.testing.s3_server import SwiftServer, Unavailable
 
 SMALL_FILES = {"config.json": b"{}", "tokenizer.json": b"[1]", "1_Pooling/config.json": b"{2}", "empty.txt": b""}
@@ -102,6 +106,21 @@ def test_damaged_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path:
     assert done.returncode == 3
     assert "digest" in done.stderr
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> None:
+    files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
+    whole, single = tmp_path / "whole", tmp_path / "single"
+    words = [sys.executable, "-m", "penstock", "storage-initializer"]
+    words += ["penstock+hf://org/tiny", str(whole), "hf://org/tiny/config.json", str(single)]
+    with HuggingFaceServer({"org/tiny": files}, token="secret") as hub:
+        # huggingface_hub reads its variables when it is imported: a process of its own.
+        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(words, env=os.environ | environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert contents(whole) == files
+    assert contents(single) == {"config.json": files["config.json"]}
+    assert "NOT verified" in done.stdout
 
 
 def test_a_single_file_is_held_to_its_own_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, HubUnavailable
 from penstock.report import Summarised, bytes_text
-from penstock.storage import is_remote, list_uris, local_path, read_small
+from penstock.storage import is_remote, list_uris, read_small
 from penstock.storage.download import download, inside
-from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name
+from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name, texts_of
 from penstock.storage.output import typed
 
 if TYPE_CHECKING:
@@ -130,14 +130,15 @@ def initialize(
 
 def _files(uri: str, settings: Settings) -> dict[str, str]:
     """Return the files of a model by their names below `uri`, those of directories below it too."""
-    place = uri if is_remote(uri) else local_path(uri)
+    (place,) = texts_of(uri)
     listed = list_uris(place, settings=settings)
-    if listed == [place]:
-        name = display(place).rpartition("/")[2]
-        return {name: place, **_manifest_of(name, place, settings)}
-    root = f"{place.rstrip('/')}/"
+    # By what was listed: the URIs of a repository name its commit, where `uri` has a branch or nothing.
+    root, _, name = listed[0].rpartition("/")
+    if listed == [place] or (len(listed) == 1 and name == place.rpartition("/")[2]):
+        name = display(listed[0]).rpartition("/")[2]
+        return {name: listed[0], **_manifest_of(name, listed[0], settings)}
     pattern = root if is_remote(place) else glob.escape(root)
-    return {name.removeprefix(root): name for name in list_uris(f"{pattern}**", settings=settings)}
+    return {file.removeprefix(f"{root}/"): file for file in list_uris(f"{pattern}/**", settings=settings)}
 
 
 def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
