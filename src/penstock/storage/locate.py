@@ -87,7 +87,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
             raise NotFound("no such index", uri=display(place))
         return _of_index(place, place, raw, prefix)
     if _is_file(place):
-        return _of_files(place, [place], _sidecar_of(place))
+        return _of_files(place, [place], _sidecar_of_only_file(place) or _sidecar_of(place))
     if prefix is None or _is_glob(place):
         listed = list_uris(place, settings=settings, storage_options=storage_options)
         return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
@@ -263,6 +263,24 @@ def _is_child(uri: str, prefix: str | None) -> bool:
 def _sidecar_of(file: str) -> str | None:
     """Return where a single file's manifest is; a URL with a query has no such place."""
     return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
+
+
+def _sidecar_of_only_file(file: str) -> str | None:
+    """Return the manifest of a local directory whose only weights are `file`, unless the file has one of its own.
+
+    Engines find the files of a model themselves, and pass a model of one file as this file.
+    """
+    if is_remote(file) or not file.endswith(SUFFIX) or os.path.exists(f"{file}.{SIDECAR}"):
+        return None
+    prefix = file[: file.rfind("/") + 1]
+    if not (os.path.isfile(file) and os.path.isfile(f"{prefix}{SIDECAR}")):
+        return None
+    try:
+        names = os.listdir(prefix or ".")
+    except PermissionError:
+        # A directory may be entered and not listed: then nothing says that the manifest is of this file alone.
+        return None
+    return f"{prefix}{SIDECAR}" if [f"{prefix}{name}" for name in _weights(names, file, "")] == [file] else None
 
 
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:

@@ -137,6 +137,22 @@ def test_single_file(tmp_path: Path) -> None:
     assert list(open_all([tmp_path / "x.bin"])[1]) == ["a"]
 
 
+def test_the_only_file_of_a_directory_has_the_manifest_of_the_directory(tmp_path: Path, monkeypatch) -> None:
+    """Engines pass a model of one file as this file, or as a list of it."""
+    file = tmp_path / "model.safetensors"
+    write_file(file, {"a": tensor(3)})
+    write_sidecar(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    revision = open_all(tmp_path)[0].manifest.revision
+    for uri in (file, [file], "model.safetensors", ["model.safetensors"]):
+        weights, _ = open_all(uri)
+        assert weights.why_unverified is None and weights.manifest.revision == revision
+    write_file(tmp_path / "consolidated.safetensors", {"a": tensor(3)})
+    assert open_all(file)[0].why_unverified is None
+    write_file(tmp_path / "other.safetensors", {"b": tensor(3)})
+    assert open_all(file)[0].why_unverified == f"no manifest at {file}.penstock.manifest"
+
+
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards_of(tmp_path)
     monkeypatch.chdir(tmp_path)
