@@ -22,7 +22,7 @@ from penstock.hub.store import MemoryStore
 from penstock.net.listener import bound_socket
 from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
-from penstock.telemetry.metrics import MAX_MODELS, METRICS, Outcome, Registry
+from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Outcome, Registry, recording
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
@@ -340,10 +340,25 @@ def test_the_label_of_models_is_bounded() -> None:
         journey = Journey("fetch", f"model-{number}")
         journey.outcome = Outcome(nbytes=1, verified_bytes=1)
         registry.begin(journey)
-        registry.end(journey, "ok", None, 1.0)
+        registry.end(journey, Ended(result="ok", error="", seconds=1.0, received={}))
     verified = registry.values()["penstock_verified_bytes"]
     assert len(verified) == MAX_MODELS + 1
     assert verified["fetch", "other"] == 3
+
+
+def test_a_stream_that_the_garbage_collector_ends_during_a_scrape_is_counted(
+    llama: Path, endpoint: ps.MetricsEndpoint, scrape: Scrape
+) -> None:
+    registry = recording()
+    assert registry is not None
+    stream = ps.stream(llama)
+    next(stream)
+    # As in a finalizer that runs in the thread of a scrape: that thread has the lock already.
+    with registry._lock:
+        del stream
+        assert not [journey for journey in registry._journeys if journey.ended is None]
+    assert scrape.added("penstock_journeys_total", journey="load", result="cancelled") == 1
+    assert scrape.added("penstock_journeys_running", journey="load") == 0
 
 
 def test_every_metric_has_a_name_by_the_conventions_of_prometheus() -> None:

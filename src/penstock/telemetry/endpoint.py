@@ -45,6 +45,7 @@ class MetricsEndpoint(Closing):
 
     def __init__(self, address: MetricsAddress, token_file: Path) -> None:
         self._token_file = token_file
+        self._fault = ""
         self._pid = os.getpid()
         self._phases = PhasesHandler(lambda boot: boot)
         # Read here too: a file without a token should fail at the start, and not at each scrape.
@@ -111,8 +112,12 @@ class MetricsEndpoint(Closing):
             # Read for each scrape, every few seconds: a token is changed without a restart.
             valid = read_tokens(self._token_file)
         except ConfigError as error:
-            log.warning("metrics are refused to every caller: %s", error)
+            # Once for each fault: any caller can cause this line.
+            if self._fault != str(error):
+                self._fault = str(error)
+                log.warning("metrics are refused to every caller: %s", error)
             return False
+        self._fault = ""
         # Every token is compared, so that the time does not tell which one was nearly right.
         return sum(hmac.compare_digest(token.strip().encode(), one) for one in valid) > 0
 

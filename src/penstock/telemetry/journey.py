@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import Cancelled, IntegrityError, PenstockError, without_secrets
 from penstock.telemetry.endpoint import start_configured
-from penstock.telemetry.metrics import Attribute, Outcome, Received, Registry, recording
+from penstock.telemetry.metrics import Attribute, Ended, Outcome, Received, Registry, recording
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -34,6 +34,7 @@ class Journey:
         num_wrong: times that bytes differed from their digest.
         num_retries: sources that were replaced, or attempts that were repeated.
         outcome: what the report says; None unless the journey succeeded.
+        ended: its end, for the metrics; None while it runs.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:
@@ -43,6 +44,7 @@ class Journey:
         self.num_wrong = 0
         self.num_retries = 0
         self.outcome: Outcome | None = None
+        self.ended: Ended | None = None
         self._attributes = attributes
         self._span: Span | None = None
         self._current: AbstractContextManager[Any] | None = None
@@ -78,7 +80,9 @@ class Journey:
         result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
         if self._registry is not None:
-            self._registry.end(self, result, error, seconds)
+            name = type(error).__name__ if result == "failed" else ""
+            ended = Ended(result=result, error=name, seconds=seconds, received=dict(self.received()))
+            self._registry.end(self, ended)
         if self._span is not None:
             _end_span(self._span, self.outcome, error)
         # It may be the last reference to the files and the memory of the journey.

@@ -200,6 +200,18 @@ class Outcome:
     """More attributes of the span."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The end of a journey."""
+
+    result: str
+    """One of `RESULTS`."""
+    error: str
+    """The class of the error of one that failed; else empty."""
+    seconds: float
+    received: Received
+
+
 class Running(Protocol):
     """A journey from its start to its end; see `journey.Journey`."""
 
@@ -209,6 +221,7 @@ class Running(Protocol):
     num_wrong: int
     num_retries: int
     outcome: Outcome | None
+    ended: Ended | None
 
 
 Sample = tuple[str, tuple[str, ...], float]
@@ -244,7 +257,8 @@ class Registry:
         # Not the library's own registry, which belongs to the application: engines serve theirs.
         self._registry = prometheus_client.CollectorRegistry()
         self._lock = threading.Lock()
-        self._running: set[Running] = set()
+        # Those that run, and those that ended and are not counted yet.
+        self._journeys: set[Running] = set()
         self._models: set[str] = set()
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {("penstock_info", (own_version(),)): 1}
         self._histograms = {
@@ -268,10 +282,12 @@ class Registry:
         """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        return bytes(generate_latest(self._registry))
+        # Around all of it: a journey that ends in a finalizer, which may run here, must not take the library's locks.
+        with self._lock:
+            return bytes(generate_latest(self._registry))
 
     def add(self, name: str, labels: tuple[str, ...], amount: float = 1) -> None:
-        """Add to a counter."""
+        """Add to a counter. Not for finalizers."""
         with self._lock:
             self._add(name, labels, amount)
 
@@ -280,31 +296,44 @@ class Registry:
 
     def begin(self, journey: Running) -> None:
         """Count a journey as running."""
-        with self._lock:
-            self._running.add(journey)
+        self._journeys.add(journey)
 
-    def end(self, journey: Running, result: str, error: BaseException | None, seconds: float) -> None:
+    def end(self, journey: Running, ended: Ended) -> None:
         """Count a journey that ended, and what it moved until then."""
-        kind, outcome = journey.kind, journey.outcome
-        received = journey.received()
-        with self._lock:
-            self._running.discard(journey)
-            self._add("penstock_journeys", (kind, result), 1)
-            for labels, nbytes in self._received(journey, received):
-                self._add("penstock_received_bytes", labels, nbytes)
-            if error is not None and result == "failed":
-                self._add("penstock_errors", (kind, type(error).__name__), 1)
-            if journey.num_wrong:
-                self._add("penstock_verification_failures", (kind,), journey.num_wrong)
-            if journey.num_retries:
-                self._add("penstock_retries", (kind,), journey.num_retries)
-            model = self._model(journey.model)
-            if outcome is not None:
-                self._add_outcome(kind, model, outcome)
-        if outcome is not None:
-            self._histograms["penstock_journey_seconds"].labels(kind, model).observe(seconds)
-            if outcome.pause_s is not None:
-                self._histograms["penstock_pause_seconds"].labels(model).observe(outcome.pause_s)
+        # One step, after which no scrape asks the journey for its bytes: they are counted once.
+        journey.ended = ended
+        # Without waiting: the garbage collector may drop a stream, and so end it, in a thread that has the lock.
+        # The thread that has it, or the next one, counts this journey too.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._count_ended()
+            finally:
+                self._lock.release()
+
+    def _count_ended(self) -> None:
+        """Move journeys that ended to the sums. The caller holds the lock."""
+        for journey in list(self._journeys):
+            if journey.ended is not None:
+                self._journeys.discard(journey)
+                self._count(journey, journey.ended)
+
+    def _count(self, journey: Running, ended: Ended) -> None:
+        kind, outcome, model = journey.kind, journey.outcome, self._model(journey.model)
+        self._add("penstock_journeys", (kind, ended.result), 1)
+        for labels, nbytes in self._received(journey, ended.received):
+            self._add("penstock_received_bytes", labels, nbytes)
+        if ended.error:
+            self._add("penstock_errors", (kind, ended.error), 1)
+        if journey.num_wrong:
+            self._add("penstock_verification_failures", (kind,), journey.num_wrong)
+        if journey.num_retries:
+            self._add("penstock_retries", (kind,), journey.num_retries)
+        if outcome is None:
+            return
+        self._add_outcome(kind, model, outcome)
+        self._histograms["penstock_journey_seconds"].labels(kind, model).observe(ended.seconds)
+        if outcome.pause_s is not None:
+            self._histograms["penstock_pause_seconds"].labels(model).observe(outcome.pause_s)
 
     def _add_outcome(self, kind: str, model: str, outcome: Outcome) -> None:
         """Count what the report of a journey that succeeded says."""
@@ -329,23 +358,23 @@ class Registry:
             yield (journey.kind, self._model(journey.model), source, path), nbytes
 
     def values(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return the values of all metrics but histograms now, by name and labels."""
+        """Return the values of all metrics but histograms now, by name and labels. The caller holds the lock."""
         values: dict[str, dict[tuple[str, ...], float]] = {metric.name: {} for metric in METRICS}
 
         def count(name: str, labels: tuple[str, ...], value: float) -> None:
             values[name][labels] = values[name].get(labels, 0) + value
 
-        # One look under the lock: a journey that ends meanwhile is counted as running or as ended, never as both, so
-        # that no counter goes back.
-        with self._lock:
-            for (name, labels), value in self._sums.items():
-                count(name, labels, value)
-            for journey in JOURNEYS:
-                count("penstock_journeys_running", (journey,), 0)
-            for running in self._running:
-                count("penstock_journeys_running", (running.kind,), 1)
-                for labels, nbytes in self._received(running, running.received()):
-                    count("penstock_received_bytes", labels, nbytes)
+        self._count_ended()
+        for (name, labels), value in self._sums.items():
+            count(name, labels, value)
+        for kind in JOURNEYS:
+            count("penstock_journeys_running", (kind,), 0)
+        for journey in list(self._journeys):
+            # One that ends meanwhile shows what it has by now; it is in the sums of the next scrape.
+            received = journey.received() if journey.ended is None else journey.ended.received
+            count("penstock_journeys_running", (journey.kind,), 1)
+            for labels, nbytes in self._received(journey, received):
+                count("penstock_received_bytes", labels, nbytes)
         for name, labels, value in _process_samples():
             count(name, labels, value)
         least = {metric.name for metric in METRICS if metric.takes_least}
