@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from penstock.hub.client import HubClient
+from penstock.hub.local_hub import find_hub
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 ENGINE = """
@@ -76,10 +79,20 @@ def runtime() -> Iterator[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllms_second_replica_starts_from_the_first(llama: Path, tmp_path: Path, runtime: str) -> None:
+def test_vllms_second_replica_starts_from_the_first(
+    llama: Path, tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = {"model": str(llama), "load_format": "penstock", "model_loader_extra_config": {"fleet": "llama"}}
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
     with replica(tmp_path / "1", runtime, **arguments) as (first, log):
         assert len(set(first)) > 4
+        with HubClient.connect(find_hub()) as client:
+            (start,) = client.phases().replicas
+        assert start.ready
+        names = [phase.name for phase in start.phases if phase.journey == "engine"]
+        steps = ["init device", "load model", "load weights", "process weights"]
+        assert names == ["start", *steps, "profile memory", "allocate cache", "warm up"]
+        assert {"discover", "move", "commit"} <= {phase.name for phase in start.phases if phase.journey == "fetch"}
         assert "MB by storage" in log or "GB by storage" in log
         with replica(tmp_path / "2", runtime, **arguments) as (second, log):
             assert second == first

@@ -16,8 +16,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 
+import uvicorn
+
 import penstock as ps
 from penstock import phases
+from penstock.cli.fleet import status
+from penstock.hub.app import create_page_app
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
@@ -200,6 +204,63 @@ def test_a_start_that_failed_is_remembered_when_its_process_has_left(hub: HubThr
     with HubClient.connect(hub.url, TOKEN) as client:
         assert client.phases("llama").replicas[0].error is not None
         assert client.phases("other").replicas == ()
+
+
+def test_status_has_the_phase_of_a_member_that_is_not_ready(
+    hub: HubThread, fleet: ps.Fleet, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        fleet.member.report_now()
+        status(hub=hub.url, token_file=tmp_path / "tokens")
+        return capsys.readouterr().out
+
+    assert " idle " in shown()
+    with ps.phase("start"):
+        assert " starting: start " in shown()
+        fleet.fetch({}, fallback=model)
+        with ps.phase("warm up"):
+            assert " whole, starting: warm up " in shown()
+    assert " whole " in shown() and "starting" not in shown()
+
+
+def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
+    connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
+    with ps.Keeper(connection=connection) as keeper:
+        keeper.keep("llama", model)
+        with ps.attach("llama", connection=connection) as attached:
+            boot = phases.boot_record().snapshot()
+            assert boot is not None and boot.ready
+            seconds = {one.name: one.seconds for one in boot.phases if one.journey == "attach"}
+            assert seconds == pytest.approx(attached.report.phases, abs=1e-3)
+        with pytest.raises(ps.NotFound):
+            ps.attach("other", connection=connection, wait_s=0.0)
+        boot = phases.boot_record().snapshot()
+        assert boot is not None and boot.error is not None
+        assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
+
+
+def test_the_page_of_one_host_has_the_starts(
+    hub: HubThread, fleet: ps.Fleet, ask: Ask, model: Path, tmp_path: Path
+) -> None:
+    fleet.fetch({}, fallback=model)
+    fleet.member.report_now()
+    (tmp_path / "page").write_text(LIMITED)
+    bound = socket.create_server(("127.0.0.1", 0))
+    with HubClient.connect(hub.url, TOKEN) as client:
+        app = create_page_app(client, Auth.of(token_file=tmp_path / "page"))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([bound],))
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            assert ask(url, "/v1/phases").status == 401
+            (replica,) = next(events(ask(url, "/v1/phases?stream&limit=5", LIMITED)))["replicas"]
+            assert (replica["member"], replica["ready"]) == (fleet.member.id, True)
+            assert read(ask(url, "/v1/phases", LIMITED))["replicas"][0]["phases"] == replica["phases"]
+        finally:
+            server.should_exit = True
+            thread.join()
+            bound.close()
 
 
 def test_a_limited_token_sees_and_names_its_models_only(hub: HubThread, ask: Ask, model: Path) -> None:

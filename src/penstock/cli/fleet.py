@@ -164,10 +164,11 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     # The hub lists a member that has the model with all of its weights; a reader asked for one model.
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
-            rows.append([who, member.host[:8], *_cells(holding), silent])
+            rows.append([who, member.host[:8], *_cells(holding, member.boot), silent])
     if member.syncs:
         return rows
-    return rows or [[who, member.host[:8], "", "", "", "idle", "", "", "", "", "", "", "", silent]]
+    standing = member.boot if member.boot not in {"", "ready"} else "idle"
+    return rows or [[who, member.host[:8], "", "", "", standing, "", "", "", "", "", "", "", silent]]
 
 
 def _who(member: MemberStatus) -> str:
@@ -211,8 +212,8 @@ def _job_row(job: JobState) -> list[object]:
     ]
 
 
-def _cells(holding: HoldingState) -> list[object]:
-    """Return the cells of one set of weights."""
+def _cells(holding: HoldingState, boot: str) -> list[object]:
+    """Return the cells of one set of weights; `boot` is the start of its process."""
     num_have = sum(stop - start for start, stop in holding.have)
     share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
     readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
@@ -221,7 +222,8 @@ def _cells(holding: HoldingState) -> list[object]:
         holding.key[:8],
         # As reports show it: long enough for `--revision`.
         holding.revision[:19],
-        holding.state,
+        # While it is filled, the state and the chunks say more than the phase of the fetch.
+        holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
         bytes_text(holding.nbytes),
