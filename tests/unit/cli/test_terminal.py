@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.terminal import write_columns, write_fields, write_json
+from penstock.cli.terminal import columns, write_columns, write_fields, write_json
 from penstock.report import bytes_text, plain
 from penstock.types import DType
 
@@ -54,6 +54,22 @@ def test_columns_are_never_cut_and_numbers_stand_right(capsys) -> None:
     write_columns(["name", "n"], [["x" * 300, 7], ["y", 1000]])
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{'name':<300}     n", f"{'x' * 300}     7", f"{'y':<300}  1000"]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (None, ["name                  kind  why", "a-name-of-20-letters  gpu   because it is so"]),
+        (44, ["name                  kind  why", "a-name-of-20-letters  gpu   because it is so"]),
+        (40, ["name              kind  why", "a-name-of-20-le…  gpu   because it is so"]),
+        (26, ["name                  kind", "a-name-of-20-letters  gpu", "no room for: why; --forma…"]),
+        (20, ["name", "a-name-of-20-letters", "no room for: why, k…"]),
+        (10, ["name", "a-name-of…", "no room f…"]),
+    ],
+)
+def test_columns_fit_a_width(width: int | None, lines: list[str]) -> None:
+    rows = [["a-name-of-20-letters", "gpu", "because it is so"]]
+    assert columns(["name", "kind", "why"], rows, width=width, spare=("why", "kind")) == lines
 
 
 def test_columns_without_rows_are_the_header(capsys) -> None:
