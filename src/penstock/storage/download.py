@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.config import Settings
 from penstock.errors import PlanError
 from penstock.storage import Source, open_source
-from penstock.storage.output import typed
+from penstock.storage.output import require_room, typed
 from penstock.types import MIB
 
 _PIECE_BYTES = 8 * MIB
@@ -75,6 +75,9 @@ def download(
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
+            # Before the first byte: a disk that fills up after an hour has cost the hour.
+            if files:
+                require_room(next(iter(files.values())), sum(source.nbytes for source in sources))
             ranges = [
                 pool.submit(copy_range, source, path, start)
                 for source, path in zip(sources, files.values(), strict=True)

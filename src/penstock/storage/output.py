@@ -136,10 +136,7 @@ class OutputSet:
             # Blocks and not the length: a file that was begun may have room reserved, or a hole.
             if there.st_size < nbytes:
                 needed += max(0, nbytes - there.st_blocks * 512)
-        free = _free_bytes(self.directory)
-        if free is not None and needed > free:
-            message = f"no room: {bytes_text(needed)} are needed, {bytes_text(free)} are free"
-            raise DiskFull(message, uri=str(self.directory), hint=_MAKE_ROOM)
+        require_room(self.directory, needed)
 
     def _typed(self, path: Path | None = None) -> contextlib.AbstractContextManager[None]:
         """Map an OSError of a write to an error that says how large the set is."""
@@ -400,6 +397,14 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def require_room(path: Path, needed: int) -> None:
+    """Raise DiskFull where the file system of a path has less than these bytes free, and says so."""
+    free = _free_bytes(path)
+    if free is not None and needed > free:
+        message = f"no room: {bytes_text(needed)} are needed, {bytes_text(free)} are free"
+        raise DiskFull(message, uri=str(path), hint=_MAKE_ROOM)
 
 
 _MAKE_ROOM = "make room there, or write to another disk"
