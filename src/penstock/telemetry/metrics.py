@@ -102,7 +102,7 @@ METRICS = (
         name="penstock_retries",
         kind="counter",
         labels=("journey",),
-        about="Sources that failed and were replaced, attempts of an update after the first, reassigned tasks.",
+        about="Sources that failed and were replaced, attempts of an update after the first, lost workers.",
     ),
     Metric(name="penstock_storage_retries", kind="counter", about="Requests to storage that failed and were repeated."),
     Metric(
