@@ -8,6 +8,7 @@ Not here: what a source is (`source`), what the bytes mean (`safetensors`, `weig
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Mapping
@@ -192,14 +193,21 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         elif os.path.lexists(path):
             uris = [path]
         else:
+            _require_searchable(path)
             uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
-        raise PermissionDenied("directory cannot be listed", uri=uri, hint=_READABLE) from error
+        raise PermissionDenied("directory cannot be read", uri=uri, hint=_READABLE) from error
     except OSError as error:
         raise SourceUnavailable(f"directory cannot be listed: {error.strerror}", uri=uri) from error
     if not uris:
         raise NotFound("no such file, directory or match", uri=uri)
     return uris
+
+
+def _require_searchable(path: str) -> None:
+    """Raise PermissionError if a directory above `path` hides whether it is there: its absence would be a guess."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -8,6 +8,7 @@ Not here: what the files hold (`weight_set`), how they are opened (`open_source`
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -106,6 +107,9 @@ def look(uri: Uri) -> None:
         return
     if _is_file(place) or place.endswith(INDEX_SUFFIX):
         if not os.path.exists(place):
+            with contextlib.suppress(NotFound):
+                # PermissionDenied where a directory above it hides whether it is there.
+                list_uris(place, settings=Settings.read())
             raise _nothing_at(place)
         return
     prefix = _prefix_of(place)

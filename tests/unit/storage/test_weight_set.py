@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tests.support.tensor_file import write_file
+from tests.support.users import STRANGER, run_as
 
 from penstock import storage
 from penstock.config import Settings
@@ -824,3 +825,29 @@ def test_file_entries_are_as_they_were_opened(tmp_path: Path) -> None:
     nbytes = (tmp_path / "x.safetensors").stat().st_size
     identity = weights.sources[0].identity
     assert weights.manifest.files == (FileEntry(name="x.safetensors", nbytes=nbytes, identity=identity),)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("name", ["inner", "inner/model.safetensors", "inner/*.safetensors", ""])
+def test_a_directory_that_may_not_be_entered_does_not_hide_what_is_missing(tmp_path: Path, name: str) -> None:
+    """Whether a file is there cannot be seen through it, so `NotFound` would send its user the wrong way."""
+    closed = tmp_path / "closed"
+    (closed / "inner").mkdir(parents=True)
+    closed.chmod(0o700)
+    # The directories of pytest, which are its user's alone.
+    for directory in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        directory.chmod(0o755)
+
+    def try_all() -> list[str]:
+        kinds = []
+        for call in (
+            lambda: locate.look(str(closed / name)),
+            lambda: open_weights(str(closed / name), settings=Settings()),
+        ):
+            try:
+                call()
+            except PenstockError as error:
+                kinds.append(type(error).__name__)
+        return kinds
+
+    assert run_as(STRANGER, try_all) == ["PermissionDenied", "PermissionDenied"]
