@@ -30,6 +30,8 @@ from penstock.hub.messages import (
     ClaimRequest,
     Complaint,
     Drain,
+    FailureReport,
+    FleetFailure,
     Hello,
     HoldingState,
     PhasesReply,
@@ -48,10 +50,12 @@ from penstock.hub.proof import proof_fault
 from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
+    FAILURES_DECODER,
     HOLDING_DECODER,
     JOB_DECODER,
     MEMBER_DECODER,
     ComplaintEntry,
+    FailuresEntry,
     HoldingEntry,
     HubSnapshot,
     JobEntry,
@@ -89,6 +93,8 @@ JOB_TTL_S = 3600.0
 """After its last report a conversion is shown for as long as the page's charts go back."""
 MAX_JOBS = 256
 """Conversions that are shown. Reason: with 256 workers each is about 60 KB, so all of them take 16 MB at most."""
+MAX_FAILING = 500
+"""Members whose failures are kept for `JOB_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 # After the last claim: longer than a piece takes from any storage.
@@ -249,7 +255,24 @@ class Directory:
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
             self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
+        if beat.failures:
+            self._note_failures(known, beat.failures, now)
         return BeatReply(drain=known.drain)
+
+    def _note_failures(self, known: MemberEntry, failures: Iterable[FailureReport], now: float) -> None:
+        """Keep the failures of a member's process, which may end before anybody looks."""
+        name = f"failure/{known.hello.member}"
+        before = self.store.read(name)
+        if before is None and len(self.store.scan("failure/")) >= MAX_FAILING:
+            return
+        hello = known.hello
+        listed = tuple(
+            FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
+            for failure in failures
+        )
+        # Not with each beat: their ages grow by themselves.
+        if before is None or _calls(FAILURES_DECODER.decode(before.value).failures) != _calls(listed):
+            self.store.write(name, _encode(FailuresEntry(listed, now)), ttl_s=JOB_TTL_S)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
         """Send no more readers to a member until it leaves, or with None send them again.
@@ -648,6 +671,11 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return cache.at(self._timer, self._look_share, again=again)
+
+
+def _calls(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
+    """Return failures without their ages, to compare them."""
+    return [msgspec.structs.replace(failure, age_s=0.0) for failure in failures]
 
 
 def _weight(complained: ComplaintEntry) -> int:

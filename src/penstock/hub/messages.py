@@ -239,6 +239,10 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: Count = 0
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its version."""
+    took_s: Annotated[float, Meta(ge=0)] = 0.0
+    """From the beginning of its last publication or update to its end."""
+    pause_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Of it: the time in which an engine could not serve."""
     grant_epoch: Count = 0
     """See `HoldingState`."""
 
@@ -251,11 +255,27 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=256)] = ""
 
 
+class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a verb that failed in a member's process."""
+
+    age_s: Annotated[float, Meta(ge=0)]
+    verb: Annotated[str, Meta(max_length=64)]
+    model: Annotated[str, Meta(max_length=256)] = ""
+    """Of the model or the sync; empty: it has no name."""
+    error: Annotated[str, Meta(max_length=64)]
+    """Class of the error."""
+    message: Annotated[str, Meta(max_length=1024)]
+    blame: Annotated[str, Meta(max_length=32)]
+    hint: Annotated[str, Meta(max_length=512)] = ""
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat, which renews a member's lease and lists everything that it holds."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
+    failures: Annotated[tuple[FailureReport, ...], Meta(max_length=4)] = ()
+    """The last ones of the member's process."""
     drain: Drain | None = None
     """Of the hub's last answer: a hub that has lost its memory takes it over."""
     boot: Boot | None = None
@@ -421,12 +441,22 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: JobState
 
 
+class FleetFailure(FailureReport, frozen=True, kw_only=True):
+    """A failure as `status` shows it, for an hour, also if its member has left."""
+
+    member: str
+    name: str
+    host: str
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet, or one model of it."""
 
     members: tuple[MemberStatus, ...] = ()
     jobs: tuple[JobStatus, ...] = ()
     """Conversions that report to the hub, the newest first."""
+    failures: tuple[FleetFailure, ...] = ()
+    """The newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
 

@@ -30,7 +30,7 @@ from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra, PenstockError
 from penstock.http.phases import wants_stream
 from penstock.hub.auth import Caller
-from penstock.hub.messages import HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
+from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
 from penstock.hub.replicas import ReplicaFeed
 
 try:
@@ -54,6 +54,8 @@ SILENT_S = 5.0
 """A member that the hub has not heard of for so long is shown as silent; members of a fleet beat every 2 s."""
 MAX_GONE = 10_000
 """Members that left and are remembered for viewers; a viewer that missed more gets everything again."""
+MAX_FAILURES = 50
+"""The newest ones that are shown."""
 MAX_VIEWERS = 32
 """Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second."""
 SECURITY_HEADERS = {
@@ -67,8 +69,7 @@ SECURITY_HEADERS = {
 }
 _log = logging.getLogger("penstock.hub")
 _ASSETS = {
-    "app.js": "text/javascript",
-    "boots.js": "text/javascript",
+    **dict.fromkeys(("app.js", "boots.js", "format.js", "members.js", "pictures.js"), "text/javascript"),
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
@@ -137,7 +138,16 @@ def _sync_row(state: SyncState) -> Row:
         "state": state.state,
         "nbytes": state.nbytes,
         "path": shares(state.path),
+        "took_s": round(state.took_s, 3),
+        "pause_s": round(state.pause_s, 3),
     }
+
+
+def failure_row_of(failure: FleetFailure) -> Row:
+    """Return a failure as the page draws it, with the time at which it was instead of an age that grows."""
+    row: Row = msgspec.to_builtins(failure)
+    # To 10 s: the ages that hubs compute differ by their clocks' last digits, and each difference would be sent.
+    return {**row, "at": round((time.time() - row.pop("age_s")) / 10) * 10}
 
 
 def job_row_of(job: JobStatus) -> Row:
@@ -185,8 +195,10 @@ class FleetFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._changed: dict[str, int] = {}
+        # Conversions and failures: few, so all of them are sent when one changes.
         self._jobs: list[Row] = []
-        self._jobs_changed = 0
+        self._failures: list[Row] = []
+        self._lists_changed = 0
         self._may_drain = False
         self._gone: deque[tuple[int, str]] = deque()
         # Serial numbers count in one life of one process. Several hubs may act as one, so a viewer's next stream may
@@ -212,16 +224,20 @@ class FleetFeed:
                 return
             status = self._status()
             rows = {member.member: row_of(member) for member in status.members}
-            jobs = [job_row_of(job) for job in status.jobs]
+            lists = (
+                [job_row_of(job) for job in status.jobs],
+                [failure_row_of(f) for f in status.failures[:MAX_FAILURES]],
+            )
             # Of the hub behind `penstock ui`: whether the token that it was started with is an operator's.
             self._may_drain = status.may_drain
             self._looked_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
             gone = [name for name in self._rows if name not in rows]
-            if changed or gone or jobs != self._jobs:
+            is_new = lists != (self._jobs, self._failures)
+            if changed or gone or is_new:
                 self._serial += 1
-            if jobs != self._jobs:
-                self._jobs, self._jobs_changed = jobs, self._serial
+            if is_new:
+                (self._jobs, self._failures), self._lists_changed = lists, self._serial
             for name in changed:
                 self._changed[name] = self._serial
             for name in gone:
@@ -258,8 +274,9 @@ class FleetFeed:
                 "gone": [] if is_full else [name for serial, name in self._gone if serial > since],
                 "may_drain": caller.is_operator or self._may_drain,
             }
-            if is_full or self._jobs_changed > since:
+            if is_full or self._lists_changed > since:
                 message["jobs"] = [job for job in self._jobs if caller.may_ask((job["name"],))]
+                message["failures"] = [failure for failure in self._failures if caller.may_ask((failure["model"],))]
             if caller.models is None:
                 message["totals"] = totals(self._rows)
                 message["history"] = list(self._history) if is_full else list(self._history)[-1:]

@@ -9,6 +9,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
     job/JOB                   a conversion, until an hour after its last report
+    failure/MEMBER            the last failures of its process, for an hour
     gone/MEMBER               a life that left, for as long as a late request of it may arrive
     claim/KEY/CHUNKS          the table of claims of a key
     failed/MEMBER             the start of a process that failed and left
@@ -32,6 +33,7 @@ from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Complaint,
     Drain,
+    FleetFailure,
     Hello,
     HoldingState,
     JobStatus,
@@ -391,7 +393,31 @@ def status(store: Store, model: str | None, now: float) -> Status:
         for job, entry in jobs_of(store).items()
         if model in (None, entry.state.name)
     ]
-    return Status(members=tuple(members), jobs=tuple(sorted(jobs, key=lambda job: (job.age_s, job.job))))
+    # By call: several members of one process report the same failures.
+    failures = {
+        (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(
+            failure, age_s=max(0.0, now - entry.at + failure.age_s)
+        )
+        for entry in (FAILURES_DECODER.decode(stored.value) for stored in store.scan("failure/").values())
+        for failure in entry.failures
+        if model in (None, failure.model)
+    }
+    return Status(
+        members=tuple(members),
+        jobs=tuple(sorted(jobs, key=lambda job: (job.age_s, job.job))),
+        failures=tuple(sorted(failures.values(), key=lambda failure: (failure.age_s, failure.member))),
+    )
+
+
+class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a member's failures."""
+
+    failures: tuple[FleetFailure, ...]
+    at: float
+    """Time of the beat that their ages are of."""
+
+
+FAILURES_DECODER = msgspec.msgpack.Decoder(FailuresEntry)
 
 
 class JobEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -34,18 +34,21 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks that it ended."""
     state: Literal["starting", "running", "idle", "lost"] = "starting"
     task: Annotated[int, Meta(ge=-1, le=1 << 62)] = -1
-    """The task that it works on; -1: none."""
+    """The first task that it has; -1: none."""
     task_s: _Seconds = 0.0
     """Since it last ended a task."""
     expected_s: _Seconds = 0.0
-    """That its task takes at the median pace of all workers."""
+    """That all tasks which it has take at the median pace of the workers."""
     end: _Text = ""
     """Why it was lost."""
 
     @property
     def is_late(self) -> bool:
-        """Return whether its task takes more than twice as long as expected, and more than a second."""
-        return self.state == "running" and self.task_s > max(1.0, 2 * self.expected_s)
+        """Return whether it ended no task for twice as long as all that it has should take, and for two seconds.
+
+        A first task has ten: it also waits for libraries, kernels and the first bytes of a source.
+        """
+        return self.state == "running" and self.task_s > max(2.0 if self.num_tasks else 10.0, 2 * self.expected_s)
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ from penstock.hub.messages import (
     ClaimRequest,
     Complaint,
     Drain,
+    FailureReport,
     Hello,
     HoldingState,
     LeaseRequest,
@@ -66,6 +67,7 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
 from penstock.phases import Boot, boot_record
 from penstock.telemetry.endpoint import start_configured
+from penstock.telemetry.journey import Failure, recent_failures
 from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import Links, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
@@ -358,7 +360,13 @@ class Member:
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         holdings = tuple(map(self._status, self.weights))
-        return Beat(holdings=holdings, syncs=tuple(syncs), drain=self._drain, boot=self._boot())
+        return Beat(
+            holdings=holdings,
+            syncs=tuple(syncs),
+            failures=tuple(map(_report_of, recent_failures())),
+            drain=self._drain,
+            boot=self._boot(),
+        )
 
     def _boot(self) -> Boot | None:
         """Return the start of this process to report to the hub; without its phases if it ended long ago."""
@@ -458,8 +466,9 @@ class Member:
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
         boot = self._record.snapshot()
-        # The hub remembers why a start failed; the next regular heartbeat would come after this member has left.
-        if boot is not None and boot.state == "failed" and not self.hub_is_away:
+        has_failed = bool(recent_failures()) or (boot is not None and boot.state == "failed")
+        # The hub remembers why; the next regular heartbeat would come after this member has left.
+        if has_failed and not self.hub_is_away:
             self.report_now()
         self._closing.set()
         self._beat_now.set()
@@ -486,6 +495,19 @@ class Member:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+def _report_of(failure: Failure) -> FailureReport:
+    """Return a failure as a heartbeat has it."""
+    return FailureReport(
+        age_s=time.monotonic() - failure.at,
+        verb=failure.kind,
+        model=failure.model[:256],
+        error=failure.error[:64],
+        message=failure.message[:1024],
+        blame=failure.blame,
+        hint=failure.hint[:512],
+    )
 
 
 def _check_loopback(listen: str) -> None:

@@ -243,14 +243,15 @@ class Placement:
     def standing(self, worker: str, now: float) -> tuple[int, float, float]:
         """Return how far a worker is: its task (-1: none), seconds since it last ended one, and seconds expected.
 
-        Expected is what the task takes at the median pace of all workers, so that a slow worker stands out.
+        Expected is what all of its tasks take at the median pace of the workers: their stages overlap, so they may end
+        together, and only a worker that ends none for longer stands out.
         """
         me = self._workers[worker]
         task = next(iter(me.tasks), -1)
         if task < 0:
             return task, 0.0, 0.0
         pace = median(self._pace[other.index] for other in self._workers.values())
-        return task, now - me.last, self._cost[task] / pace
+        return task, now - me.last, self._load[me.index] / pace
 
     # -- where a task comes from
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import Cancelled, IntegrityError, PenstockError, without_secrets
 from penstock.telemetry.endpoint import start_configured
@@ -19,6 +20,32 @@ from penstock.telemetry.metrics import Attribute, Ended, Outcome, Received, Regi
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+
+MAX_FAILURES = 4
+"""Most recent failures of this process that are remembered: enough for a person, and bounded in each heartbeat."""
+
+
+class Failure(NamedTuple):
+    """A journey that failed, for people who look at the fleet."""
+
+    at: float
+    """Monotonic time."""
+    kind: str
+    model: str
+    error: str
+    """Its class."""
+    message: str
+    blame: str
+    hint: str
+
+
+_failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+
+
+def recent_failures() -> tuple[Failure, ...]:
+    """Return the failures of this process's last journeys, the newest last."""
+    return tuple(_failures)
 
 
 class Journey:
@@ -79,6 +106,18 @@ class Journey:
         is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
         result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
+        if isinstance(error, PenstockError) and result == "failed":
+            _failures.append(
+                Failure(
+                    time.monotonic(),
+                    self.kind,
+                    self.model,
+                    type(error).__name__,
+                    error.message,
+                    error.blame,
+                    error.hint or "",
+                )
+            )
         if self._registry is not None:
             name = type(error).__name__ if result == "failed" else ""
             ended = Ended(result=result, error=name, seconds=seconds, received=dict(self.received()))

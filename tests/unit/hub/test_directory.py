@@ -15,14 +15,16 @@ from penstock.hub.auth import Caller
 from penstock.hub.directory import (
     COMPLAINT_TTL_S,
     COMPLAINTS_AT_ONCE,
+    JOB_TTL_S,
     PROOFS_AT_ONCE,
     WRONG_BYTES_TTL_S,
     Directory,
 )
 from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, Complaint, Hello, LogReply, UpstreamsRequest, WhyRequest
+from penstock.hub.messages import Beat, Complaint, FailureReport, Hello, LogReply, UpstreamsRequest, WhyRequest
 from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import MemoryStore
+from penstock.jobs.observer import JobState
 from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.types import DType
 
@@ -614,3 +616,41 @@ def test_members_that_left_are_forgotten(bench) -> None:
     come_and_go(400)
     assert isinstance(bench.store, MemoryStore)
     assert sum(map(len, bench.store._folders.values())) < 500
+
+
+def failure(message: str = "no holder", age_s: float = 1.0) -> FailureReport:
+    return FailureReport(age_s=age_s, verb="fetch", model="llama", error="NotFound", message=message, blame="source")
+
+
+def test_failures_outlive_their_member_and_are_listed_once(bench, hub) -> None:
+    bench.join(hub, "a", "b")
+    for member in "ab":  # of one process: both report its failures
+        hub.beat(member, Beat(failures=(failure(),)))
+    hub.leave("a")
+    bench.now += 60
+    listed = hub.status().failures
+    assert [(entry.message, entry.blame) for entry in listed] == [("no holder", "source")] and listed[0].age_s >= 60
+    assert hub.status("llama").failures == listed and hub.status("other").failures == ()
+    bench.now += JOB_TTL_S
+    assert hub.status().failures == ()
+
+
+def job(phase: str = "running") -> JobState:
+    return JobState(
+        name="llama", operation="cast", sources=("/in",), destination="/out", process="h:1", phase=phase, num_tasks=4
+    )
+
+
+def test_the_hub_keeps_a_bounded_number_of_conversions(bench, hub, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.directory.MAX_JOBS", 3)
+    for name, phase in (("a", "running"), ("b", "done"), ("c", "running")):
+        bench.now += 1
+        hub.job(name, job(phase))
+    hub.job("d", job())  # in place of the one that has ended
+    assert {entry.job for entry in hub.status().jobs} == {"a", "c", "d"}
+    with pytest.raises(SourceBusy):
+        hub.job("e", job())
+    hub.job("a", job("done"))  # one that is known may always report
+    bench.now += 5
+    hub.job("e", job())
+    assert {entry.job for entry in hub.status().jobs} == {"c", "d", "e"}

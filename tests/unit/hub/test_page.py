@@ -22,11 +22,21 @@ from penstock.errors import HubUnavailable
 from penstock.hub import page
 from penstock.hub.auth import Auth, Caller
 from penstock.hub.directory import Directory
-from penstock.hub.messages import HoldingState, Identity, MemberStatus, Replica, Status, SyncState
+from penstock.hub.messages import (
+    FleetFailure,
+    HoldingState,
+    Identity,
+    JobStatus,
+    MemberStatus,
+    Replica,
+    Status,
+    SyncState,
+)
 from penstock.hub.page import FleetFeed, row_of, shares, totals
 from penstock.hub.replicas import ReplicaFeed, reply_of
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
+from penstock.jobs.observer import JobState, WorkerState
 
 TOKEN, LIMITED = "a-token-of-this-hub", "a-token-for-one-model"
 ALL = Caller()
@@ -130,6 +140,50 @@ def test_bytes_from_peers_count_as_saved() -> None:
     assert totals(rows) == {"members": 2, "held_bytes": 1500, "gb_per_s": 1.5, "saved_bytes": 400}
 
 
+def job(name: str, **more) -> JobStatus:
+    state = JobState(
+        name=name, operation="cast", sources=("s3://b/m",), destination=f"/out/{name}", process="h:1", phase="running",
+        num_tasks=4, **more,
+    )  # fmt: skip
+    return JobStatus(job=name[0] * 32, age_s=3.0, silent_s=0.1, state=state)
+
+
+def test_conversions_and_failures_come_when_they_change_and_to_those_that_may_see_them() -> None:
+    late = WorkerState(worker="w0", device="cpu", num_tasks=2, state="running", task=1, task_s=9.0, expected_s=1.0)
+    failure = FleetFailure(
+        age_s=60.0, verb="fetch", model="secret", error="NotFound", message="no holder", blame="source",
+        member="a" * 32, name="h:1", host="h",
+    )  # fmt: skip
+    shown = {"jobs": (job("llama", num_done=1, workers=(late,)), job("secret")), "failures": (failure,)}
+    now_s = [0.0]
+    feed = FleetFeed(lambda: Status(**shown), clock=lambda: now_s[0])
+
+    def look(cursor: str, caller: Caller) -> tuple[str, dict | None]:
+        now_s[0] += 10
+        feed.look()
+        present, message = feed.changes(cursor, caller)
+        return present, json.loads(message) if message else None
+
+    cursor, message = look("", ALL)
+    assert message is not None and [row["name"] for row in message["jobs"]] == ["llama", "secret"]
+    assert message["jobs"][0]["workers"][0]["is_late"] and not message["jobs"][0]["silent"]
+    assert (message["failures"][0]["error"], message["failures"][0]["blame"]) == ("NotFound", "source")
+    assert look(cursor, ALL) == (cursor, None)
+    shown["jobs"] = (job("llama", num_done=2), job("secret"))
+    _, message = look(cursor, ALL)
+    assert message is not None and message["jobs"][0]["num_done"] == 2
+    _, message = look("", Caller(models=("llama",)))
+    assert message is not None and "secret" not in json.dumps(message) and len(message["jobs"]) == 1
+
+
+@pytest.mark.parametrize("is_operator", [True, False])
+def test_an_operator_is_told_that_it_may_drain(is_operator: bool) -> None:
+    fleet = Fleet()
+    fleet.members = {"a": member("a")}
+    _, message = fleet.look("", Caller(is_operator=is_operator))
+    assert message is not None and message["may_drain"] is is_operator
+
+
 def test_a_sync_is_shown_with_its_version() -> None:
     state = SyncState(name="policy", side="subscriber", version=7, rank=1, world_size=2)
     known = MemberStatus(
@@ -167,7 +221,16 @@ def ask(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
 
 
 def test_the_files_come_without_a_token_and_allow_no_other_origin(ask) -> None:
-    for path in ("/", "/assets/app.js", "/assets/boots.js", "/assets/style.css", "/assets/icon.svg"):
+    for path in (
+        "/",
+        "/assets/app.js",
+        "/assets/pictures.js",
+        "/assets/members.js",
+        "/assets/format.js",
+        "/assets/boots.js",
+        "/assets/style.css",
+        "/assets/icon.svg",
+    ):
         answer = ask(path)
         assert answer.status == 200
         policy = answer.getheader("Content-Security-Policy") or ""

@@ -92,6 +92,7 @@ class Publisher(Closing):
             planner=self.planner,
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
         )
+        self._took_s = 0.0
         member.syncs.append(self._state)
         if rank == 0:
             self._run = member.id
@@ -118,6 +119,7 @@ class Publisher(Closing):
             version=now.version,
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
+            took_s=self._took_s,
         )
 
     @property
@@ -153,7 +155,7 @@ class Publisher(Closing):
                 decision = self._publish_live(version)
             else:
                 copy_s = self._publish_snapshot(self._snapshot, version)
-            wall_s = time.perf_counter() - begun
+            wall_s = self._took_s = time.perf_counter() - begun
             offer = self._offer
             report = PublishReport(
                 name=self.name,

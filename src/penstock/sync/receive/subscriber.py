@@ -107,6 +107,7 @@ class Subscriber(Closing):
         self._serves = options.serve
         self._run = ""
         self._path = ""
+        self._took_s = self._pause_s = 0.0
         self._staged: Staged | None = None
         self._updating = threading.Lock()
         self._is_closed = False
@@ -165,6 +166,8 @@ class Subscriber(Closing):
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
             # The field's limit: the path names every source, and a large sync has hundreds.
             path=self._path[:1024],
+            took_s=self._took_s,
+            pause_s=self._pause_s,
         )
 
     def wait_version(self, version: int, timeout_s: float | None = None) -> int:
@@ -350,6 +353,7 @@ class Subscriber(Closing):
         self._run = staged.run
         self.is_dirty = False
         self._path = staged.path
+        self._took_s, self._pause_s = time.perf_counter() - staged.begun, time.perf_counter() - begun
         # Before requests resume: cache entries of the old weights must not be used with the new ones.
         self._call(self._hooks.at_commit, staged.version)
         # Before the hook, which may take long or raise: the memory has the version either way.
