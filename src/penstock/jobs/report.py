@@ -182,7 +182,7 @@ def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
     if not verify:
         return "verify=False"
     if bare:
-        return f"{len(bare)} of {len(sources)} sources was not: {bare[0]}"
+        return f"{len(bare)} of {len(sources)} sources without digests: {bare[0]}"
     return "leaf digests compared where they were read"
 
 

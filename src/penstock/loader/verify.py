@@ -20,8 +20,9 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
 from penstock.loader.progress import Counter, Progress, ProgressOption
 from penstock.report import Summarised, bytes_text, plain
-from penstock.storage import is_remote, local_path, read_small, text_of, weight_set, write_small
+from penstock.storage import is_remote, local_path, pinned, read_small, text_of, weight_set, write_small
 from penstock.storage.local import read_bounded
+from penstock.storage.locate import texts_of
 from penstock.storage.output import typed
 from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
 from penstock.types import NOT_IN_TORCH, Manifest
@@ -250,13 +251,18 @@ def manifest(
         ConfigError: the destination cannot be written to (plain http), or the key cannot be read.
         SourceError, FormatError: as `load`. DestinationError, DiskFull: nothing was written.
     """
-    place, settings = text_of(uri), Settings.read()
+    settings = Settings.read()
+    # Pinned before anything is read: the manifest must be kept for the commit whose bytes it digests.
+    place = pinned(texts_of(text_of(uri))[0], settings=settings, storage_options=storage_options)
     target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
         raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
     # Before the bodies are read, which may take minutes: a wrong path fails at once.
     key = None if sign is None else read_key(sign)
-    with weight_set.open_weights(place, settings=settings, storage_options=storage_options) as weights:
+    # Without the manifest that may be there: it is replaced, also a damaged one.
+    with weight_set.open_weights(
+        place, settings=settings, storage_options=storage_options, with_manifest=False
+    ) as weights:
         counter = Counter(weights.manifest.nbytes)
         with Progress(progress, place) as shown, shown.watching(counter.look):
             built = weight_set.build(weights, on_bytes=counter.add)

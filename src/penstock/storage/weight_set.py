@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -106,6 +106,7 @@ def open_weights(
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
     names: Names = None,
+    with_manifest: bool = True,
 ) -> WeightSet:
     """Open the files that `uri` names and read their headers; bodies are not read.
 
@@ -114,6 +115,7 @@ def open_weights(
         settings: limits and the cache.
         storage_options: credentials and endpoints, as obstore names them.
         names: only these tensors. With an index, files that hold none of them are not opened.
+        with_manifest: read the manifest; False: as if there were none, for a caller that writes a new one.
 
     Returns:
         Tensors in file order, files by name. The caller closes it.
@@ -127,6 +129,8 @@ def open_weights(
     """
     require_type("storage_options", storage_options, (Mapping, type(None)), "a dict of options by obstore's names")
     place = resolve(uri, settings=settings, storage_options=storage_options)
+    if not with_manifest:
+        place = replace(place, sidecar_uri=None)
     return open_place(place, settings=settings, storage_options=storage_options, names=names)
 
 

@@ -142,6 +142,16 @@ def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str, 
     assert out == ""
 
 
+def test_a_damaged_manifest_is_replaced(llama: Path, penstock: Penstock) -> None:
+    """Nothing but a new one repairs it, so it must not stop the command that makes one."""
+    penstock("manifest", llama)
+    with (llama / "penstock.manifest").open("ab") as file:
+        file.write(b"x")
+    assert "FormatError" in penstock("verify", llama, code=3)[1]
+    penstock("manifest", llama)
+    penstock("verify", llama)
+
+
 def test_verify_without_a_manifest_is_three_and_says_why(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock("verify", llama, code=3)
     assert "NO" in out
