@@ -27,7 +27,8 @@ from penstock.errors import (
     PermissionDenied,
     SourceUnavailable,
 )
-from penstock.storage.hugging_face import _FileDigest, _parse
+from penstock.storage.hugging_face import HubSource, _FileDigest, _parse
+from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.testing.hugging_face_server import HuggingFaceServer
 
 TENSORS = {f"layer.{i}.weight": torch.arange(i, i + 60_000, dtype=torch.float32).reshape(200, 300) for i in range(12)}
@@ -69,6 +70,37 @@ def test_a_load_streams_and_compares_the_hubs_digest(hub: HuggingFaceServer, tmp
     assert not (tmp_path / "hf" / "hub").exists(), "nothing is written to a disk"
     # The content once, the header, and one byte to see what is there.
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
+
+
+def test_a_header_longer_than_the_first_read_is_hashed_too(hub: HuggingFaceServer) -> None:
+    many = {f"model.layers.{i}.self_attn.q_proj.weight": torch.full((8,), float(i)) for i in range(400)}
+    data = save(many)
+    assert int.from_bytes(data[:8], "little") > HEADER_GUESS_BYTES
+    hub.commit("org/tiny", {"model.safetensors": data})
+    weights = load(hub, "hf://org/tiny", verify=True)
+    assert_same(weights, many)
+    assert weights.report.verified and "SHA-256 of 1 of 1" in weights.report.why
+
+
+def test_a_load_that_skips_tensors_has_no_file_compared(
+    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A reader that waited for the skipped tensors would wait for `stall_s`.
+    monkeypatch.setattr(HubSource, "check_whole", lambda source: pytest.fail("a part of the file is not read"))
+    target = {"layer.11.weight": torch.zeros(200, 300)}
+    report = ps.load_into(target, "hf://org/tiny", strict=False, storage_options={"endpoint": hub.url})
+    assert_same(target, {"layer.11.weight": TENSORS["layer.11.weight"]})
+    assert not report.verified and report.why
+
+
+def test_a_comparison_that_was_given_up_is_no_verification(
+    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_FileDigest, "add", lambda digest, offset, views: digest.abandon())
+    weights = load(hub, "hf://org/sharded")
+    assert not weights.report.verified and "SHA-256 of 0 of 3" in weights.report.why
+    with pytest.raises(IntegrityError, match="SHA-256 of 0 of 3"):
+        load(hub, "hf://org/sharded", verify=True)
 
 
 @pytest.mark.parametrize(

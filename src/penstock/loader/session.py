@@ -457,11 +457,23 @@ class Session(Closing):
 
         Only where this process reads every byte: a part of a file has no digest to compare.
         """
-        sources, is_whole = self.weights.sources, plan.boxes.count(None) == len(plan.boxes)
-        if not self._reads_all or self.options.names is not None or not is_whole or not sources:
+        sources = self.weights.sources
+        # By bytes: `load_into(strict=False)` skips tensors, and boxes skip parts.
+        is_whole = self.options.names is None and plan.nbytes == self.manifest.nbytes
+        if not self._reads_all or not is_whole or not sources:
             return False
         self._digested = [source for source in sources if isinstance(source, Digested) and source.check_whole()]
         return len(self._digested) == len(sources)
+
+    def _conclude_files(self) -> None:
+        """Set the verdict of the files' own digests. IntegrityError: `verify=True`, and not all were compared."""
+        num_files = len(self.weights.sources)
+        num_equal = sum(source.is_checked for source in self._digested)
+        self.why = f"the SHA-256 of {num_equal} of {num_files} files is the storage's"
+        self.verified = num_equal == num_files
+        # Only where the digests were all there is: a part that was late for longer than `stall_s` ends a comparison.
+        if self.options.verify and not self.verified and len(self._digested) == num_files:
+            raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or raise stall_s")
 
     # -- results
 
@@ -546,9 +558,8 @@ class Session(Closing):
             run.close()
         if self.options.trace is not None:
             self.trace.save(self.options.trace)
-        if self._digested and all(source.is_checked for source in self._digested):
-            self.verified = len(self._digested) == len(self.weights.sources)
-            self.why = f"the SHA-256 of {len(self._digested)} of {len(self.weights.sources)} files is the storage's"
+        if self._digested:
+            self._conclude_files()
         paths = run.paths if run is not None else {}
         files = [
             FilePath(

@@ -272,8 +272,8 @@ class _FileDigest:
         stall_s: seconds that a part waits for those before it; then the digest is given up.
 
     Attributes:
-        is_wanted: whether parts behind the first are hashed. The first is always: headers are read before it is known
-            whether the rest will be.
+        is_wanted: whether parts that come early are kept. Until then only parts that follow on the last are hashed, as
+            those of a header, which is read before it is known whether the rest will be.
         is_equal: the whole file was hashed, and has the expected digest.
     """
 
@@ -302,8 +302,7 @@ class _FileDigest:
         """Hash a part, or keep a copy until its turn. IntegrityError: the whole file differs from the hub's digest."""
         nbytes = sum(view.nbytes for view in views)
         with self._changed:
-            # Before `check_whole` only the head of the file is of use.
-            if self._is_over or not (self.is_wanted or offset == 0):
+            if self._is_over:
                 return
             if offset > self._next or self._is_busy:
                 if not self.is_wanted:
