@@ -236,7 +236,8 @@ class Directory:
         entry, known = self._known(member)
         now = self._clock()
         # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
-        if beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None:
+        is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
+        if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
             audit.info("event=drain_restored member=%s caller=%s", member, beat.drain.by)
         keys = tuple(holding.key for holding in beat.holdings)
@@ -283,6 +284,8 @@ class Directory:
             HubUnavailable: too many requests change the member at the same moment.
         """
         order = None if drain is None else Drain(by=caller.name, reason=drain.reason)
+        # Also while this hub is new: a beat that was made before must not bring the order back.
+        self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             names = {key: f"hold/{key}/{member}" for key in known.keys}

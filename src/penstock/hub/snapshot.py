@@ -9,6 +9,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
     job/JOB                   a conversion, until an hour after its last report
+    undrained/MEMBER          an operator has just undone the draining of it
     failure/MEMBER            the last failures of its process, for an hour
     gone/MEMBER               a life that left, for as long as a late request of it may arrive
     claim/KEY/CHUNKS          the table of claims of a key

@@ -106,6 +106,10 @@ def test_a_hub_that_lost_its_memory_takes_it_over_from_beats_while_it_is_new(ben
     new.begin()
     after.join(new, "a", "b")
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain == order
+    # Undone at once: a beat that was made before does not bring it back.
+    new.drain("a", None, OPERATOR)
+    assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None
+    new.drain("a", ORDER, OPERATOR)
     # Once the hub is not new any more, a beat that is late cannot bring back an order that was undone.
     after.now += 5
     new.drain("a", None, OPERATOR)
