@@ -50,6 +50,7 @@ from penstock.hub.proof import proof_fault
 from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
+    FAILURE_TTL_S,
     FAILURES_DECODER,
     HOLDING_DECODER,
     JOB_DECODER,
@@ -94,7 +95,7 @@ JOB_TTL_S = 3600.0
 MAX_JOBS = 256
 """Conversions that are shown. Reason: with 256 workers each is about 60 KB, so all of them take 16 MB at most."""
 MAX_FAILING = 500
-"""Members whose failures are kept for `JOB_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
+"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 # After the last claim: longer than a piece takes from any storage.
@@ -239,7 +240,7 @@ class Directory:
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
-            audit.info("event=drain_restored member=%s caller=%s", member, beat.drain.by)
+            audit.info("event=drain_restored member=%s caller=%r", member, beat.drain.by)
         keys = tuple(holding.key for holding in beat.holdings)
         still_requested = tuple(
             key for key in known.keys if key not in keys and self._still_requested(key, member, now)
@@ -256,8 +257,15 @@ class Directory:
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
             self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
-        if beat.failures:
-            self._note_failures(known, beat.failures, now)
+        # Of an hour, since the process repeats them for as long as it lives; and of models that the caller may report.
+        failures = tuple(
+            failure
+            for failure in beat.failures
+            if failure.age_s < FAILURE_TTL_S
+            and (caller is None or not failure.model or caller.may_ask((failure.model,)))
+        )
+        if failures:
+            self._note_failures(known, failures, now)
         return BeatReply(drain=known.drain)
 
     def _note_failures(self, known: MemberEntry, failures: Iterable[FailureReport], now: float) -> None:
@@ -273,7 +281,7 @@ class Directory:
         )
         # Not with each beat: their ages grow by themselves.
         if before is None or _calls(FAILURES_DECODER.decode(before.value).failures) != _calls(listed):
-            self.store.write(name, _encode(FailuresEntry(listed, now)), ttl_s=JOB_TTL_S)
+            self.store.write(name, _encode(FailuresEntry(listed, now)), ttl_s=FAILURE_TTL_S)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
         """Send no more readers to a member until it leaves, or with None send them again.

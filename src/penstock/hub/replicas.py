@@ -64,14 +64,16 @@ def replicas(store: Store, now: float, *, model: str | None = None, caller: Call
     Raises:
         HubUnavailable: the store did not answer.
     """
-    found = [_REPLICA.decode(entry.value) for entry in store.scan("failed/").values()]
+    live = []
     for name, entry in store.scan("member/").items():
         known = MEMBER_DECODER.decode(entry.value)
         if known.boot:
-            found.append(_replica(name, known, BOOT_DECODER.decode(known.boot), max(0.0, now - known.seen)))
-    # A process may be several members, as one that loads a model and a draft of it: it is one replica.
+            live.append(_replica(name, known, BOOT_DECODER.decode(known.boot), max(0.0, now - known.seen)))
+    left = [_REPLICA.decode(entry.value) for entry in store.scan("failed/").values()]
+    # A process may be several members, as one that loads a model and a draft of it: it is one replica. One that tries
+    # again after a failure is another member: the one that lives counts, else the one that failed last.
     seen: dict[tuple[str, str, float], Replica] = {}
-    for replica in found:
+    for replica in [*live, *sorted(left, key=lambda replica: -replica.seconds)]:
         if model is None or model in replica.models:
             seen.setdefault((replica.host, replica.name, replica.started_at), replica)
     caller = caller or Caller()
@@ -99,12 +101,16 @@ def visible_to(boot: BootKind, caller: Caller) -> BootKind | None:
     models = tuple(model for model in boot.models if caller.may_ask((model,)))
     if not models:
         return None
-    # Phases of the engine have no model.
+    error = boot.error
+    # An engine's own phases and errors have no model. Such an error may be that of a load inside of the phase, whose
+    # text names a model that is hidden here.
+    if error is not None and error.model not in models and (error.model or len(models) < len(boot.models)):
+        error = None
     return msgspec.structs.replace(
         boot,
         models=models,
         phases=tuple(phase for phase in boot.phases if phase.model in ("", *models)),
-        error=boot.error if boot.error is None or boot.error.model in ("", *models) else None,
+        error=error,
     )
 
 

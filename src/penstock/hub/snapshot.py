@@ -396,18 +396,20 @@ def status(store: Store, model: str | None, now: float) -> Status:
     ]
     # By call: several members of one process report the same failures.
     failures = {
-        (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(
-            failure, age_s=max(0.0, now - entry.at + failure.age_s)
-        )
+        (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)
         for entry in (FAILURES_DECODER.decode(stored.value) for stored in store.scan("failure/").values())
         for failure in entry.failures
-        if model in (None, failure.model)
+        if model in (None, failure.model) and (age_s := max(0.0, now - entry.at + failure.age_s)) < FAILURE_TTL_S
     }
     return Status(
         members=tuple(members),
         jobs=tuple(sorted(jobs, key=lambda job: (job.age_s, job.job))),
         failures=tuple(sorted(failures.values(), key=lambda failure: (failure.age_s, failure.member))),
     )
+
+
+FAILURE_TTL_S = 3600.0
+"""A failure is shown for as long as the page's charts go back."""
 
 
 class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):

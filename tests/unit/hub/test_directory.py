@@ -23,9 +23,12 @@ from penstock.hub.directory import (
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, Complaint, FailureReport, Hello, LogReply, UpstreamsRequest, WhyRequest
 from penstock.hub.proof import DigestSigner, make_proof
+from penstock.hub.replicas import visible_to
+from penstock.hub.snapshot import FAILURE_TTL_S
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import JobState
 from penstock.peer.local_weights import WeightLayout, tabulate
+from penstock.phases import Boot, BootError
 from penstock.types import DType
 
 WHOLE = ((0, 100),)
@@ -633,6 +636,47 @@ def test_failures_outlive_their_member_and_are_listed_once(bench, hub) -> None:
     assert hub.status("llama").failures == listed and hub.status("other").failures == ()
     bench.now += JOB_TTL_S
     assert hub.status().failures == ()
+
+
+def test_failures_are_listed_for_an_hour_though_their_process_repeats_them(bench, hub) -> None:
+    bench.join(hub, "a")
+    hub.beat("a", Beat(failures=(failure("old", FAILURE_TTL_S), failure("newer", 3000.0), failure())))
+    assert [entry.message for entry in hub.status().failures] == ["no holder", "newer"]
+    bench.now += 5
+    hub.beat("a", Beat(failures=(failure("newer", 3005.0), failure(age_s=6.0))))
+    bench.now += FAILURE_TTL_S - 3005
+    assert [entry.message for entry in hub.status().failures] == ["no holder"]
+
+
+def test_a_member_reports_no_failures_of_models_that_its_token_is_not_for(bench, hub) -> None:
+    bench.join(hub, "a")
+    hub.beat("a", Beat(failures=(failure(),)), Caller(models=("other",)))
+    assert hub.status().failures == ()
+
+
+def failed(error: str, *models: str, model: str = "") -> Boot:
+    return Boot(started_at=1.0, state="failed", models=models, error=BootError(error=error, model=model))
+
+
+def test_a_process_that_loads_again_after_a_failure_is_shown_as_it_is_now(bench, hub) -> None:
+    bench.join(hub, "a", host="one")
+    hub.beat("a", Beat(boot=failed("no holder", "llama")))
+    hub.leave("a")
+    assert hub.phases().failed == 1
+    bench.join(hub, "b", host="one")
+    hub.beat("b", Beat(boot=Boot(started_at=1.0, state="ready", ready=True, models=("llama",))))
+    (replica,) = hub.phases().replicas
+    assert (replica.member, replica.state) == ("b", "ready") and hub.phases().failed == 0
+
+
+def test_the_error_of_a_hidden_model_is_hidden_also_where_the_engine_reports_it() -> None:
+    limited = Caller(models=("llama",))
+    for boot in (failed("cannot read secret", "llama", "secret"), failed("x", "llama", "secret", model="secret")):
+        shown = visible_to(boot, limited)
+        assert shown is not None and shown.error is None and shown.state == "failed"
+        assert visible_to(boot, Caller()) == boot
+    own = failed("no kernel", "llama")
+    assert visible_to(own, limited) == own
 
 
 def job(phase: str = "running") -> JobState:

@@ -126,6 +126,17 @@ def test_every_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_a_member_writes_no_line_of_the_audit(caplog: pytest.LogCaptureFixture) -> None:
+    bench = HubBench()
+    hub = bench.hub(fresh=False)
+    hub.begin()
+    bench.join(hub, "a")
+    with caplog.at_level(logging.INFO, "penstock.audit"):
+        hub.beat("a", Beat(drain=Drain(by="x\nevent=drain member=b caller=token:operator")))
+    (line,) = caplog.messages
+    assert line.startswith("event=drain_restored member=a ") and "\n" not in line
+
+
 def test_an_operator_of_some_models_drains_no_member_with_others(bench: HubBench, hub: Directory) -> None:
     limited = Caller(models=("llama",), name="token:limited", is_operator=True)
     hub.drain("a", ORDER, limited)
