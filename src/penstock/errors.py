@@ -49,6 +49,12 @@ def without_secrets(text: str) -> str:
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
+def sendable(text: str, limit: int) -> str:
+    """Return a text for others: without secrets, at most `limit` characters, and encodable as UTF-8."""
+    # Names of files are bytes: one that is no UTF-8 has surrogates as a str, and no message could carry it.
+    return without_secrets(text)[:limit].encode("utf-8", "replace").decode()
+
+
 class PenstockError(Exception):
     """The root of all errors.
 

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.arguments import require_name
-from penstock.errors import Cancelled, ConfigError, PenstockError, without_secrets
+from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 
 MAX_PHASES = 64
 """Phases in one record; a start has about ten. The oldest are dropped, so that a beat stays below 16 KiB."""
@@ -121,7 +121,9 @@ class _Span:
 
     def value(self, zero: float, now: float) -> Phase:
         """Return the phase as it is now; `zero` is the start of the boot."""
-        done, total = self.moved if self.look is None else self.look()
+        # Read once: the thread of the journey may end the phase between a check and a call.
+        look = self.look
+        done, total = self.moved if look is None else look()
         return Phase(
             name=self.name,
             journey=self.journey,
@@ -233,7 +235,7 @@ class Phases:
     def __init__(self, first: str, *, journey: str = "", model: str = "") -> None:
         self.seconds: dict[str, float] = {}
         self._journey = journey
-        self._model = without_secrets(model)[:256]
+        self._model = sendable(model, 256)
         self._is_over = False
         self._span: _Span | None = None
         self._spans: dict[str, _Span] = {}
@@ -277,12 +279,11 @@ class Phases:
         if isinstance(error, Cancelled) or not isinstance(error, Exception):
             self._finish("cancelled", None)
         elif isinstance(error, PenstockError):
-            hint = (error.hint or "")[:1024]
-            fault = BootError(error=error.message[:1024], blame=error.blame, hint=hint, model=self._model)
-            self._finish("failed", fault)
+            text, hint = sendable(error.message, 1024), sendable(error.hint or "", 1024)
+            self._finish("failed", BootError(error=text, blame=error.blame, hint=hint, model=self._model))
         else:
-            text = f"{type(error).__name__}: {without_secrets(str(error))}"
-            self._finish("failed", BootError(error=text[:1024], model=self._model))
+            text = sendable(f"{type(error).__name__}: {error}", 1024)
+            self._finish("failed", BootError(error=text, model=self._model))
 
     def close(self) -> None:
         """End the journey as cancelled, if it has not ended yet."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -200,6 +201,26 @@ def test_a_load_that_fails_says_why(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ps.IntegrityError):
         ps.load(file, verify=True)
     assert boot().phase == "plan"
+
+
+def test_a_load_that_is_refused_leaves_no_running_phase(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ps.load(file, trace=tmp_path / "no such directory" / "trace.json")
+    assert boot().state == "failed"
+    ps.load(file)
+    assert boot().ready
+
+
+def test_a_file_name_that_is_no_utf8_can_be_reported(tmp_path: Path) -> None:
+    """A heartbeat that cannot be encoded would end the thread that sends them."""
+    from penstock.peer.member import _report_of
+    from penstock.telemetry.journey import recent_failures
+
+    with pytest.raises(ps.NotFound):
+        ps.load(tmp_path / os.fsdecode(b"\xff.safetensors"))
+    assert b"?.safetensors" in msgspec.json.encode(boot())
+    assert b"no such file in " in (report := msgspec.json.encode(_report_of(recent_failures()[-1])))
+    assert b"?.safetensors" in report
 
 
 def test_a_stream_that_is_left_is_cancelled(file: Path) -> None:

@@ -231,10 +231,11 @@ def convert(
                 watch.failed(error)
                 raise
             end = stack.pop_all()
+        # Before the workers end: whatever goes wrong there, the result is published, and this is the last state.
+        watch.done(result.revision, len(result.staged.journal.kept))
         # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
         with stages.stage("close"):
             end.close()
-        watch.done(result.revision, len(result.staged.journal.kept))
         if trace is not None:
             traces = () if result.ran is None else result.ran.coordinator.traces
             save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 import msgspec
 from msgspec import Meta
 
+from penstock.errors import sendable
+
 MAX_WORKERS = 256
 """Workers in one state: those that are late come first. Others are only counted."""
 MAX_TEXT = 512
@@ -116,4 +118,5 @@ class JobObserver(Protocol):
 
 def cut(text: str) -> str:
     """Return a text as a state may have it."""
+    text = sendable(text, MAX_TEXT + 1)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

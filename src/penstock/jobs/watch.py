@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.errors import PenstockError, without_secrets
+from penstock.errors import PenstockError, sendable
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import Job
 from penstock.jobs.observer import SHOW_S, JobError, JobObserver, JobPhase, JobState, cut
@@ -43,10 +43,10 @@ class JobWatch:
             return
         total_bytes = int(job.tasks.cost.sum())
         self._state = JobState(
-            name=(PurePosixPath(urlsplit(into).path).name or "conversion")[:256],
+            name=sendable(PurePosixPath(urlsplit(into).path).name or "conversion", 256),
             operation=cut(job.operation.name),
-            sources=tuple(cut(without_secrets(uri)) for uri in sources[:64]),
-            destination=cut(without_secrets(into)),
+            sources=tuple(map(cut, sources[:64])),
+            destination=cut(into),
             process=cut(f"{os.uname().nodename}:{os.getpid()}"),
             phase="starting",
             num_tasks=len(job.tasks),
@@ -90,7 +90,7 @@ class JobWatch:
             message, blame, hint = error.message, error.blame, error.hint or ""
         else:
             message, blame, hint = str(error) or "it was interrupted", "config", "run it again: finished tasks are kept"
-        shown = JobError(error=type(error).__name__, message=cut(without_secrets(message)), blame=blame, hint=cut(hint))
+        shown = JobError(error=type(error).__name__, message=cut(message), blame=blame, hint=cut(hint))
         self._end(phase="failed", gb_per_s=0.0, eta_s=-1.0, error=shown)
 
     def _note(self, coordinator: Coordinator, phase: JobPhase) -> None:

@@ -252,15 +252,16 @@ class Session(Closing):
         self.options = options
         self.settings = settings
         self.phases = Phases("open", journey=journey, model=next(iter(texts_of(uri)), ""))
-        self.trace = open_trace(options.trace)
         self.intake = Intake(settings, options.device, local_world_size)
-        # Before the headers are read, so that both take their time together.
-        if not in_group:
-            self.intake.warm(uri)
-        # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
-        # interrupt must end it.
-        opening = lifecycle.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
+        # From here on every error ends the phase: one that goes on would keep the process from being ready for ever.
         try:
+            self.trace = open_trace(options.trace)
+            # Before the headers are read, so that both take their time together.
+            if not in_group:
+                self.intake.warm(uri)
+            # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
+            # interrupt must end it.
+            opening = lifecycle.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
             with opening:
                 self.weights: WeightSet = open_weights(
                     uri, settings=settings, storage_options=options.storage_options, names=options.names

@@ -502,11 +502,11 @@ def _report_of(failure: Failure) -> FailureReport:
     return FailureReport(
         age_s=time.monotonic() - failure.at,
         verb=failure.kind,
-        model=failure.model[:256],
+        model=failure.model,
         error=failure.error[:64],
-        message=failure.message[:1024],
+        message=failure.message,
         blame=failure.blame,
-        hint=failure.hint[:512],
+        hint=failure.hint,
     )
 
 

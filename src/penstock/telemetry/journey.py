@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import Cancelled, IntegrityError, PenstockError, without_secrets
+from penstock.errors import Cancelled, IntegrityError, PenstockError, sendable
 from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.metrics import Attribute, Ended, Outcome, Received, Registry, recording
 
@@ -111,11 +111,11 @@ class Journey:
                 Failure(
                     time.monotonic(),
                     self.kind,
-                    self.model,
+                    sendable(self.model, 256),
                     type(error).__name__,
-                    error.message,
+                    sendable(error.message if error.uri is None else f"{error.message} in {error.uri}", 1024),
                     error.blame,
-                    error.hint or "",
+                    sendable(error.hint or "", 512),
                 )
             )
         if self._registry is not None:
@@ -147,7 +147,7 @@ class Journey:
 
 def _clean(value: Attribute) -> Attribute:
     # Bounded: a list of URIs, or the sources of a large sync, may be long.
-    return without_secrets(value)[:1024] if isinstance(value, str) else value
+    return sendable(value, 1024) if isinstance(value, str) else value
 
 
 def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) -> None:
@@ -172,5 +172,5 @@ def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) 
         if isinstance(error, PenstockError):
             span.set_attribute("penstock.blame", error.blame)
             span.set_attribute("penstock.mutated", error.mutated)
-        span.set_status(Status(StatusCode.ERROR, str(error)[:1024]))
+        span.set_status(Status(StatusCode.ERROR, sendable(str(error), 1024)))
     span.end()
