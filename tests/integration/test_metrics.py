@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
 import tempfile
+import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from penstock.hub.store import MemoryStore
 from penstock.net.listener import bound_socket
 from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
-from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Outcome, Registry, recording
+from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Outcome, Registry, Sample, recording, watch
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
@@ -359,6 +362,39 @@ def test_a_stream_that_the_garbage_collector_ends_during_a_scrape_is_counted(
         assert not [journey for journey in registry._journeys if journey.ended is None]
     assert scrape.added("penstock_journeys_total", journey="load", result="cancelled") == 1
     assert scrape.added("penstock_journeys_running", journey="load") == 0
+
+
+def test_objects_come_and_go_while_their_values_are_read() -> None:
+    class Living:
+        def samples(self) -> Iterator[Sample]:
+            yield "penstock_members", ("of a test",), 1
+
+    registry = Registry()
+    is_over = threading.Event()
+    living: deque[Living] = deque(maxlen=500)
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            living.append(Living())
+            watch(living[-1])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            registry.values()
+    finally:
+        is_over.set()
+        thread.join(30.0)
+        sys.setswitchinterval(before)
+    living.clear()
+    kept = Living()
+    watch(kept)
+    assert b'penstock_members{hub="of a test"} 1.0' in registry.page()
+    del kept
+    assert b'penstock_members{hub="of a test"}' not in registry.page()
 
 
 def test_every_metric_has_a_name_by_the_conventions_of_prometheus() -> None:

@@ -55,7 +55,7 @@ def columns(
         width: longest line: long cells are cut, then columns are left out and named below; None: nothing is cut.
         spare: columns that may be left out, the first one first.
     """
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([_printable(str(cell)) for cell in row] for row in rows)]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
     widths = {name: max(len(row[i]) for row in cells) for i, name in enumerate(header)}
     left_out: list[str] = []
@@ -86,6 +86,11 @@ def columns(
 
 _LEAST_CELL = 16
 """A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
+
+
+def _printable(text: str) -> str:
+    """Return a text on one line and without control characters: a member's text must not steer the terminal."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _cut(text: str, width: int) -> str:

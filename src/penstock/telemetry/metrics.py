@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
-from weakref import WeakSet
 
 from penstock.entry_points import install_hint, own_version
 from penstock.errors import MissingExtra
@@ -236,13 +236,15 @@ class Watched(Protocol):
         ...
 
 
-# Weak: an object that its owner drops has no metrics any more.
-_watched: WeakSet[Watched] = WeakSet()
+# By id and weak: an object that its owner drops has no metrics any more. Not a WeakSet: a scrape's thread goes through
+# it while others add to it, and a copy of a dict's values is one step.
+_watched: dict[int, weakref.ref[Watched]] = {}
 
 
 def watch(living: Watched) -> None:
     """Include an object's values in the metrics of this process while it lives."""
-    _watched.add(living)
+    number = id(living)
+    _watched[number] = weakref.ref(living, lambda _: _watched.pop(number, None))
 
 
 class Registry:
@@ -378,7 +380,9 @@ class Registry:
         for name, labels, value in _process_samples():
             count(name, labels, value)
         least = {metric.name for metric in METRICS if metric.takes_least}
-        for living in list(_watched):
+        for reference in list(_watched.values()):
+            if (living := reference()) is None:
+                continue
             for name, labels, value in living.samples():
                 if name in least:
                     values[name][labels] = min(value, values[name].get(labels, value))

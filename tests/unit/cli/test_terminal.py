@@ -72,6 +72,10 @@ def test_columns_fit_a_width(width: int | None, lines: list[str]) -> None:
     assert columns(["name", "kind", "why"], rows, width=width, spare=("why", "kind")) == lines
 
 
+def test_the_text_of_a_cell_is_one_line_and_does_not_steer_the_terminal() -> None:
+    assert columns(["error"], [["no room\n\x1b[2Jon the disk"]]) == ["error", "no room  [2Jon the disk"]
+
+
 def test_columns_without_rows_are_the_header(capsys) -> None:
     write_columns(["name", "n"], [])
     assert capsys.readouterr().out == "name  n\n"
