@@ -10,6 +10,7 @@ namespaces it has. Both ends check the other's user.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -43,6 +44,9 @@ TIMEOUT_S = 10.0
 
 _LIMITS = ConnectionLimits(total=512, unproven=256, unproven_per_address=256, per_principal=500)
 """Readers of one host that connect at the same time: each connects once for a registration, for less than 1 ms."""
+
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_HINT = "raise this process's limit of open files (ulimit -n)"
 
 _REQUEST = struct.Struct("<Q")
 """A request is the generation."""
@@ -153,6 +157,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
         PeerLost: no process listens there.
         StaleDescriptor: the peer sent fewer than `count`.
         SourceStalled: the peer sent nothing for `TIMEOUT_S`.
+        DestinationError: this process can open no more files.
     """
     if not path:
         hint = "start the peer again with this release"
@@ -166,8 +171,13 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
             peer.send(_REQUEST.pack(generation))
             received = 0
             while received < count:
-                _, fds, _, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
+                _, fds, flags, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
                 received += len(fds)
+                # The kernel left out those for which this process has no number. Never so many by themselves: that is a
+                # peer that sends more than it may.
+                if flags & socket.MSG_CTRUNC and len(fds) < _PER_MESSAGE:
+                    _close_all(fds)
+                    raise DestinationError("no file descriptor is left for the peer's memory", uri=uri, hint=_HINT)
                 # None: the connection ended early. Too many: not the memory that the descriptor describes.
                 if not fds or received > count:
                     _close_all(fds)
@@ -181,6 +191,8 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
     except PermissionError as error:
         raise PermissionDenied(f"cannot request the peer's memory: {error}", uri=uri) from error
     except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise _shortage(error, uri) from error
         hint = "if the peer runs, its runtime directory is not mounted here"
         raise PeerLost(f"cannot request the peer's memory: {error}", uri=uri, hint=hint) from error
 
@@ -189,7 +201,15 @@ def receive_fd(path: str, generation: int, uri: str) -> int:
     """Return the only descriptor of a peer's generation, which the caller closes. Raises as `receive_fds`."""
     fds = receive_fds(path, generation, 1, uri)
     with closing(fds):
-        return os.dup(next(fds))
+        received = next(fds)
+        try:
+            return os.dup(received)
+        except OSError as error:
+            raise _shortage(error, uri) from error
+
+
+def _shortage(error: OSError, uri: str) -> DestinationError:
+    return DestinationError(f"cannot receive the peer's memory: {error}", uri=uri, hint=_HINT)
 
 
 def _each(fds: list[int]) -> Iterator[int]:

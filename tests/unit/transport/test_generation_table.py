@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
+import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -54,6 +58,38 @@ def test_a_reader_sees_generations_and_life(endpoint, page) -> None:
         peer.check(slot, source, checksum_of(source))
     peer.close()
     peer.close()
+
+
+@contextmanager
+def few_descriptors(count: int) -> Iterator[None]:
+    """Let this process open `count` more files and no others."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_reader_without_descriptors_does_not_blame_the_peer(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a pair, not of an endpoint: its server would be short of descriptors in this process, too.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.devnull) as sent:
+        socket.send_fds(theirs, [b"\0"], [sent.fileno()])
+        monkeypatch.setattr(fd_server, "connect_unix", lambda *_: ours)
+        # With one left it is received, and cannot be copied for the caller.
+        with few_descriptors(left), pytest.raises(DestinationError, match="file") as caught:
+            fd_server.receive_fd("\0x", fd_server.PAGE, "here")
+    assert caught.value.blame == "destination" and "ulimit" in str(caught.value.hint)
+
+
+def test_a_reader_that_cannot_open_a_socket_does_not_blame_the_peer() -> None:
+    with few_descriptors(0), pytest.raises(DestinationError, match="Too many open files"):
+        fd_server.receive_fd("\0x", fd_server.PAGE, "here")
 
 
 def test_readers_cannot_write(endpoint, page) -> None:
