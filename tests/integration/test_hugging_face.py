@@ -22,6 +22,8 @@ from penstock import storage
 from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
+    DestinationError,
+    FormatError,
     IntegrityError,
     NotFound,
     PermissionDenied,
@@ -212,6 +214,38 @@ def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> N
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
     assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
+
+
+def test_a_listing_is_not_shown_without_the_token_it_was_made_with(
+    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub._private = ("org/tiny",)
+    commit = hub.files_of("org/tiny", "main")[0]
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert_same(load(hub, f"hf://org/tiny@{commit}"), TENSORS)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(NotFound, match="HF_TOKEN"):
+        load(hub, f"hf://org/tiny@{commit}")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    with pytest.raises(NotFound, match="HF_TOKEN"):
+        load(hub, f"hf://org/tiny@{commit}")
+
+
+@pytest.mark.parametrize("name", ["../../model.safetensors", "/etc/model.safetensors", "a//b", "./a", ""])
+def test_names_that_lead_out_of_the_repository(hub: HuggingFaceServer, name: str) -> None:
+    hub.commit("org/tiny", {name: b"x"})
+    with pytest.raises(FormatError, match="which no repository can have"):
+        load(hub, "hf://org/tiny")
+
+
+def test_a_cache_that_cannot_be_written(
+    hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file"))
+    with pytest.raises(DestinationError, match="Not a directory"):
+        ps.manifest("hf://org/tiny", storage_options={"endpoint": hub.url})
 
 
 def test_a_shard_that_the_repository_lacks(hub: HuggingFaceServer) -> None:

@@ -41,6 +41,7 @@ from penstock.errors import (
 from penstock.http.range_request import Failed, Patience, Validators
 from penstock.storage.files import FileSource
 from penstock.storage.http import HttpSource, PlainAddress, open_address
+from penstock.storage.output import typed
 from penstock.storage.source import MAX_SMALL_BYTES, Source, read_whole
 from penstock.types import MIB
 
@@ -164,17 +165,23 @@ class HuggingFaceStorage:
 
         Raises:
             ConfigError: it is another file; this storage only reads.
+            DiskFull, DestinationError: the cache cannot be written.
         """
         where = _parse(uri)
         if not where.path.endswith(_OWN):
             raise ConfigError("a repository of the hub is not written to", uri=uri, hint="write to a local path")
         commit, _ = self._listing(where, settings, storage_options)
         path = self._own_path(where, commit)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, partial = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(partial).replace(path)
+        with typed(path):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, partial = tempfile.mkstemp(dir=path.parent)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                Path(partial).replace(path)
+            except BaseException:
+                os.unlink(partial)
+                raise
 
     @staticmethod
     def _own_path(where: _Address, commit: str) -> Path:
@@ -191,9 +198,10 @@ class HuggingFaceStorage:
         hub = _hub()
         if hub.constants.HF_HUB_OFFLINE:
             return _cached_listing(where)
-        api = hub.HfApi(endpoint=options.get("endpoint"), token=options.get("token"))
+        token = _token(options)
+        api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
         # Of this token: a listing must not be shown to a user who may not see the repository.
-        key = (api.endpoint, where.kind, where.name, str(options.get("token")))
+        key = (api.endpoint, where.kind, where.name, token or "")
         if where.revision is not None and _COMMIT.fullmatch(where.revision):
             with self._lock:
                 if found := self._listings.get((*key, where.revision)):
@@ -216,7 +224,7 @@ class HuggingFaceStorage:
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise FormatError("the hub answered without a commit", uri=uri)
-        files = {entry.rfilename: _file_of(entry, uri) for entry in info.siblings or ()}
+        files = dict(_file_of(entry, uri) for entry in info.siblings or ())
         with self._lock:
             self._listings[(*key, commit)] = files
             while len(self._listings) > _LISTINGS:
@@ -365,6 +373,14 @@ def _hub() -> Any:
     return huggingface_hub
 
 
+def _token(options: Mapping[str, str]) -> str | None:
+    """Return the token to send: the caller's, or huggingface_hub's own unless its user forbids that."""
+    if token := options.get("token"):
+        return token
+    hub = _hub()
+    return None if hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else hub.get_token()
+
+
 def _is_pattern(path: str) -> bool:
     return any(character in path for character in "*?[")
 
@@ -386,12 +402,18 @@ def _parse(uri: str) -> _Address:
     return _Address(kind=kind, name=match["name"], revision=revision, path=path.rstrip("/"))
 
 
-def _file_of(entry: Any, uri: str) -> RepositoryFile:
-    """Return one entry of the hub's listing, checked."""
+def _file_of(entry: Any, uri: str) -> tuple[str, RepositoryFile]:
+    """Return one entry of the hub's listing, checked: its name and the file."""
+    name = entry.rfilename
+    # As git's names are. The names of a hub that is not to be trusted become local paths where files are copied.
+    if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")):
+        raise FormatError(
+            f"the hub lists a file of the name {str(name)[:200]!r}, which no repository can have", uri=uri
+        )
     sha = None if entry.lfs is None else str(entry.lfs.sha256)
     if not isinstance(entry.size, int) or entry.size < 0 or (sha is not None and not re.fullmatch("[0-9a-f]{64}", sha)):
         raise FormatError(f"the hub's listing of {str(entry.rfilename)[:200]!r} has no valid size or digest", uri=uri)
-    return RepositoryFile(nbytes=entry.size, sha256=sha, identity=sha or f"git:{entry.blob_id}")
+    return name, RepositoryFile(nbytes=entry.size, sha256=sha, identity=sha or f"git:{entry.blob_id}")
 
 
 def _cached(where: _Address, commit: str, path: str) -> str | None:
@@ -431,7 +453,7 @@ def _open_remote(
     uri = where.at(commit, where.path)
     endpoint = options.get("endpoint")
     url = hub.hf_hub_url(where.name, where.path, repo_type=where.kind, revision=commit, endpoint=endpoint)
-    token = options.get("token") or hub.get_token()
+    token = _token(options)
     address = PlainAddress(url, {"bearer_token": token} if token else {})
     try:
         source = open_address(
