@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from tests.support.commands import run
 from tests.support.fork_server import ForkServer
+from tests.truth import assert_same
 
 import penstock as ps
 from penstock.cli.checkpoints import manifest
+from penstock.config import Settings
+from penstock.fetch import storage_initializer
 from penstock.fetch.storage_initializer import PARTIAL
 from penstock.hub.local_hub import find_hub
 from penstock.testing.checkpoints import write_llama
@@ -155,6 +158,32 @@ def test_with_a_hub_the_weights_come_from_members(
     assert ps.verify(str(tmp_path / "out")).revision == ps.verify(str(model)).revision
     small = {name: data for name, data in contents(tmp_path / "out").items() if name in SMALL_FILES}
     assert small == SMALL_FILES
+
+
+def test_weights_and_other_files_are_of_one_commit(
+    runtime: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
+    write_llama(tmp_path / "new", total_bytes=1_000_000, shards=2, seed=7)
+    with HuggingFaceServer({"org/tiny": files}) as repositories, ps.Keeper():
+        constants = {"ENDPOINT": repositories.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": tmp_path}
+        # It has the endpoint in it from the import on.
+        constants["HUGGINGFACE_CO_URL_TEMPLATE"] = f"{repositories.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        for name, value in constants.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        listing = storage_initializer._files
+
+        def then_the_branch_moves(place: str, settings: Settings) -> dict[str, str]:
+            listed = listing(place, settings)
+            repositories.commit("org/tiny", {**contents(tmp_path / "new"), "config.json": b"new"})
+            return listed
+
+        monkeypatch.setattr(storage_initializer, "_files", then_the_branch_moves)
+        report = storage_initializer.initialize("hf://org/tiny", tmp_path / "out", connection=find_hub(runtime))
+    assert any(path.startswith("storage hf://") for path in report.nbytes_by_path)
+    written = ps.load(str(tmp_path / "out"), "cpu")
+    assert_same(written, dict(ps.load(str(model), "cpu")))
+    assert (tmp_path / "out" / "config.json").read_bytes() == files["config.json"]
 
 
 def test_without_the_hub_it_says_so_and_reads_storage(

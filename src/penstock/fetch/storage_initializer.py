@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, HubUnavailable
 from penstock.report import Summarised, bytes_text
-from penstock.storage import is_remote, list_uris, read_small
+from penstock.storage import is_remote, list_uris, pinned, read_small
 from penstock.storage.download import download, inside
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name, texts_of
 from penstock.storage.output import typed
@@ -93,7 +93,9 @@ def initialize(
     settings, connection = Settings.read(), resolve_connection(connection)
     target = Path(destination).absolute()
     partial = target / PARTIAL
-    files = _files(uri, settings)
+    # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
+    place = pinned(texts_of(uri)[0], settings=settings)
+    files = _files(place, settings)
     with typed(target):
         target.mkdir(parents=True, exist_ok=True)
         # A container that was killed leaves it, and the next attempt starts again.
@@ -101,7 +103,9 @@ def initialize(
         partial.mkdir()
     try:
         weights = {name for name in files if _is_weights(name)}
-        fetched = _from_fleet(uri, partial, connection) if connection.hub is not None and weights else None
+        fetched = (
+            _from_fleet(model_name(uri), place, partial, connection) if connection.hub is not None and weights else None
+        )
         copied = [name for name in files if fetched is None or name not in weights]
         paths = {} if fetched is None else dict(fetched.nbytes_by_path)
         from_storage = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
@@ -128,15 +132,13 @@ def initialize(
     )
 
 
-def _files(uri: str, settings: Settings) -> dict[str, str]:
-    """Return the files of a model by their names below `uri`, those of directories below it too."""
-    (place,) = texts_of(uri)
+def _files(place: str, settings: Settings) -> dict[str, str]:
+    """Return the files of a model by their names below `place`, those of directories below it too."""
     listed = list_uris(place, settings=settings)
-    # By what was listed: the URIs of a repository name its commit, where `uri` has a branch or nothing.
-    root, _, name = listed[0].rpartition("/")
-    if listed == [place] or (len(listed) == 1 and name == place.rpartition("/")[2]):
-        name = display(listed[0]).rpartition("/")[2]
-        return {name: listed[0], **_manifest_of(name, listed[0], settings)}
+    if listed == [place]:
+        name = display(place).rpartition("/")[2]
+        return {name: place, **_manifest_of(name, place, settings)}
+    root = listed[0].rpartition("/")[0]
     pattern = root if is_remote(place) else glob.escape(root)
     return {file.removeprefix(f"{root}/"): file for file in list_uris(f"{pattern}/**", settings=settings)}
 
@@ -154,7 +156,7 @@ def _is_weights(name: str) -> bool:
     return "/" not in name and name.endswith((SUFFIX, INDEX_SUFFIX, SIDECAR))
 
 
-def _from_fleet(uri: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
+def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
     """Fetch the weights into the partial directory. None: no hub answers."""
     # On first use: both import torch, which a copy of files does not need.
     from penstock.fetch.join import join
@@ -162,11 +164,11 @@ def _from_fleet(uri: str, partial: Path, connection: ConnectionSettings) -> Fetc
 
     pulled = partial / "pulled"
     try:
-        with join(model_name(uri), connection=connection) as fleet:
-            report = pull(fleet, to=pulled, fallback=uri)
+        with join(model, connection=connection) as fleet:
+            report = pull(fleet, to=pulled, fallback=place)
     # A slow start is better than none: only a hub that is away leads to storage, and the log says so.
     except HubUnavailable as error:
-        _log.warning("%s is read from storage instead of the fleet: %s", display(uri), error)
+        _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
         return None
     with typed(partial):
         for file in pulled.iterdir():
