@@ -121,6 +121,21 @@ def test_other_forms_of_the_uri(hub: HuggingFaceServer, uri: str) -> None:
     assert_same(load(hub, uri), TENSORS)
 
 
+def test_a_glob_matches_as_in_a_directory(hub: HuggingFaceServer) -> None:
+    # Repositories have the weights a second time, under other names, in a directory below.
+    hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
+
+    def names(path: str) -> list[str]:
+        listed = storage.list_uris(f"hf://org/tiny/{path}", settings=Settings(), storage_options={"endpoint": hub.url})
+        return [uri.partition("@")[2].partition("/")[2] for uri in listed]
+
+    assert names("*.safetensors") == ["model.safetensors"]
+    assert names("**/*.safetensors") == ["model.safetensors", "original/model.safetensors"]
+    assert names("**") == ["config.json", "m[1].txt", "model.safetensors", "original/model.safetensors"]
+    assert names("m[1].txt") == ["m[1].txt"]
+    assert_same(load(hub, "hf://org/tiny/*.safetensors"), TENSORS)
+
+
 def test_a_part_is_read_without_the_rest_and_says_that_it_is_not_verified(hub: HuggingFaceServer) -> None:
     weights = load(hub, "hf://org/sharded", names="layer.0.weight")
     assert_same(weights, {"layer.0.weight": TENSORS["layer.0.weight"]})
@@ -159,6 +174,8 @@ def test_content_that_is_not_the_hubs(hub: HuggingFaceServer) -> None:
         if nbytes == len(damaged):
             sha = name
     hub.storage.replace(sha, bytes(damaged))
+    with pytest.raises(IntegrityError, match="SHA-256"):
+        ps.manifest("hf://org/tiny", storage_options={"endpoint": hub.url})
     with pytest.raises(IntegrityError, match="SHA-256") as caught:
         load(hub, "hf://org/tiny")
     assert "model.safetensors" in str(caught.value.uri)

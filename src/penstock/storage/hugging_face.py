@@ -12,7 +12,6 @@ Requests about a repository, tokens, endpoints and the cache are huggingface_hub
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import re
@@ -30,6 +29,7 @@ from penstock.config import Settings
 from penstock.entry_points import install_hint
 from penstock.errors import (
     ConfigError,
+    DestinationError,
     FormatError,
     IntegrityError,
     MissingExtra,
@@ -41,8 +41,7 @@ from penstock.errors import (
 from penstock.http.range_request import Failed, Patience, Validators
 from penstock.storage.files import FileSource
 from penstock.storage.http import HttpSource, PlainAddress, open_address
-from penstock.storage.output import typed
-from penstock.storage.source import MAX_SMALL_BYTES, Source, read_whole
+from penstock.storage.source import GLOB, MAX_SMALL_BYTES, Source, glob_pattern, read_whole
 from penstock.types import MIB
 
 _URI = re.compile(
@@ -128,10 +127,11 @@ class HuggingFaceStorage:
         """See `Storage.list`; the URIs are pinned."""
         where = _parse(uri)
         commit, files = self._listing(where, settings, storage_options)
-        if _is_pattern(where.path):
-            paths = [path for path in files if fnmatch.fnmatchcase(path, where.path)]
-        elif where.path in files:
+        # A file of this name is itself, even if it reads as a glob.
+        if where.path in files:
             paths = [where.path]
+        elif GLOB.search(where.path):
+            paths = list(filter(glob_pattern(where.path).fullmatch, files))
         else:
             prefix = f"{where.path.rstrip('/')}/" if where.path else ""
             paths = [path for path in files if path.startswith(prefix) and "/" not in path.removeprefix(prefix)]
@@ -165,23 +165,25 @@ class HuggingFaceStorage:
 
         Raises:
             ConfigError: it is another file; this storage only reads.
-            DiskFull, DestinationError: the cache cannot be written.
+            DestinationError: the cache cannot be written.
         """
         where = _parse(uri)
         if not where.path.endswith(_OWN):
             raise ConfigError("a repository of the hub is not written to", uri=uri, hint="write to a local path")
         commit, _ = self._listing(where, settings, storage_options)
         path = self._own_path(where, commit)
-        with typed(path):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, partial = tempfile.mkstemp(dir=path.parent)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(data)
-                Path(partial).replace(path)
+                os.replace(partial, path)
             except BaseException:
                 os.unlink(partial)
                 raise
+        except OSError as error:
+            raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
 
     @staticmethod
     def _own_path(where: _Address, commit: str) -> Path:
@@ -379,10 +381,6 @@ def _token(options: Mapping[str, str]) -> str | None:
         return token
     hub = _hub()
     return None if hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else hub.get_token()
-
-
-def _is_pattern(path: str) -> bool:
-    return any(character in path for character in "*?[")
 
 
 def _parse(uri: str) -> _Address:

@@ -8,7 +8,6 @@ Not here: credentials and options (`object_stores`), the retries of ranged reads
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -31,7 +30,7 @@ from penstock.storage.object_stores import (
     locate_object,
     mapped,
 )
-from penstock.storage.source import Source, read_whole, span, take
+from penstock.storage.source import GLOB, Source, glob_pattern, read_whole, span, take
 from penstock.types import MIB
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ _SIGNED_S = 3600
 _PART_BYTES = 16 * MIB
 # Parts of one file that are uploaded at once.
 _PARTS = 8
-
-_GLOB = re.compile(r"[*?[]")
 
 
 class SignedAddress:
@@ -250,7 +247,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     # An object and a prefix may have one name: the object wins, since a user who means the prefix can add a slash.
     if key and not key.endswith("/") and _exists(place):
         return [uri]
-    glob = _GLOB.search(key)
+    glob = GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     with mapped(uri):
@@ -262,26 +259,11 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     # A console's "folder" is an empty object named as the prefix.
     keys = [meta["path"] for meta in metas if meta["path"] != prefix]
     if glob:
-        pattern = _pattern(key)
+        pattern = glob_pattern(key)
         keys = [name for name in keys if pattern.fullmatch(name)]
     if not keys:
         raise NotFound("no such object, prefix or match", uri=uri)
     return sorted(place.root + name for name in keys)
-
-
-def _pattern(key: str) -> re.Pattern[str]:
-    """Return a glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
-    # Not by fnmatch, whose stars cross slashes: a glob must match in a bucket as it does in a directory.
-    text = ""
-    for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
-        whole = at.group()
-        if at[1] is not None:
-            text += "(?:[^/]+/)*" if at[1] else ".*"
-        elif at[3]:
-            text += f"(?!/)[{'^' if at[2] else ''}{re.escape(at[3]).replace(chr(92) + '-', '-')}]"
-        else:
-            text += re.escape(whole) if at[4] else "[^/]" if whole == "?" else "[^/]*"
-    return re.compile(text, re.DOTALL)
 
 
 def _exists(place: ObjectKey) -> bool:

@@ -24,6 +24,10 @@ MAX_SMALL_BYTES = GIB
 """Longest index, manifest or signature read whole. A manifest has 8 bytes a 256 KiB leaf: this is one of 35 TB."""
 
 
+GLOB = re.compile(r"[*?[]")
+"""A character that makes a remote path a glob."""
+
+
 class Source(Protocol):
     """A readable file or object of fixed identity and size, opened once and read by many threads.
 
@@ -137,6 +141,21 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
         else:
             left[0] = left[0][view.nbytes :]
     return taken
+
+
+def glob_pattern(key: str) -> re.Pattern[str]:
+    """Return a glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
+    # Not by fnmatch, whose stars cross slashes: a glob must match in a remote place as it does in a directory.
+    text = ""
+    for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
+        whole = at.group()
+        if at[1] is not None:
+            text += "(?:[^/]+/)*" if at[1] else ".*"
+        elif at[3]:
+            text += f"(?!/)[{'^' if at[2] else ''}{re.escape(at[3]).replace(chr(92) + '-', '-')}]"
+        else:
+            text += re.escape(whole) if at[4] else "[^/]" if whole == "?" else "[^/]*"
+    return re.compile(text, re.DOTALL)
 
 
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:

@@ -27,7 +27,7 @@ from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.lifecycle import Closing
-from penstock.storage import Source, is_remote, open_source, read_small
+from penstock.storage import Digested, Source, is_remote, open_source, read_small
 from penstock.storage.locate import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
 from penstock.storage.manifest import (
     Sidecar,
@@ -425,11 +425,16 @@ def build(
 
     Raises:
         ConfigError: `leaf_bytes` is not positive.
+        IntegrityError: a file differs from the digest that its storage has of it.
         SourceError: as `Source.readv`.
     """
     if leaf_bytes <= 0:
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
+    for source in weights.sources:
+        # Every byte is read here: a manifest of bytes that are not the storage's would be one of damage.
+        if isinstance(source, Digested):
+            source.check_whole()
     threads = threads or min(8, os.cpu_count() or 1)
     leaves = _digest_bodies(
         weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads, on_bytes=on_bytes
