@@ -108,6 +108,14 @@ def test_a_conversion_into_a_keeper_takes_the_hub_of_the_command(hub: str, token
             process.kill()
 
 
+def test_a_conversion_into_a_directory_takes_a_token_only_for_a_hub(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    done = CliRunner().invoke(
+        app, ["convert", str(tmp_path), str(tmp_path / "out"), "--token-file", str(tmp_path / "token")]
+    )
+    assert isinstance(done.exception, ps.ConfigError) and "--hub" in str(done.exception)
+
+
 def test_a_conversion_into_a_directory_takes_no_address_to_listen_at(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "out"), "--listen", "127.0.0.1:0"])
     assert isinstance(done.exception, ps.ConfigError) and "keeper:MODEL" in str(done.exception)

@@ -123,6 +123,9 @@ def convert(
     if listen is not None and not places[-1].startswith("keeper:"):
         message = f"--listen is for a destination keeper:MODEL, not for {places[-1]!r}"
         raise ConfigError(message, hint="leave it out")
+    if token_file is not None and hub is None and not places[-1].startswith("keeper:"):
+        message = "--token-file is for a hub that the conversion reports to, or for a destination keeper:MODEL"
+        raise ConfigError(message, hint="give --hub URL too, or leave it out")
     connection = connection_of(hub, token_file, listen)
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
