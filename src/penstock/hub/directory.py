@@ -93,7 +93,10 @@ _GONE_TTL_S = 60.0
 JOB_TTL_S = 3600.0
 """After its last report a conversion is shown for as long as the page's charts go back."""
 MAX_JOBS = 256
-"""Conversions that are shown. Reason: with 256 workers each is about 60 KB, so all of them take 16 MB at most."""
+"""Conversions that are shown."""
+MAX_JOB_BYTES = 256 << 10
+"""The state of one. Reason: with 256 workers it is about 60 KB, with the errors of as many lost ones some 200 KB; all
+conversions take 64 MB of the hub at most."""
 MAX_FAILING = 500
 """Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
@@ -490,6 +493,7 @@ class Directory:
 
         Raises:
             SourceBusy: the caller reports too often, or too many conversions are running.
+            PlanError: the state is too large.
         """
         if not self._job_reports.allow((caller or Caller()).name):
             raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
@@ -498,7 +502,10 @@ class Directory:
         if entry is None:
             self._make_room_for_job(now)
         since = now if entry is None else JOB_DECODER.decode(entry.value).since
-        self.store.write(name, _encode(JobEntry(state, since, now)), ttl_s=JOB_TTL_S)
+        raw = _encode(JobEntry(state, since, now))
+        if len(raw) > MAX_JOB_BYTES:
+            raise PlanError(f"the state of a conversion takes {len(raw)} bytes, more than {MAX_JOB_BYTES}")
+        self.store.write(name, raw, ttl_s=JOB_TTL_S)
 
     def _make_room_for_job(self, now: float) -> None:
         """Forget the conversion that ended, or fell silent, first, if there are `MAX_JOBS`. SourceBusy: all run."""

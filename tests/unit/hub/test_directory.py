@@ -26,7 +26,7 @@ from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.replicas import visible_to
 from penstock.hub.snapshot import FAILURE_TTL_S
 from penstock.hub.store import MemoryStore
-from penstock.jobs.observer import JobState
+from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.phases import Boot, BootError
 from penstock.types import DType
@@ -683,6 +683,15 @@ def job(phase: str = "running") -> JobState:
     return JobState(
         name="llama", operation="cast", sources=("/in",), destination="/out", process="h:1", phase=phase, num_tasks=4
     )
+
+
+def test_the_state_of_a_conversion_is_bounded(bench, hub) -> None:
+    lost = WorkerState(worker="w0", device="cuda:0", state="lost", end="e" * MAX_TEXT)
+    hub.job("a", msgspec.structs.replace(job(), workers=(lost,) * MAX_WORKERS))
+    huge = WorkerState(worker="w" * MAX_TEXT, device="d" * MAX_TEXT, end="e" * MAX_TEXT)
+    with pytest.raises(PlanError):
+        hub.job("b", msgspec.structs.replace(job(), workers=(huge,) * MAX_WORKERS))
+    assert [entry.job for entry in hub.status().jobs] == ["a"]
 
 
 def test_the_hub_keeps_a_bounded_number_of_conversions(bench, hub, monkeypatch) -> None:

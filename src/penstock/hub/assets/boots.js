@@ -19,8 +19,7 @@
         continue;
       }
       try {
-        const headers = token ? { Authorization: `Bearer ${token}` } : {};
-        const answer = await fetch(`v1/phases?stream&limit=${SHOWN}`, { headers, cache: "no-store" });
+        const answer = await fetch(`v1/phases?stream&limit=${SHOWN}`, { headers: authorization(), cache: "no-store" });
         if (!answer.ok) throw new Error(`the hub answered ${answer.status}`);
         await read(answer.body.getReader());
       } catch {
