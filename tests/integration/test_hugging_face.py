@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from penstock.errors import (
     PermissionDenied,
     SourceUnavailable,
 )
+from penstock.storage.download import download
 from penstock.storage.hugging_face import HubSource, _FileDigest, _parse
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.testing.hugging_face_server import HuggingFaceServer
@@ -309,6 +311,25 @@ def test_a_half_filled_cache_gives_what_it_has(hub: HuggingFaceServer) -> None:
     assert len({request.path.partition("?")[0] for request in hub.storage.requests}) == 2
 
 
+def test_a_half_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shard in (1, 2):
+        huggingface_hub.hf_hub_download("org/sharded", f"model-0000{shard}-of-00003.safetensors", endpoint=hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFound, match="holds 2 of 3"):
+        ps.load("hf://org/sharded", "cpu")
+    first = ps.load("hf://org/sharded/model-00001-of-00003.safetensors", "cpu")
+    assert set(first) == {f"layer.{i}.weight" for i in (0, 3, 6, 9)}
+
+
+def test_a_copy_of_content_that_is_not_the_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
+    damaged = bytearray(TINY["model.safetensors"])
+    damaged[-1] ^= 1
+    hub.storage.replace(hashlib.sha256(TINY["model.safetensors"]).hexdigest(), bytes(damaged))
+    files = {"hf://org/tiny/model.safetensors": tmp_path / "model.safetensors"}
+    with pytest.raises(IntegrityError, match="SHA-256"):
+        download(files, settings=Settings(), storage_options={"endpoint": hub.url})
+
+
 def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
     """`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, in a process of its own, by the command."""
     hub._private = ("org/tiny",)
@@ -361,7 +382,6 @@ def test_uris_that_are_none(uri: str) -> None:
 
 
 def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> None:
-    import hashlib
     import random
     import threading
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.config import Settings
 from penstock.errors import PlanError
-from penstock.storage import Source, open_source
+from penstock.storage import Digested, Source, open_source
 from penstock.storage.output import require_room, typed
 from penstock.types import MIB
 
@@ -50,6 +50,7 @@ def download(
 
     Raises:
         DiskFull, DestinationError: a path cannot be written.
+        IntegrityError: a file differs from the digest that its storage has of it.
         SourceError: the storage failed, or a file changed while it was read.
 
     After an error the paths may hold parts of their files: copy to a directory that nobody reads, then rename.
@@ -57,6 +58,8 @@ def download(
 
     def open_one(uri: str, path: Path) -> Source:
         source = stack.enter_context(closing(open_source(uri, settings=settings, storage_options=storage_options)))
+        if isinstance(source, Digested):
+            source.check_whole()
         with typed(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:

@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ _URI = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # A revision with slashes is written with %2F; the hub's own references of pull requests and conversions need not be.
 _REVISION = re.compile(r"(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+)(?:/(?P<path>.*))?")
+# Names of the files of one model that is published in several. Source: save_torch_state_dict of huggingface_hub.
+_SHARD = re.compile(r"(?P<model>.*)-\d+-of-(?P<total>\d{1,6})(?P<suffix>\.\w+)")
 _WRITE_AS = "hf://[datasets/]org/name[@revision][/file]"
 # Listings of commits that stay: a commit never changes, and one takes a few hundred bytes a file.
 _LISTINGS = 64
@@ -135,6 +137,8 @@ class HuggingFaceStorage:
         else:
             prefix = f"{where.path.rstrip('/')}/" if where.path else ""
             paths = [path for path in files if path.startswith(prefix) and "/" not in path.removeprefix(prefix)]
+            if _hub().constants.HF_HUB_OFFLINE:
+                _require_all_shards(paths, where.at(commit, where.path))
         if not paths:
             raise NotFound("the repository has no such file or directory", uri=where.at(commit, where.path))
         return [where.at(commit, path) for path in sorted(paths)]
@@ -441,6 +445,18 @@ def _cached_listing(where: _Address) -> tuple[str, Mapping[str, RepositoryFile]]
                 nbytes=path.stat().st_size, sha256=sha, identity=sha or f"git:{blob}"
             )
     return root.name, files
+
+
+def _require_all_shards(paths: Sequence[str], uri: str) -> None:
+    """Raise NotFound if the local cache holds a part of the files that were published together.
+
+    Without their index, which may be missing too, they would be loaded as the whole model.
+    """
+    shards = Counter(match.group("model", "total", "suffix") for match in map(_SHARD.fullmatch, paths) if match)
+    for (_, total, suffix), count in shards.items():
+        if count != int(total):
+            message = f"HF_HUB_OFFLINE is set, and the local cache holds {count} of {int(total)} *{suffix} files"
+            raise NotFound(message, uri=uri, hint="unset HF_HUB_OFFLINE, or download the repository while online")
 
 
 def _open_remote(
