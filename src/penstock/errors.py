@@ -89,6 +89,11 @@ class PenstockError(Exception):
         self.byte_range = byte_range
         self.hint = hint
 
+    @property
+    def summary(self) -> str:
+        """Return the message with the file, object or peer that it is about: for lists of errors."""
+        return self.message if self.uri is None else f"{self.message} in {self.uri}"
+
     def __str__(self) -> str:
         parts = [self.message]
         if self.uri is not None:

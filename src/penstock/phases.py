@@ -2,7 +2,7 @@
 
 In: journeys as they begin, change phase and end; steps of the engine, by `phase`. Out: seconds by phase, for reports;
 the record as a `Boot`, for health checks, the hub and the fleet page.
-Not here: serving the record (`peer.server`, `hub.boots`), reporting it to a hub (`peer.member`).
+Not here: serving the record (`http.phases`, `hub.replicas`), reporting it to a hub (`peer.member`).
 
     Phases("discover", journey="fetch") --enter, stop, fail--> record of the process --snapshot--> Boot
     phase("warm up") -----------------------------------------'
@@ -279,7 +279,7 @@ class Phases:
         if isinstance(error, Cancelled) or not isinstance(error, Exception):
             self._finish("cancelled", None)
         elif isinstance(error, PenstockError):
-            text, hint = sendable(error.message, 1024), sendable(error.hint or "", 1024)
+            text, hint = sendable(error.summary, 1024), sendable(error.hint or "", 1024)
             self._finish("failed", BootError(error=text, blame=error.blame, hint=hint, model=self._model))
         else:
             text = sendable(f"{type(error).__name__}: {error}", 1024)

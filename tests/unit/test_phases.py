@@ -198,6 +198,7 @@ def test_a_load_that_fails_says_why(file: Path, tmp_path: Path) -> None:
     now = boot()
     assert (now.state, now.phase) == ("failed", "open")
     assert now.error is not None and now.error.blame == "source"
+    assert now.error.error == f"no such file in {tmp_path / 'nothing.safetensors'}"
     with pytest.raises(ps.IntegrityError):
         ps.load(file, verify=True)
     assert boot().phase == "plan"

@@ -17,7 +17,7 @@ from penstock.http.server import Exchange, Refused
 from penstock.phases import Boot, boot_record
 
 STREAM_S = 50.0
-"""Length of one stream; an event source then connects again. As long as a hub's (`hub.replicas`)."""
+"""Length of one stream; an event source then connects again. As long as a hub's (`hub.page`)."""
 MAX_STREAMS = 16
 """Streams at once, each of which occupies a thread."""
 _TURN_S = 1.0

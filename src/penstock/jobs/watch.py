@@ -87,7 +87,7 @@ class JobWatch:
         if self._show is None:
             return
         if isinstance(error, PenstockError):
-            message, blame, hint = error.message, error.blame, error.hint or ""
+            message, blame, hint = error.summary, error.blame, error.hint or ""
         else:
             message, blame, hint = str(error) or "it was interrupted", "config", "run it again: finished tasks are kept"
         shown = JobError(error=type(error).__name__, message=cut(message), blame=blame, hint=cut(hint))

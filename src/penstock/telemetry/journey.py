@@ -113,7 +113,7 @@ class Journey:
                     self.kind,
                     sendable(self.model, 256),
                     type(error).__name__,
-                    sendable(error.message if error.uri is None else f"{error.message} in {error.uri}", 1024),
+                    sendable(error.summary, 1024),
                     error.blame,
                     sendable(error.hint or "", 512),
                 )
