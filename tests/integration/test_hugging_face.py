@@ -370,8 +370,9 @@ def test_a_slip_in_a_local_path_asks_no_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(NotFound, match="no such file or directory"):
-        load(hub, "models/llama", storage_options={})
+    for path in ("models/llama", "absent/model.safetensors", "absent/model.safetensors.index.json"):
+        with pytest.raises(NotFound, match="no such"):
+            load(hub, path)
     assert not hub.requests
 
 

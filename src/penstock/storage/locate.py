@@ -213,8 +213,10 @@ def _text(uri: object) -> str:
     text = text_of(uri)
     if is_remote(text):
         return text
-    # As engines take it: a path first. `models/llama` beside a directory `models` is a slip, not a repository.
-    if _REPOSITORY.fullmatch(text) and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
+    # As engines take it: a path first. `models/llama` beside a directory `models` is a slip, not a repository. So is a
+    # file of weights that is not there.
+    is_name = _REPOSITORY.fullmatch(text) and not text.endswith((SUFFIX, INDEX_SUFFIX))
+    if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
     return local_path(text)
 
