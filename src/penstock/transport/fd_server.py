@@ -77,16 +77,17 @@ class FdServer:
         self._home = RuntimeDir()
         self.path = f"{self._home.path}/fds.sock"
         self._listeners: list[ThreadedListener] = []
-        for address in filter(None, (self.path, abstract_name and f"\0{abstract_name}")):
-            bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                bound.bind(address)
-            except OSError as error:
-                bound.close()
-                self.close()
-                raise DestinationError(f"cannot listen at {address!r}: {error}") from error
-            admission = Admission(_LIMITS, name=f"fds of {name}")
-            self._listeners.append(ThreadedListener(bound, admission, self._serve, name="fds"))
+        try:
+            for address in filter(None, (self.path, abstract_name and f"\0{abstract_name}")):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
+                    bound.bind(address)
+                    admission = Admission(_LIMITS, name=f"fds of {name}")
+                    # It takes the descriptor, so that nothing is left for `with` to close.
+                    self._listeners.append(ThreadedListener(bound, admission, self._serve, name="fds"))
+        except (OSError, RuntimeError) as error:
+            # RuntimeError: no thread can be started.
+            self.close()
+            raise DestinationError(f"cannot listen at {self.path}: {error}") from error
         _servers.add(self)
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:

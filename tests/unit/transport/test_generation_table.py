@@ -92,6 +92,13 @@ def test_a_reader_that_cannot_open_a_socket_does_not_blame_the_peer() -> None:
         fd_server.receive_fd("\0x", fd_server.PAGE, "here")
 
 
+def test_an_owner_without_descriptors_says_so(endpoint) -> None:
+    # The one is for the lock of its directory.
+    with few_descriptors(1), pytest.raises(DestinationError, match="Too many open files"):
+        endpoint.address(0)
+    assert endpoint.address(0).socket, "the next attempt may succeed"
+
+
 def test_readers_cannot_write(endpoint, page) -> None:
     peer = PeerGenerationTable.open(described(page), endpoint.address(0))
     with pytest.raises(TypeError):
