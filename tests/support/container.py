@@ -118,8 +118,9 @@ class Container(Closing):
             f"mount --rbind /dev {root}/dev",
             *(f"echo 127.0.0.1 {name} >> {root}/etc/hosts" for name in hosts),
         ]
+        needed = {REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}
         # The interpreter may lie in root's home, which other users cannot enter.
-        for path in {REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}:
+        for path in needed:
             lines += [f"chmod a+x {root}{shlex.quote(str(parent))}" for parent in path.parents]
             # An overlay shows one file system, not those that are mounted in it.
             if os.stat(path).st_dev != os.stat("/").st_dev:
@@ -130,6 +131,11 @@ class Container(Closing):
             lines.append(f"mkdir -p {target} && mount --bind {source} {target}")
             if mount.read_only:
                 lines.append(f"mount -o remount,bind,ro {target}")
+            # A clone below /tmp is covered by the container's own /tmp.
+            for path in needed:
+                if path.is_relative_to(mount.target):
+                    inside = f"{root}{shlex.quote(str(path))}"
+                    lines.append(f"mkdir -p {inside} && mount --rbind {shlex.quote(str(path))} {inside}")
         if is_read_only:
             lines.append(f"mount -o remount,ro {root}")
         return "\n".join([*lines, "echo ready", "exec cat"])

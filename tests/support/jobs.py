@@ -127,9 +127,9 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 slowly.rows = True  # type: ignore[attr-defined]
 
 
-def waits(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def waits(tensor: torch.Tensor, name: str, seconds: float = 0.15) -> torch.Tensor:
     """An operation that leaves time to look at: tasks of a small checkpoint take seconds, all together."""
-    time.sleep(0.15)
+    time.sleep(seconds)
     return tensor
 
 

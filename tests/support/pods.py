@@ -78,8 +78,13 @@ class Pod:
         binds = [(CODE, f"{ROOT}/code", "ro"), *((path, f"{ROOT}/{name}", "ro") for path, name in self.mounts.items())]
         if self.shared is not None:
             binds.append((self.shared, RUNTIME, "rw"))
-        # An interpreter that is below /tmp must stay there.
-        kept = [path for path in NEEDED if path.startswith("/tmp/") and not Path(path).is_relative_to(CODE)]
+        # An interpreter that is below /tmp must stay there, in a clone too.
+        kept = [
+            path
+            for path in NEEDED
+            if path.startswith("/tmp/")
+            and not any(Path(path).is_relative_to(other) for other in NEEDED if other != path)
+        ]
         binds += [(Path(path), f"{ROOT}/kept{number}", "rw") for number, path in enumerate(kept)]
         for source, target, mode in binds:
             steps += [f"mkdir -p {target}", f"mount --bind {shlex.quote(str(source))} {target}"]
