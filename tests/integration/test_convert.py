@@ -69,8 +69,8 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return files(into)
 
 
-SLOWER = [*RULES, {"op": "function", "function": "tests.support.jobs:waits", "seconds": 0.04}]
-"""The same output after seconds: what is done to workers meets them before their last task, on a busy machine too."""
+SLOWER = [*RULES, {"op": "function", "function": "tests.support.jobs:pauses"}]
+"""The same output, a few seconds later."""
 
 
 def run(source: Path, into: Path, operations=RULES, **more):

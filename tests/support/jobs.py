@@ -127,13 +127,22 @@ def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
 slowly.rows = True  # type: ignore[attr-defined]
 
 
-def waits(tensor: torch.Tensor, name: str, seconds: float = 0.15) -> torch.Tensor:
+def waits(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """An operation that leaves time to look at: tasks of a small checkpoint take seconds, all together."""
-    time.sleep(seconds)
+    time.sleep(0.15)
     return tensor
 
 
 waits.rows = True  # type: ignore[attr-defined]
+
+
+def pauses(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An operation that leaves time to strike a worker before its last task, on a busy machine too."""
+    time.sleep(0.04)
+    return tensor
+
+
+pauses.rows = True  # type: ignore[attr-defined]
 
 
 def reports(tensor: torch.Tensor, name: str) -> torch.Tensor:
