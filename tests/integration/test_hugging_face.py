@@ -30,6 +30,7 @@ from penstock.errors import (
     PermissionDenied,
     SourceUnavailable,
 )
+from penstock.storage import hugging_face
 from penstock.storage.download import download
 from penstock.storage.hugging_face import HubSource, _FileDigest, _parse
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
@@ -328,6 +329,21 @@ def test_a_copy_of_content_that_is_not_the_hubs(hub: HuggingFaceServer, tmp_path
     files = {"hf://org/tiny/model.safetensors": tmp_path / "model.safetensors"}
     with pytest.raises(IntegrityError, match="SHA-256"):
         download(files, settings=Settings(), storage_options={"endpoint": hub.url})
+
+
+def test_offline_the_local_cache_is_listed_once_a_load(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    listed, list_cache = [], hugging_face._cached_listing
+
+    def count(where: object) -> object:
+        listed.append(where)
+        return list_cache(where)
+
+    monkeypatch.setattr(hugging_face, "_cached_listing", count)
+    for number in (1, 2):
+        assert_same(load(hub, "hf://org/sharded"), TENSORS)
+        assert len(listed) == number
 
 
 def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:

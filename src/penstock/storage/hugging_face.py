@@ -110,7 +110,7 @@ class HuggingFaceStorage:
             PermissionDenied, SourceUnavailable: as their names say. MissingExtra: huggingface_hub is not installed.
         """
         where = _parse(uri)
-        commit, _ = self._listing(where, settings, storage_options)
+        commit, _ = self._listing(where, settings, storage_options, is_new=True)
         return where.at(commit, where.path)
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
@@ -195,15 +195,29 @@ class HuggingFaceStorage:
         return Path(_hub().constants.HF_HOME, "penstock", folder, commit, where.path.replace("/", "--"))
 
     def _listing(
-        self, where: _Address, settings: Settings, options: Mapping[str, str]
+        self, where: _Address, settings: Settings, options: Mapping[str, str], *, is_new: bool = False
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
-        """Return the commit of a revision and its files. One request, or none for a commit listed before."""
+        """Return the commit of a revision and its files. One request, or none for a commit listed before.
+
+        Args:
+            is_new: offline, look at the local cache again: another process may have filled it meanwhile.
+        """
         unknown = set(options) - {"token", "endpoint"}
         if unknown:
             raise ConfigError(f"storage_options {sorted(unknown)} mean nothing for hf://", hint="token, endpoint")
         hub = _hub()
         if hub.constants.HF_HUB_OFFLINE:
-            return _cached_listing(where)
+            place = ("", where.kind, where.name, str(hub.constants.HF_HUB_CACHE))
+            with self._lock:
+                if (
+                    where.revision is not None
+                    and not is_new
+                    and (found := self._listings.get((*place, where.revision)))
+                ):
+                    return where.revision, found
+            commit, files = _cached_listing(where)
+            self._keep((*place, commit), files)
+            return commit, files
         token = _token(options)
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
         # Of this token: a listing must not be shown to a user who may not see the repository.
@@ -231,11 +245,15 @@ class HuggingFaceStorage:
         if not _COMMIT.fullmatch(commit):
             raise FormatError("the hub answered without a commit", uri=uri)
         files = dict(_file_of(entry, uri) for entry in info.siblings or ())
+        self._keep((*key, commit), files)
+        return commit, files
+
+    def _keep(self, key: tuple[str, ...], files: Mapping[str, RepositoryFile]) -> None:
+        """Remember a listing, and forget the oldest."""
         with self._lock:
-            self._listings[(*key, commit)] = files
+            self._listings[key] = files
             while len(self._listings) > _LISTINGS:
                 self._listings.popitem(last=False)
-        return commit, files
 
 
 class HubSource(HttpSource):
