@@ -261,6 +261,16 @@ def test_the_tutorial_creates_the_secrets_that_are_mounted(objects: list[Object]
     assert used == created
 
 
+def test_only_the_hub_mounts_the_tokens_of_all_callers(engine: str, objects: list[Object]) -> None:
+    mounting: dict[str, set[str]] = {}
+    for name, template in pods(objects):
+        # In whatever way the pod takes a Secret: a volume, a projected volume, a variable.
+        for secret in ("penstock-tokens", "penstock-member"):
+            if f'"{secret}"' in json.dumps(template["spec"]):
+                mounting.setdefault(secret, set()).add(name)
+    assert mounting == {"penstock-tokens": {"penstock-hub"}, "penstock-member": {"penstock-keeper", engine}}
+
+
 NAMES_OF_VOLUMES = {"secret": "secretName", "configMap": "name"}
 
 

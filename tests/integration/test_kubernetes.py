@@ -21,6 +21,7 @@ from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.slow
 TOKEN, METRICS_TOKEN = "a-token-of-this-fleet", "a-token-of-prometheus"
+TOKENS = f"an-operators-token @operator\n{TOKEN} llama*\n{METRICS_TOKEN} only-metrics\n"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def node(tmp_path: Path, model: Path) -> Iterator[Node]:
     fleet = {"MODEL": "llama", "WEIGHTS": "/bucket/llama/"}
     objects = render(tmp_path, "overlays/sglang", components=["monitoring"], fleet=fleet)
     secrets = {
-        "penstock-tokens": {"tokens": f"{TOKEN}\n{METRICS_TOKEN}\n".encode()},
+        "penstock-tokens": {"tokens": TOKENS.encode()},
+        "penstock-member": {"token": TOKEN.encode()},
         "penstock-metrics": {"token": METRICS_TOKEN.encode()},
         "penstock-redis": {"password": b"0123456789abcdef\n"},
         "penstock-hub-tls": {"tls.crt": certificate.read_bytes(), "tls.key": key.read_bytes()},
