@@ -77,7 +77,9 @@ def test_the_states_of_a_conversion_end_with_everything_done(source: Path, tmp_p
     assert (last.num_done, last.num_tasks, last.revision) == (report.num_tasks, report.num_tasks, report.revision)
     assert last.done_bytes == last.total_bytes > 16_000_000 and last.gb_per_s > 0 and last.eta_s == 0
     assert {worker.worker for worker in last.workers} == {worker.worker for worker in report.workers}
-    assert sum(worker.num_tasks for worker in last.workers) == report.num_tasks
+    # On a busy machine a task may be given to a second worker, and then both may end it.
+    ended = sum(worker.num_tasks for worker in last.workers)
+    assert 0 <= ended - report.num_tasks <= last.num_duplicated + last.num_reassigned
     # The same call once more: nothing is run, and all of it was done before.
     ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
