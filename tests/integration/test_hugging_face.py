@@ -290,8 +290,9 @@ def test_a_hub_that_stays_broken(hub: HuggingFaceServer, monkeypatch: pytest.Mon
 
 def test_no_hub_at_all(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    with pytest.raises(SourceUnavailable):
+    with pytest.raises(SourceUnavailable, match=r"no answer from http://127\.0\.0\.1:9") as caught:
         ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
+    assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
 def test_what_the_local_cache_holds_is_mapped_from_there(hub: HuggingFaceServer) -> None:

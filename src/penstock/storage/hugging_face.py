@@ -240,7 +240,11 @@ class HuggingFaceStorage:
                     )
                 break
             except Failed as failed:
-                failed.ask(patience, None)
+                try:
+                    failed.ask(patience, None)
+                except SourceUnavailable as error:
+                    error.hint = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone"
+                    raise
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise FormatError("the hub answered without a commit", uri=uri)
@@ -534,7 +538,7 @@ def _mapped(uri: str, where: _Address, endpoint: str) -> Iterator[None]:
             raise PermissionDenied(f"the hub answers HTTP {status}", uri=uri, hint=hint) from error
         raise SourceUnavailable(f"the hub answers HTTP {status}", uri=uri) from error
     except errors.HTTPError as error:
-        raise Failed(f"{type(error).__name__}: {error}"[:200], cause=error) from error
+        raise Failed(f"no answer from {endpoint}: {type(error).__name__}: {error}"[:200], cause=error) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         # The library parses the answer without checks.
         raise FormatError(f"the hub's answer about a repository is malformed: {error}"[:300], uri=uri) from error
