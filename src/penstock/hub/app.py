@@ -272,7 +272,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
 
 
 class FleetClient(Protocol):
-    """What the page of `penstock ui` needs of a hub; `client.HubClient` has it."""
+    """The requests that the page of `penstock ui` sends to a hub. `client.HubClient` is one."""
 
     def status(self) -> Status:
         """Return the fleet."""

@@ -33,7 +33,7 @@ async function follow() {
       }
       if (!answer.ok) throw new Error(`the hub answered ${answer.status}`);
       say("Live", "live");
-      await read(answer.body.getReader());
+      await read(answer.body.getReader(), take);
     } catch (error) {
       say(`No connection: ${error.message}. Trying again`, "lost");
       await new Promise((done) => setTimeout(done, 2000));
@@ -41,7 +41,8 @@ async function follow() {
   }
 }
 
-async function read(reader) {
+// Calls `take` with each message of an event stream, until the stream ends.
+async function read(reader, take) {
   const decoder = new TextDecoder();
   let text = "";
   for (;;) {

@@ -21,7 +21,7 @@
       try {
         const answer = await fetch(`v1/phases?stream&limit=${SHOWN}`, { headers: authorization(), cache: "no-store" });
         if (!answer.ok) throw new Error(`the hub answered ${answer.status}`);
-        await read(answer.body.getReader());
+        await read(answer.body.getReader(), taker());
       } catch {
         // The page says that the hub does not answer.
         await pause(3000);
@@ -31,29 +31,18 @@
 
   const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
-  async function read(reader) {
-    const decoder = new TextDecoder();
-    let text = "";
+  // A stream begins with all replicas, and then sends those that changed.
+  function taker() {
     let isFirst = true;
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      text += decoder.decode(value, { stream: true });
-      let end;
-      while ((end = text.indexOf("\n\n")) >= 0) {
-        const event = text.slice(0, end);
-        text = text.slice(end + 2);
-        if (!event.startsWith("data: ")) continue;
-        const message = JSON.parse(event.slice(6));
-        if (message.error) continue;
-        if (isFirst) boots.clear();
-        isFirst = false;
-        for (const member of message.gone) boots.delete(member);
-        for (const boot of message.replicas) boots.set(boot.member, { boot, at: performance.now() });
-        counts = message;
-        draw();
-      }
-    }
+    return (message) => {
+      if (message.error) return;
+      if (isFirst) boots.clear();
+      isFirst = false;
+      for (const member of message.gone) boots.delete(member);
+      for (const boot of message.replicas) boots.set(boot.member, { boot, at: performance.now() });
+      counts = message;
+      draw();
+    };
   }
 
   // -- The charts.
