@@ -124,9 +124,11 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
 
 def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
     """Return the mapping of this process in which these bytes lie; None: they lie in none."""
-    # A copy: another thread may create or drop a mapping while this one looks.
-    for mapped in list(_shared.values()):
-        if mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
+    # `valuerefs` copies the dictionary in one step. `values` iterates over it, and fails with RuntimeError where
+    # another thread creates a mapping meanwhile.
+    for reference in _shared.valuerefs():
+        mapped = reference()
+        if mapped is not None and mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
             return mapped
     return None
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -51,6 +54,29 @@ def test_views_keep_the_memory_alive_and_give_it_back() -> None:
     gc.collect()
     assert shared_at(address, 1) is None
     assert fds() == before
+
+
+def test_shared_memory_is_found_while_another_thread_creates_some() -> None:
+    """Threads take turns every microsecond, so that one looks in the middle of the other's change."""
+    arenas = [Arena.allocate(512) for _ in range(50)]
+    address, until, interval = arenas[-1].address, time.monotonic() + 0.5, sys.getswitchinterval()
+    stopped = threading.Event()
+
+    def change() -> None:
+        while not stopped.is_set():
+            made = [Arena.allocate(512) for _ in range(20)]
+            del made
+
+    changing = threading.Thread(target=change)
+    sys.setswitchinterval(1e-6)
+    changing.start()
+    try:
+        while time.monotonic() < until:
+            assert shared_at(address, 512) is not None
+    finally:
+        sys.setswitchinterval(interval)
+        stopped.set()
+        changing.join(10)
 
 
 def test_arenas_that_cannot_be() -> None:
