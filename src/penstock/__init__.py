@@ -36,6 +36,7 @@ from penstock.errors import (
     SourceUnavailable,
     StaleDescriptor,
     UnknownMember,
+    UnsafeFormat,
 )
 from penstock.types import Box, DType, Manifest
 
@@ -132,6 +133,7 @@ __all__ = [
     "Subscriber",
     "TensorStream",
     "UnknownMember",
+    "UnsafeFormat",
     "UpdateReport",
     "Variant",
     "VerifyReport",

@@ -109,6 +109,9 @@ class Settings:
     cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
     progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
     io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
+    safetensors_log: bool = _env(
+        "PENSTOCK_SAFETENSORS_LOG", _flag, False, "say on stderr which reader each file of `penstock run` gets"
+    )
     nixl_tls: str = _env("PENSTOCK_NIXL_TLS", str, "", "UCX's transports for nixl (as UCX_TLS); unset: UCX chooses")
     ca_file: Path | None = _env(
         "PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs object stores' and hubs' certificates"

@@ -26,6 +26,7 @@ from the system or a library therefore lets PenstockError pass first, where its 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import ClassVar, Literal
 
 import msgspec
@@ -142,6 +143,10 @@ class FormatError(PenstockError):
     blame: ClassVar[Blame] = "source"
 
 
+class UnsafeFormat(FormatError):
+    """The weights are a pickle, which runs code when it is read; it was not read. The hint converts it."""
+
+
 class SourceError(PenstockError):
     """A source could not give the bytes it promised."""
 
@@ -214,6 +219,10 @@ class BudgetTooSmall(PlanError):
     def __init__(self, message: str, *, minimum_bytes: int) -> None:
         super().__init__(message, hint=f"give memory_bytes >= {minimum_bytes}")
         self.minimum_bytes = minimum_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # torch.distributed.checkpoint sends the error of one rank to all; by the message alone it could not be made.
+        return partial(type(self), minimum_bytes=self.minimum_bytes), (self.message,), self.__dict__
 
 
 class DestinationError(PenstockError):

@@ -1,10 +1,11 @@
 """Coverage-guided fuzzing of the header, index and manifest parsers: `python fuzz_header.py -max_total_time=60`.
 
 In: bytes from atheris; libFuzzer's arguments are passed on. Out: exit status 0, or the input that broke a promise.
-Not here: attacks by table and by Hypothesis (`test_header_attacks`).
+Not here: attacks by table and by Hypothesis (`test_header_attacks`, `test_gguf_attacks`).
 
 The promises: nothing but a PenstockError is raised; what the safetensors library accepts and the format's text allows
-is accepted, with the same tensors; what we accept, it accepts.
+is accepted, with the same tensors; what we accept, it accepts. Of GGUF: the tensors that are accepted lie in the file,
+and none overlaps another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from types import FunctionType
 import safetensors
 
 from penstock.errors import FormatError, PenstockError
-from penstock.storage import MemorySource, manifest
+from penstock.storage import MemorySource, headers, manifest
+from penstock.storage.gguf import MAGIC as GGUF
+from penstock.storage.gguf import GgufHeader, Info, encode_header, number_field, text_field
 from penstock.storage.safetensors import parse_index, read_header
 
 BODY = bytes(64)
@@ -41,6 +44,11 @@ SEEDS = (
     b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b":{"dtype":"F4","shape":[80],"data_offsets":[24,64]}}',
     b'{"__metadata__":{"k":"{\\"x\\":1}"},"z":{"dtype":"U8","shape":[0,9],"data_offsets":[0,0]}}',
     b'{"weight_map":{"a":"x-1.safetensors","b":"x-2.safetensors"},"metadata":{"total_size":1}}',
+    encode_header(
+        [text_field("general.architecture", "llama"), number_field("general.alignment", 32)],
+        [Info("a", 8, (2, 32), 0), Info("b", 0, (3,), 96)],
+    )[8:]
+    + bytes(128),
 )
 
 
@@ -78,9 +86,26 @@ def check_header(raw: bytes) -> None:
         raise AssertionError(f"accepted otherwise than by the library: {raw!r}")
 
 
+def check_gguf(data: bytes) -> None:
+    # Without the magic and version in the input, few mutations would get past them.
+    raw = GGUF + struct.pack("<I", 3) + data
+    try:
+        header = headers.read_header(MemorySource(raw))
+    except PenstockError:
+        return
+    assert isinstance(header, GgufHeader), raw
+    ends = [(start, start + nbytes) for start, nbytes in zip(header.tensors.offset, header.tensors.nbytes, strict=True)]
+    at = header.data_offset
+    for start, stop in ends:
+        if not at <= start <= stop <= len(raw):
+            raise AssertionError(f"accepted with a tensor at [{start}, {stop}): {raw!r}")
+        at = stop
+
+
 def check(data: bytes) -> None:
     """One input, through every parser."""
     check_header(data)
+    check_gguf(data)
     with contextlib.suppress(PenstockError):
         read_header(MemorySource(data))
     with contextlib.suppress(FormatError):

@@ -200,6 +200,9 @@ def _publish(
     if word == "subscribers":
         publisher.wait_subscribers(number or 0)
         return {}
+    if word == "ranks":
+        publisher.wait_ranks()
+        return {"latest": publisher.latest}
     if word == "spoil":
         next(iter(shards.values())).tensor.view(-1)[0] += 1
         return {}

@@ -208,7 +208,7 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> L
     ]
     place = place_on(session.options.device, plan.slab_nbytes.tolist(), flat)
     checker = session.checker(plan, place)
-    with _marks_target(session):
+    with marks_target(session):
         run = session.begin(plan, place, checker=checker)
         session.enter_move()
         for slab in run.slabs():
@@ -226,7 +226,7 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
 
     nbytes = 0
     # The ranks exchange through slabs of their own: a parameter's memory is not laid out as a round is.
-    with _marks_target(session):
+    with marks_target(session):
         targets = iter(filled)
         for _, tensors in exchange(session, group, table, [None] * len(table)):
             for tensor in tensors:
@@ -236,7 +236,7 @@ def _from_group(session: Session, group: ProcessGroup, table: TensorTable, fille
 
 
 @contextmanager
-def _marks_target(session: Session) -> Iterator[None]:
+def marks_target(session: Session) -> Iterator[None]:
     """Set `mutated` of an error from the block, if any byte can have reached the target."""
     try:
         yield
@@ -244,5 +244,6 @@ def _marks_target(session: Session) -> Iterator[None]:
         session.phases.fail(error)
         # Closed first: a read that is still under way may write to the target after this look.
         session.close()
-        error.mutated = error.mutated or (session.run is not None and session.run.is_touched)
+        run = session.run
+        error.mutated = error.mutated or session.is_touched or (run is not None and run.is_touched)
         raise

@@ -24,7 +24,7 @@ from penstock import lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
-from penstock.errors import Cancelled
+from penstock.errors import Cancelled, ConfigError
 from penstock.lifecycle import Closing, paused_gc, quick_handover
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
@@ -187,6 +187,7 @@ def load(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
+    cache: bool = False,
 ) -> Weights:
     """Load a weight set into memory: {name: tensor}, complete, and verified where there are digests.
 
@@ -204,6 +205,8 @@ def load(
         storage_options: for the object store, by obstore's names; they win over the environment.
         progress: a bar on stderr, or a function of (bytes done, bytes in all); None: a bar on a terminal.
         trace: file for a Chrome trace of the load.
+        cache: of a model hub: first write the model to the local cache of the hub's own library, each file complete and
+            compared, then load from there. Not with `group`.
 
     Returns:
         Tensors in file order, with `.report` and `.manifest`.
@@ -222,6 +225,7 @@ def load(
         storage_options=storage_options,
         progress=progress,
         trace=trace,
+        cache=cache,
     )
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(options.device)) as journey:
         return _load(uri, options, memory_bytes, group, journey)
@@ -305,6 +309,11 @@ def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, gr
         ConfigError: an argument is of the wrong type. PenstockError: the weight set cannot be opened.
     """
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
+    require_type("cache", options.cache, (bool,), "True or False; cache_dir is PENSTOCK_CACHE_DIR")
+    if options.cache and group is not None:
+        # Hosts end their downloads at different times, and a group waits `stall_s` for a rank.
+        hint = "first run `penstock pull org/name --cache` on each host"
+        raise ConfigError("cache=True and group= do not go together", hint=hint)
     if group is not None:
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))

@@ -5,9 +5,10 @@ Penstock's errors, which are also of the classes that safetensors raises.
 Not here: whole checkpoints (`load`), the meaning of an index (`index`), the format's header (`storage.safetensors`).
 
 A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay in the process. Every
-tensor has a mapping of its own, so dropping it frees it. Elsewhere the bytes are read into fresh memory: large reads on
-the engine, others one after the other on the calling thread, because the engine starts threads and, for a GPU, pins
-staging: 0.3 ms for a tensor of 4 KiB that takes 0.02 on this thread, 17 ms for one of 64 MiB to a GPU that takes 11.
+tensor has a mapping of its own, so dropping it frees it. A remote file, or one on a network file system that is not in
+the page cache, is read through `read_ahead`. Elsewhere the bytes are read into fresh memory: large reads on the engine,
+others one after the other on the calling thread, because the engine starts threads and, for a GPU, pins staging: 0.3 ms
+for a tensor of 4 KiB that takes 0.02 on this thread, 17 ms for one of 64 MiB to a GPU that takes 11.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +31,7 @@ from penstock.engine.place import place_on, registrar_of
 from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceError
 from penstock.loader.index import bounding_box, is_basic, numpy_index
+from penstock.loader.read_ahead import ReadAhead
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
@@ -36,6 +39,8 @@ from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path, open_source, text_of
 from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
+from penstock.storage.network_files import NetworkFile, network_file_system
+from penstock.storage.objects import FETCH_THREADS
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 
@@ -46,6 +51,9 @@ ENGINE_BYTES = 16 * MIB
 ENGINE_CUDA_BYTES = 96 * MIB
 """The same to a GPU. Source: one H200, files in memory: 64 MiB take 11 ms here and 17 there, 96 MiB 16 and 17,
 128 MiB 22 and 15, 256 MiB 41 and 21."""
+
+NETWORK_READS = 8
+"""Reads of a file on a network file system under way at once."""
 
 
 class FileReader:
@@ -62,7 +70,8 @@ class FileReader:
         self._device = device
         self._settings = settings
         self._intake = Intake(settings, device)
-        self._intake.is_remote = is_remote(source.uri)
+        # A file on a network file system is as far away as an object.
+        self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
         # One read on the engine at a time: the staging is one pool, and a run takes all of it.
         self._turn = threading.Lock()
 
@@ -73,7 +82,7 @@ class FileReader:
 
     def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
-        run = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        run = _empty(nbytes, device)
         is_host = device.type == "cpu"
         # Pinned, so that the copy to the device is one transfer instead of two.
         staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -94,6 +103,9 @@ class FileReader:
         enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
         if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self._source, device)
+        first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
+        if isinstance(self._source, ReadAhead) and self._source.is_ahead(first, last):
+            return _read_here(plan, self._source, device)
         with self._turn, lifecycle.deferred():
             return self._read_on_engine(plan, device)
 
@@ -107,10 +119,12 @@ class FileReader:
         # To other devices the bytes go through the host's memory, like those that cannot be read into their places.
         staged = is_cuda or not bool(plan.covered().all())
         pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
+        # The engine has its own reads under way, and asks for each byte once.
+        source = self._source.source if isinstance(self._source, ReadAhead) else self._source
         try:
             with LoadRun(
                 plan,
-                [self._source] * (int(plan.read_file.max()) + 1),
+                [source] * (int(plan.read_file.max()) + 1),
                 place,
                 pool=pool,
                 num_fetch_threads=min(self._intake.num_reads, plan.num_reads),
@@ -133,7 +147,7 @@ class FileReader:
 
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
     """Make the plan's reads on this thread, through one staging buffer where they cannot go straight to the slabs."""
-    slabs = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in plan.slab_nbytes.tolist()]
+    slabs = [_empty(nbytes, device) for nbytes in plan.slab_nbytes.tolist()]
     is_host = device.type == "cpu"
     direct = plan.covered().tolist() if is_host else [False] * plan.num_reads
     pinned = device.type == "cuda"
@@ -151,6 +165,14 @@ def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[tor
             # Blocking: the staging buffer is filled again by the next read.
             _target(plan, slabs, segment).view(rows, run).copy_(piece)
     return slabs
+
+
+def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return new memory, as `[nbytes]` uint8."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # By numpy, which asks the kernel for huge pages from 4 MiB on. Torch's memory takes a page fault every 4 KiB.
+    return torch.from_numpy(np.empty(nbytes, np.uint8))
 
 
 def _target(plan: LoadPlan, slabs: list[torch.Tensor], segment: int) -> torch.Tensor:
@@ -176,6 +198,7 @@ class safe_open:
         device: `cpu`, `cuda`, `cuda:1`, an index of a CUDA device, or a torch.device; numpy takes the CPU only.
         backend: `mmap` maps a local file, `pread` reads it into fresh memory; both give the same tensors.
         storage_options: credentials and endpoint of an object store.
+        memory_bytes: host memory for reads ahead and for staging; None: `PENSTOCK_MEMORY_BYTES`.
 
     Raises:
         FormatError: it is no safetensors file, or its header does not fit its bytes.
@@ -197,6 +220,7 @@ class safe_open:
         *,
         backend: str = "mmap",
         storage_options: Mapping[str, str] | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         if not isinstance(framework, str):
             raise TypeError(f"argument 'framework': expected str, not {type(framework).__name__}")
@@ -213,7 +237,10 @@ class safe_open:
             except ConfigError as error:
                 raise also(error, TypeError) from None
             with lifecycle.deferred():
-                self._file: _File | None = _File(name, place, mapped=backend == "mmap", storage_options=storage_options)
+                settings = Settings.read(memory_bytes=memory_bytes)
+                self._file: _File | None = _File(
+                    name, place, settings, mapped=backend == "mmap", storage_options=storage_options
+                )
         self._numpy = framework in _NUMPY
 
     def __enter__(self) -> Self:
@@ -265,6 +292,24 @@ class safe_open:
             if self._numpy:
                 return {name: file.array(file.row(name), ()) for name in file.table.names}
             return file.tensors()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say which tensors will be asked for, in this order, so that a remote file is read ahead of the requests.
+
+        Without it, read-ahead follows the order of the file once requests do; see `loader.read_ahead`. Tensors that are
+        left out, or asked for in parts or in another order, are read all the same. It does nothing for a mapped file.
+
+        Args:
+            names: names of tensors in this file.
+
+        Raises:
+            NotFound: the file has no tensor of a name.
+
+        Cost: no read yet: the first request begins them. Ownership: any thread.
+        """
+        with _as_safetensors_raises():
+            file = self._open()
+            file.expect([file.row(name) for name in names])
 
     def _open(self) -> _File:
         if self._file is None:
@@ -324,16 +369,26 @@ class _File:
     """An open file: header, source, and the reading of rows and boxes. Closed with its last reference."""
 
     def __init__(
-        self, path: str, device: torch.device, *, mapped: bool, storage_options: Mapping[str, str] | None
+        self,
+        path: str,
+        device: torch.device,
+        settings: Settings,
+        *,
+        mapped: bool,
+        storage_options: Mapping[str, str] | None,
     ) -> None:
         self.device = device
         self._mapping: MappedFile | None = None
-        settings = Settings.read()
         # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
         with lifecycle.let_through() if is_remote(path) else nullcontext():
-            self.source: Source = open_source(path, settings=settings, storage_options=storage_options)
-            self._reader = FileReader(self.source, device, settings)
-            self.header: Header = read_header(self.source)
+            source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
+            self.source: Source = source
+            if isinstance(source, ReadAhead):
+                # The engine's reads of a whole file are as many.
+                settings = replace(settings, fetch_threads=source.num_reads)
+            self._reader = FileReader(source, device, settings)
+            # Past the read-ahead, which would take the header for the beginning of a run.
+            self.header: Header = read_header(source.source if isinstance(source, ReadAhead) else source)
         # In file order.
         self.table: TensorTable = self.header.tensors
         self._rows = {name: row for row, name in enumerate(self.table.names)}
@@ -345,10 +400,14 @@ class _File:
         # calls would leave the source open.
         if hasattr(self, "_reader"):
             with lifecycle.postponed():
-                self._reader.close()
-                self.source.close()
-                if self._mapping is not None:
-                    self._mapping.close()
+                self.close()
+
+    def close(self) -> None:
+        """Close reader, source and mapping; tensors of a mapping stay. Idempotent."""
+        self._reader.close()
+        self.source.close()
+        if self._mapping is not None:
+            self._mapping.close()
 
     def row(self, name: str) -> int:
         """Return the row of a tensor. NotFound: no tensor has the name. TypeError: `name` is no string."""
@@ -363,6 +422,14 @@ class _File:
         """Return the part of a row that torch's `index` selects, on the device; an empty tuple selects all of it."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
+        if isinstance(index, tuple) and not index:
+            if isinstance(self.source, ReadAhead) and self.device.type == "cpu" and self.table.nbytes[row]:
+                start = int(self.table.offset[row])
+                found = self.source.small(start, start + int(self.table.nbytes[row]))
+                if found is not None:
+                    # The allocator aligns it for every dtype.
+                    return torch.frombuffer(bytearray(found), dtype=kind).view(extent)
+            return as_tensor(self._whole(row), dtype, shape)
         if self._mapping is not None:
             return as_tensor(self._whole(row), dtype, shape)[index]
         basic = is_basic(index)
@@ -391,6 +458,12 @@ class _File:
         # With the ellipsis, integers alone give an array of no dims, not a scalar.
         return part[(*rest, ...)]
 
+    def expect(self, rows: Sequence[int]) -> None:
+        """Hand the places of rows, in the order in which they will be read, to the read-ahead if there is one."""
+        if isinstance(self.source, ReadAhead):
+            starts, stops = self.table.offset[rows], self.table.offset[rows] + self.table.nbytes[rows]
+            self.source.expect(zip(starts.tolist(), stops.tolist(), strict=True))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor, in the order of the file; small neighbours share one allocation."""
         plan = self._plan(range(len(self.table)))
@@ -414,8 +487,8 @@ class _File:
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
-        # One read needs no plan, which would take ten times as long as the rest.
-        if nbytes <= self._reader.chunk_bytes:
+        # One read needs no plan, which would take ten times as long as the rest. Read-ahead cuts large ones itself.
+        if nbytes <= self._reader.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
             return self._reader.read_run(offset, nbytes, self.device)
         return self._slabs(self._plan([row]), self.device)[0]
 
@@ -441,6 +514,22 @@ class _File:
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
         # A tensor without bytes has no slab.
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
+
+
+def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:
+    """Open a file; with read-ahead if each read of it is a round trip to a server."""
+    if not is_remote(path) and network_file_system(local_path(path)):
+        file = NetworkFile(local_path(path))
+        # In the page cache it is as near as a local one, and mapping it costs nothing.
+        if not (can_map and file.is_cached()):
+            return ReadAhead(
+                file, settings, num_reads=settings.fetch_threads or NETWORK_READS, stall_s=settings.stall_s
+            )
+        file.close()
+    source = open_source(path, settings=settings, storage_options=storage_options)
+    if not is_remote(source.uri):
+        return source
+    return ReadAhead(source, settings, num_reads=settings.fetch_threads or FETCH_THREADS)
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:

@@ -42,7 +42,7 @@ from penstock.storage.io_uring import Uring, refusal
 from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
-from penstock.storage.weight_set import Names, Uris, WeightSet, open_weights
+from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, open_weights
 from penstock.types import MIB, Box, DType, Manifest, TensorTable
 
 MIN_CHUNK_BYTES = 64 << 10
@@ -180,8 +180,20 @@ class Intake:
             threading.Thread(target=pool.close, name="penstock-unpin").start()
 
 
+def _filled(uri: Uris, options: Options, settings: Settings) -> str:
+    """Bring a model into the local cache of its hub; return its pinned URI. ConfigError: see `fill_weights`."""
+    if not isinstance(uri, str | os.PathLike):
+        raise ConfigError("cache=True takes one URI, not a list", hint="give org/name or hf://")
+    # On first use: most loads write no cache.
+    from penstock.storage.fill import fill_weights
+
+    with Progress(options.progress, str(uri)) as progress:
+        filled = fill_weights(uri, settings=settings, storage_options=options.storage_options, on_bytes=progress)
+    return filled.uri
+
+
 def _local_nbytes(uri: Uris) -> int:
-    """Return the bytes of the safetensors files of a local path, roughly; 0 where only their headers could tell."""
+    """Return the bytes of the files of weights of a local path, roughly; 0 where only their headers could tell."""
     uris = texts_of(uri)
     if len(uris) != 1 or is_remote(uris[0]):
         return 0
@@ -190,7 +202,7 @@ def _local_nbytes(uri: Uris) -> int:
         if os.path.isfile(path):
             return os.path.getsize(path)
         with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors"))
+            return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".safetensors", ".gguf")))
     except OSError:
         return 0
 
@@ -220,6 +232,7 @@ class Options:
     storage_options: Mapping[str, str] | None = None
     progress: ProgressOption = None
     trace: str | os.PathLike[str] | None = None
+    cache: bool = False
 
 
 Batch = tuple[Sequence[str], list[torch.Tensor]]
@@ -234,9 +247,12 @@ class Session(Closing):
         in_group: others may bring the bytes: staging is made when a read needs it.
         local_world_size: processes that read on this host at the same time, as part of the same load.
         journey: name of its journey in the record of phases; empty: it is a part of another journey.
+        weights: the files of `uri`, open already; they stay open, and the caller's to close.
 
     Attributes:
         group_bytes: that came from other ranks.
+        paths: bytes read per (file index, path word); those of the run, where there is one.
+        is_touched: whether a target can have been written to without a run.
     """
 
     def __init__(
@@ -248,10 +264,12 @@ class Session(Closing):
         in_group: bool = False,
         local_world_size: int = 1,
         journey: str = "load",
+        weights: WeightSet | None = None,
     ) -> None:
         self.options = options
         self.settings = settings
-        self.phases = Phases("open", journey=journey, model=next(iter(texts_of(uri)), ""))
+        first = "cache" if options.cache else "open"
+        self.phases = Phases(first, journey=journey, model=next(iter(texts_of(uri)), ""))
         self.intake = Intake(settings, options.device, local_world_size)
         # From here on every error ends the phase: one that goes on would keep the process from being ready for ever.
         try:
@@ -262,8 +280,12 @@ class Session(Closing):
             # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
             # interrupt must end it.
             opening = lifecycle.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
+            self._is_owner = weights is None
             with opening:
-                self.weights: WeightSet = open_weights(
+                if options.cache:
+                    uri = _filled(uri, options, settings)
+                    self.phases.enter("open")
+                self.weights: WeightSet = weights or open_weights(
                     uri, settings=settings, storage_options=options.storage_options, names=options.names
                 )
         except BaseException as error:
@@ -277,6 +299,8 @@ class Session(Closing):
         self.verified = False
         self.why = ""
         self.group_bytes = 0
+        self.paths: dict[tuple[int, str], int] = {}
+        self.is_touched = False
         self._reads_all = not in_group and local_world_size == 1
         self._digested: list[Digested] = []
 
@@ -284,7 +308,7 @@ class Session(Closing):
         """Return the bytes that came so far, by source and path; for metrics, from any thread."""
         received: dict[tuple[str, str], int] = {}
         # A copy: readers add paths meanwhile.
-        for (_, path), nbytes in list(self.run.paths.items()) if self.run is not None else ():
+        for (_, path), nbytes in list(self.paths.items()):
             key = ("cache" if path == "cache" else "storage", path)
             received[key] = received.get(key, 0) + nbytes
         if self.group_bytes:
@@ -304,7 +328,8 @@ class Session(Closing):
         self.intake.close()
         if self._mappings is not None:
             self._mappings.close()
-        self.weights.close()
+        if self._is_owner:
+            self.weights.close()
         self.phases.close()
 
     def __exit__(self, *raised: object) -> None:
@@ -345,7 +370,15 @@ class Session(Closing):
         return tuple(boxes.get(name) for name in table.names)
 
     def make_plan(
-        self, table: TensorTable, boxes: Sequence[Box | None], *, pack: bool, exact: bool, chunk_bytes: int = 0
+        self,
+        table: TensorTable,
+        boxes: Sequence[Box | None],
+        *,
+        pack: bool,
+        exact: bool,
+        aligned: bool = True,
+        chunk_bytes: int = 0,
+        max_gap_bytes: int = MAX_GAP_REMOTE_BYTES,
     ) -> LoadPlan:
         """Plan the rows of `table` (in file order).
 
@@ -354,7 +387,9 @@ class Session(Closing):
             boxes: region of each, or None.
             pack: see `plan_load`.
             exact: read no byte that is not wanted (the destination itself is read into).
+            aligned: begin and end reads at pages; False: reads without a gap in them can go to the destination itself.
             chunk_bytes: largest read, at least the intake's.
+            max_gap_bytes: unwanted bytes read rather than skipped, at most what the source's kind allows.
         """
         max_read = self.intake.chunk_bytes
         # Where the destination itself is read into, it has no room for bytes of a page's rest or a gap.
@@ -365,8 +400,8 @@ class Session(Closing):
             chunk_bytes=max(chunk_bytes, max_read),
             boxes=boxes,
             pack=pack,
-            align_bytes=1 if exact or self.intake.is_remote else PAGE_BYTES,
-            max_gap_bytes=0 if exact else min(gap, max_read),
+            align_bytes=1 if exact or not aligned or self.intake.is_remote else PAGE_BYTES,
+            max_gap_bytes=0 if exact else min(gap, max_gap_bytes, max_read),
         )
         return self.plan
 
@@ -411,6 +446,7 @@ class Session(Closing):
             reads=reads,
             window_bytes=window_bytes,
         )
+        self.paths = self.run.paths
         self.run.start()
         return self.run
 
@@ -461,7 +497,7 @@ class Session(Closing):
         sources = self.weights.sources
         # By bytes: `load_into(strict=False)` skips tensors, and boxes skip parts.
         is_whole = self.options.names is None and plan.nbytes == self.manifest.nbytes
-        if not self._reads_all or not is_whole or not sources:
+        if not self._reads_all or not is_whole or not sources or not fills_files(self.manifest):
             return False
         self._digested = [source for source in sources if isinstance(source, Digested) and source.check_whole()]
         return len(self._digested) == len(sources)
@@ -561,7 +597,6 @@ class Session(Closing):
             self.trace.save(self.options.trace)
         if self._digested:
             self._conclude_files()
-        paths = run.paths if run is not None else {}
         files = [
             FilePath(
                 uri=self.weights.sources[file].uri,
@@ -569,7 +604,7 @@ class Session(Closing):
                 path=path,
                 why=self._why_not_faster(file, path),
             )
-            for (file, path), nbytes_read in sorted(paths.items())
+            for (file, path), nbytes_read in sorted(self.paths.items())
         ]
         if self.group_bytes:
             files.append(FilePath(uri=self.weights.uri, nbytes=self.group_bytes, path="group", why=""))
@@ -580,7 +615,7 @@ class Session(Closing):
             device=str(self.options.device),
             num_tensors=num_tensors,
             nbytes=nbytes,
-            read_bytes=sum(paths.values()),
+            read_bytes=sum(self.paths.values()),
             wall_s=sum(phases.values()),
             phases=phases,
             busy_s=self.trace.busy_s(),

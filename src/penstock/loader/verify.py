@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, 
 from penstock.loader.progress import Counter, Progress, ProgressOption
 from penstock.report import Summarised, bytes_text, plain
 from penstock.storage import is_remote, local_path, pinned, read_small, text_of, weight_set, write_small
+from penstock.storage.gguf import Blocks, blocks_of
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import texts_of
 from penstock.storage.output import typed
@@ -40,9 +41,11 @@ class InspectReport(Summarised):
     num_tensors: int
     nbytes: int
     dtypes: Mapping[str, int]
-    """Bytes of each dtype."""
+    """Bytes of each dtype; of each type of GGUF, such as `Q4_K`, where tensors are blocks of that type."""
     not_loadable: tuple[str, ...]
     """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    """Type and shape in elements of the quantised tensors of GGUF files, by name. `load` gives their bytes, U8."""
 
     def summary(self) -> str:
         """Return a line for people, and a second one for tensors that cannot be loaded."""
@@ -86,15 +89,18 @@ def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> I
     """
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         table = weights.manifest.tensors
+        blocks = blocks_of(weights.manifest)
         dtypes: dict[str, int] = {}
-        for dtype, nbytes in zip(table.dtypes, table.nbytes.tolist(), strict=True):
-            dtypes[dtype.value] = dtypes.get(dtype.value, 0) + nbytes
+        for name, dtype, nbytes in zip(table.names, table.dtypes, table.nbytes.tolist(), strict=True):
+            kind = blocks[name].type if name in blocks else dtype.value
+            dtypes[kind] = dtypes.get(kind, 0) + nbytes
         return InspectReport(
             uri=weights.uri,
             manifest=weights.manifest,
             num_tensors=len(table),
             nbytes=weights.manifest.nbytes,
             dtypes=dtypes,
+            blocks=blocks,
             not_loadable=tuple(n for n, dtype in zip(table.names, table.dtypes, strict=True) if dtype in NOT_IN_TORCH),
         )
 

@@ -210,10 +210,11 @@ ALIGN_BYTES = 8
 """Of tensors in a file: the largest element. Source: safetensors README, "Format": writers align by sorting dtypes."""
 
 
-def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
+def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) -> OutputFiles:
     """Put tensors into files of at most `shard_bytes` (one tensor may be more), group by group, in the order given.
 
-    In a file wider elements come first, so that all are aligned without gaps, as the format's own writer does.
+    In a file wider elements come first, so that all are aligned without gaps, as the format's own writer does. With
+    `align_bytes` every tensor is padded to a multiple of it.
 
     Raises:
         PlanError: two tensors of one name, or elements that do not fill whole bytes.
@@ -248,7 +249,7 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int) -> OutputFiles:
         # Every width divides the wider ones, so offsets stay aligned; by number then, for one order on every host.
         for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
             file_index[i], offset[i] = index, at
-            at += sizes[i]
+            at += -(-sizes[i] // align_bytes) * align_bytes
         bodies.append(at)
     table = TensorTable(
         names=tuple(names),

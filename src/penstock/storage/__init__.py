@@ -128,12 +128,19 @@ def _hugging_face() -> Storage:
     return HuggingFaceStorage()
 
 
+def _model_scope() -> Storage:
+    from penstock.storage.model_scope import ModelScopeStorage
+
+    return ModelScopeStorage()
+
+
 # By the same call that users register theirs with.
 for _scheme in ("s3", "gs", "az"):
     register_storage(_scheme, _object_stores)
 for _scheme in ("http", "https"):
     register_storage(_scheme, _http)
 register_storage("hf", _hugging_face)
+register_storage("ms", _model_scope)
 
 
 def local_path(uri: str) -> str:

@@ -35,8 +35,11 @@ import blake3
 import xxhash
 
 from penstock.config import Settings
+from penstock.errors import IntegrityError
 from penstock.lifecycle import let_go_in_children
+from penstock.storage.file_digest import FileDigest
 from penstock.storage.local import MAX_BUFFERS
+from penstock.storage.repository import HubSource
 from penstock.storage.source import Source, span, take
 from penstock.totals import Total
 from penstock.types import MIB
@@ -127,6 +130,12 @@ class CachedSource:
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * _OTHERS_SHARE
         self._lock = threading.Lock()
+        # Over all that is read through the cache, from the disk or from the hub: what the source itself brings need not
+        # be the whole file.
+        self._digest: FileDigest | None = None
+        if isinstance(source, HubSource) and source.sha256 is not None:
+            source.leave_unchecked()
+            self._digest = FileDigest(source.sha256, self.nbytes, self.uri, settings.stall_s)
         # Refused is more than unwritable: chunks of such a directory are not even read.
         if refusal := directory.refusal():
             self._is_refused = True
@@ -134,6 +143,36 @@ class CachedSource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. `cache` when every byte came from the cache, else the source's own word."""
+        views = list(buffers)
+        try:
+            path = self._read(offset, views)
+        except BaseException:
+            if self._digest is not None:
+                # Reads that wait for the bytes of this one must not wait for ever.
+                self._digest.abandon()
+            raise
+        if self._digest is not None:
+            try:
+                self._digest.add(offset, views)
+            except IntegrityError:
+                # The next load must not find them.
+                self.forget(0, self.nbytes)
+                raise
+        return path
+
+    @property
+    def is_checked(self) -> bool:
+        """See `Digested`."""
+        return self._digest is not None and self._digest.is_equal
+
+    def check_whole(self) -> bool:
+        """See `Digested`. False if the source's storage lists no digest."""
+        if self._digest is None:
+            return False
+        self._digest.is_wanted = True
+        return True
+
+    def _read(self, offset: int, buffers: Sequence[memoryview]) -> str:
         stop, left = span(self, offset, buffers)
         # One deadline for all chunks of the read: each may be in the hands of another process.
         path, until = "cache", time.monotonic() + self._others_s

@@ -6,20 +6,31 @@ Not here: which files a model has (`locate`, `list_uris`), what is in them (`wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Settings
 from penstock.errors import PlanError
 from penstock.storage import Digested, Source, open_source
 from penstock.storage.output import require_room, typed
+from penstock.storage.source import require_checked
 from penstock.types import MIB
 
 _PIECE_BYTES = 8 * MIB
 # Reads under way at once: what hides the latency of an object store for one file or for many, in 128 MiB of buffers.
 _THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downloaded:
+    """The files that a `download` has copied."""
+
+    nbytes: int
+    compared: frozenset[str]
+    """URIs of the files whose content was compared with the digest that the storage has of them."""
 
 
 def inside(directory: Path, name: str, *, uri: str) -> Path:
@@ -40,17 +51,21 @@ def download(
     *,
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
-) -> int:
-    """Copy files of a storage to local paths, several ranges at once; return their bytes.
+    on_file: Callable[[str], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Downloaded:
+    """Copy files of a storage to local paths, several ranges at once.
 
     Args:
         files: URI -> path. Directories are created, and a file that is there is replaced from its first byte on.
         settings: limits and the cache.
         storage_options: credentials and endpoints, as obstore names them.
+        on_file: called with the URI of each file that is complete and compared, in the order of `files`.
+        on_bytes: called with the bytes of each range that was written, in the caller's thread like `on_file`.
 
     Raises:
         DiskFull, DestinationError: a path cannot be written.
-        IntegrityError: a file differs from the digest that its storage has of it.
+        IntegrityError: a file differs from the digest that its storage has of it, or could not be compared in time.
         SourceError: the storage failed, or a file changed while it was read.
 
     After an error the paths may hold parts of their files: copy to a directory that nobody reads, then rename.
@@ -58,15 +73,15 @@ def download(
 
     def open_one(uri: str, path: Path) -> Source:
         source = stack.enter_context(closing(open_source(uri, settings=settings, storage_options=storage_options)))
-        if isinstance(source, Digested):
-            source.check_whole()
+        if isinstance(source, Digested) and source.check_whole() and source.nbytes:
+            compared[uri] = source
         with typed(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
                 file.truncate(source.nbytes)
         return source
 
-    def copy_range(source: Source, path: Path, start: int) -> None:
+    def copy_range(source: Source, path: Path, start: int) -> int:
         piece = memoryview(bytearray(min(_PIECE_BYTES, source.nbytes - start)))
         source.readv(start, [piece])
         with typed(path), open(path, "r+b", buffering=0) as file:
@@ -74,7 +89,9 @@ def download(
             left = piece
             while left.nbytes:
                 left = left[file.write(left) :]
+        return piece.nbytes
 
+    compared: dict[str, Digested] = {}
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
@@ -82,14 +99,20 @@ def download(
             if files:
                 require_room(next(iter(files.values())), sum(source.nbytes for source in sources))
             ranges = [
-                pool.submit(copy_range, source, path, start)
+                [pool.submit(copy_range, source, path, start) for start in range(0, source.nbytes, _PIECE_BYTES)]
                 for source, path in zip(sources, files.values(), strict=True)
-                for start in range(0, source.nbytes, _PIECE_BYTES)
             ]
-            for done in ranges:
-                done.result()
+            for uri, ranges_of_file in zip(files, ranges, strict=True):
+                for done in ranges_of_file:
+                    nbytes = done.result()
+                    if on_bytes is not None:
+                        on_bytes(nbytes)
+                if uri in compared:
+                    require_checked(compared[uri])
+                if on_file is not None:
+                    on_file(uri)
         except BaseException:
             # Ranges that have not begun would be read for nothing. Those under way end before the sources are closed.
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-        return sum(source.nbytes for source in sources)
+        return Downloaded(nbytes=sum(source.nbytes for source in sources), compared=frozenset(compared))

@@ -118,6 +118,25 @@ class FileSource(LocalFile):
         self.require_unmodified()
         return path
 
+    def read_through(self, offset: int, buffer: memoryview) -> str:
+        """Fill a buffer through the page cache, whatever is in it; for a range that `read_ahead` was asked for.
+
+        Returns:
+            `page-cache` where the range was cached when that was first asked, else `buffered`.
+
+        Raises: as `readv`.
+        """
+        stop = offset + buffer.nbytes
+        if stop > self.nbytes or offset < 0:
+            raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+        is_cached = self.cached_fd(offset, buffer.nbytes) is not None
+        self._read_buffered(offset, [buffer])
+        self.require_unmodified()
+        if is_cached:
+            return "page-cache"
+        self.why = self.why or "read ahead into the page cache: the destination is not aligned for direct I/O"
+        return "buffered"
+
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
         """Return a descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
 

@@ -49,9 +49,10 @@ class PlainAddress:
     Args:
         uri: http:// or https://, with user and password or not.
         options: `bearer_token`, or `username` and `password`; sent to the URL's own origin only.
+        cookie: a token in the form `name=value`, sent there too.
     """
 
-    def __init__(self, uri: str, options: Mapping[str, str]) -> None:
+    def __init__(self, uri: str, options: Mapping[str, str], *, cookie: str = "") -> None:
         try:
             self._origin = urlsplit(uri)
             # `port` is parsed when it is read: a bad one must fail here, as a ConfigError, and not in the first
@@ -71,6 +72,8 @@ class PlainAddress:
         elif user:
             pair = f"{user}:{options.get('password', unquote(self._origin.password or ''))}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+        if cookie:
+            self._headers["Cookie"] = cookie
         self._origin = self._origin._replace(netloc=self._origin.netloc.rpartition("@")[2], fragment="")
         self._current = self._origin
 

@@ -24,6 +24,7 @@ from penstock.storage import (
     is_remote,
     list_uris,
     local_path,
+    pickled,
     pinned,
     read_small,
     registered_schemes,
@@ -34,6 +35,7 @@ from penstock.storage.safetensors import parse_index
 SIDECAR = "penstock.manifest"
 """Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
+GGUF_SUFFIX = ".gguf"
 INDEX_SUFFIX = ".safetensors.index.json"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?")
 """A name as Hugging Face has it: an owner and a repository, with a revision or not."""
@@ -42,7 +44,12 @@ _INDEX = f"model{INDEX_SUFFIX}"
 # Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
 _MODEL = re.compile(r"(^|/)model(-\d+-of-\d+)?\.safetensors$")
 _CONSOLIDATED = re.compile(r"(^|/)consolidated([.-][^/]*)?\.safetensors$")
-_ONLY = "name a file, or a directory or prefix that has files of safetensors itself; other formats are not read"
+_ONLY = (
+    "name a file, or a directory or prefix that has files of safetensors or one GGUF model itself; no others are read"
+)
+_FILES = (SUFFIX, GGUF_SUFFIX)
+# As `llama-gguf-split` names the parts of a model.
+_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 Uri = str | os.PathLike[str]
 Uris = Uri | Sequence[Uri]
@@ -69,11 +76,13 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     """Find the files of a weight set; bodies and headers are not read.
 
     A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
-    `*.safetensors` count, not those of directories below, nor `consolidated*` beside `model*`.
+    `*.safetensors` count, not those of directories below, nor `consolidated*` beside `model*`. A directory without
+    them may have one model of GGUF. Any file of a split one stands for all its parts.
 
     Raises:
-        NotFound: no such place, or no safetensors file in it.
-        FormatError: the index is malformed, or names files outside its directory.
+        NotFound: no such place, or no file of weights in it.
+        FormatError: the index is malformed, or names files outside its directory. UnsafeFormat: pickled weights only.
+        ConfigError: several models of GGUF in one directory.
     """
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     texts = [pinned(text, settings=settings, storage_options=storage_options) for text in texts_of(uri)]
@@ -88,7 +97,10 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
             raise NotFound("no such index", uri=display(place))
         return _of_index(place, place, raw, prefix)
     if _is_file(place):
-        return _of_files(place, [place], _sidecar_of_only_file(place) or _sidecar_of(place))
+        return _of_files(place, _parts(place), _sidecar_of_only_file(place) or _sidecar_of(place))
+    # A local file is judged by its content, when it is opened.
+    if is_remote(place) and not _is_glob(place) and pickled.is_weights(place):
+        raise pickled.refusal([place], display(place))
     if prefix is None or _is_glob(place):
         listed = list_uris(place, settings=settings, storage_options=storage_options)
         return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
@@ -99,7 +111,8 @@ def look(uri: Uri) -> None:
     """Raise unless a local place is there, before torch is imported to read it; open no file, ask no remote storage.
 
     Raises:
-        NotFound: it is not there, or has no safetensors file. PermissionDenied, SourceUnavailable: see `list_uris`.
+        NotFound: it is not there, or has no file of weights. UnsafeFormat, ConfigError: as `resolve`.
+        PermissionDenied, SourceUnavailable: see `list_uris`.
     """
     place = _text(uri)
     # A remote place is a round trip away, and reading it will tell.
@@ -153,7 +166,7 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
 def _nothing_at(path: str) -> NotFound:
     """Return the error for a local path that is not there, or has no file of weights in it."""
     if os.path.isdir(path):
-        return NotFound(f"no *{SUFFIX} there", uri=path, hint=_ONLY)
+        return NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} there", uri=path, hint=_ONLY)
     # `s3:/bucket` is a path to the system, and a slip to its user.
     scheme, _, rest = path.partition(":/")
     hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
@@ -215,7 +228,7 @@ def _text(uri: object) -> str:
         return text
     # As engines take it: a path first. `models/llama` beside a directory `models` is a slip, not a repository. So is a
     # file of weights that is not there.
-    is_name = _REPOSITORY.fullmatch(text) and not text.endswith((SUFFIX, INDEX_SUFFIX))
+    is_name = _REPOSITORY.fullmatch(text) and not text.endswith((*_FILES, INDEX_SUFFIX))
     if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
     return local_path(text)
@@ -224,7 +237,9 @@ def _text(uri: object) -> str:
 def model_name(uri: str) -> str:
     """Return the default name of a weight set: the last part of its path. ConfigError for a glob."""
     last = PurePosixPath(urlsplit(uri).path or uri).name
-    for ending in (INDEX_SUFFIX.removeprefix(SUFFIX), SUFFIX):
+    if (part := _PART.fullmatch(last)) is not None:
+        last = part["model"]
+    for ending in (INDEX_SUFFIX.removeprefix(SUFFIX), *_FILES):
         last = last.removesuffix(ending)
     if not last or any(letter in last for letter in "*?["):
         raise ConfigError(f"{uri!r} gives the model no name", hint="give --model NAME")
@@ -249,8 +264,8 @@ def _is_file(uri: str) -> bool:
         return False
     if not is_remote(uri):
         # By its name too where it is absent: the error must then be of a missing file, not of an empty directory.
-        return os.path.isfile(local_path(uri)) or (uri.endswith(SUFFIX) and not os.path.isdir(local_path(uri)))
-    return uri.partition("?")[0].endswith(SUFFIX) if _is_http(uri) else uri.endswith(SUFFIX)
+        return os.path.isfile(local_path(uri)) or (uri.endswith(_FILES) and not os.path.isdir(local_path(uri)))
+    return uri.partition("?")[0].endswith(_FILES) if _is_http(uri) else uri.endswith(_FILES)
 
 
 def _prefix_of(uri: str) -> str | None:
@@ -267,8 +282,22 @@ def _is_child(uri: str, prefix: str | None) -> bool:
 
 
 def _sidecar_of(file: str) -> str | None:
-    """Return where a single file's manifest is; a URL with a query has no such place."""
-    return None if _is_http(file) and "?" in file else f"{file}.{SIDECAR}"
+    """Return where a single file's manifest is, beside the first part of several; a URL with a query has no place."""
+    return None if _is_http(file) and "?" in file else f"{_parts(file)[0]}.{SIDECAR}"
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file's name says that it is one of several parts of a model of GGUF."""
+    return _PART.fullmatch(name) is not None
+
+
+def _parts(file: str) -> list[str]:
+    """Return all files of a split model of GGUF of which one is named; else the file."""
+    part = _PART.fullmatch(file)
+    # One is enough to know the others, and a part alone is no model.
+    if part is None or not int(part["number"]) <= int(part["count"]) or "00000" in (part["number"], part["count"]):
+        return [file]
+    return [f"{part['model']}-{i + 1:05}-of-{part['count']}{GGUF_SUFFIX}" for i in range(int(part["count"]))]
 
 
 def _sidecar_of_only_file(file: str) -> str | None:
@@ -276,7 +305,7 @@ def _sidecar_of_only_file(file: str) -> str | None:
 
     Engines find the files of a model themselves, and pass a model of one file as this file.
     """
-    if is_remote(file) or not file.endswith(SUFFIX) or os.path.exists(f"{file}.{SIDECAR}"):
+    if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
     prefix = file[: file.rfind("/") + 1]
     if not (os.path.isfile(file) and os.path.isfile(f"{prefix}{SIDECAR}")):
@@ -286,17 +315,41 @@ def _sidecar_of_only_file(file: str) -> str | None:
     except PermissionError:
         # A directory may be entered and not listed: then nothing says that the manifest is of this file alone.
         return None
-    return f"{prefix}{SIDECAR}" if [f"{prefix}{name}" for name in _weights(names, file, "")] == [file] else None
+    try:
+        only = [f"{prefix}{name}" for name in _weights(names, file, "")]
+    except ConfigError:
+        # Several models of GGUF: the directory's manifest is of none of them.
+        return None
+    return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
 
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    """Return the files of weights among `uris`. NotFound where there is none."""
-    files = [name for name in uris if name.endswith(SUFFIX) and _is_child(name, prefix)]
+    """Return the files of weights among `uris`. NotFound where there is none; UnsafeFormat where all are pickled."""
+    here = [name for name in uris if _is_child(name, prefix)]
+    files = [name for name in here if name.endswith(SUFFIX)]
     if not files:
-        raise NotFound(f"no *{SUFFIX} there", uri=display(place), hint=_ONLY)
+        return _gguf_files(here, place, prefix)
     if prefix is not None and any(_MODEL.search(name) for name in files):
         return [name for name in files if not _CONSOLIDATED.search(name)]
     return files
+
+
+def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
+    """Return the files of the one model of GGUF in a directory, or all that a glob matches."""
+    files = sorted(name for name in uris if name.endswith(GGUF_SUFFIX))
+    if not files:
+        unsafe = sorted(filter(pickled.is_weights, uris))
+        if unsafe:
+            raise pickled.refusal(unsafe, display(place))
+        raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} there", uri=display(place), hint=_ONLY)
+    models = {tuple(_parts(file)) for file in files}
+    # Repositories hold one model in many types. None of them is more right than another.
+    if prefix is not None and len(models) > 1:
+        names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
+        message = f"{len(models)} models of GGUF there: {names}{', ...' if len(models) > 8 else ''}"
+        raise ConfigError(message, uri=display(place), hint="name one of these files")
+    # Of a split model all its parts: one that was not listed is missing.
+    return [part for model in sorted(models) for part in model]
 
 
 def left_out(uri: str, taken: Collection[str]) -> list[str]:

@@ -30,8 +30,6 @@ from penstock.types import MIB
 _LINUX = sys.platform == "linux"
 # 2 MiB: on x86-64, and with 4 KiB pages on aarch64.
 _HUGE_PAGE_BYTES = 2 * MIB
-# 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
-_WILLNEED_BYTES = 2 * MIB
 # Source: include/uapi/asm-generic/mman-common.h; 22 since Linux 5.14.
 _MADV_POPULATE_READ = 22
 # Not in Python 3.11's mmap. MAP_NORESERVE: a file larger than memory may be mapped; MAP_FIXED: over what is there.
@@ -130,7 +128,7 @@ class MappedFile(LocalFile):
             start = max(offset - base, 0)
             nbytes = min(stop - base, part.nbytes) - start
             if cold:
-                self._read_ahead(base + start, nbytes)
+                self.read_ahead(base + start, nbytes)
             self._populate(part, start, nbytes, base)
             if cold:
                 self._touch(part, start, nbytes)
@@ -187,14 +185,6 @@ class MappedFile(LocalFile):
         """Return a mapping of the range for the time of one call, and its file offset."""
         start = offset - offset % PAGE_BYTES
         return Part(self._map(start, stop - start), 0, stop - start), start
-
-    def _read_ahead(self, offset: int, nbytes: int) -> None:
-        """Fill the page cache, in single pages and in calls that read_ahead_kb does not cut short."""
-        # Not by faults that read 2 MiB folios (MADV_HUGEPAGE), though they take a tenth of the CPU: those folios come
-        # out of large free blocks, which a virtual machine has given back to its host, and getting them again takes
-        # three times as long as the disk. Source: benchmarks/results/cpu2_202611/files.md.
-        for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
-            os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
     def _populate(self, part: Part, start: int, nbytes: int, base: int) -> None:
         try:

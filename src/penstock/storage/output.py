@@ -1,4 +1,4 @@
-"""Safetensors files as they are written: a set whose tensors come in any order, published whole or not at all.
+"""Files of weights as they are written: a set whose tensors come in any order, published whole or not at all.
 
 In: a table of tensors that have places, then their bytes, by any thread or process. Out: a directory or a prefix of
 objects that is a whole weight set when it appears.
@@ -27,11 +27,14 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
 from penstock.report import bytes_text
 from penstock.storage.local import exchange, reserve
-from penstock.storage.locate import SIDECAR
+from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
 
 log = logging.getLogger("penstock.storage")
+
+GGUF_FILE = "model.gguf"
+"""Name of a result that is one GGUF file."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -40,7 +43,7 @@ _UPLOADS = 4
 
 
 class OutputSet:
-    """A directory of safetensors files whose tensors have places before they have bytes; hidden until `publish`.
+    """A directory of files whose tensors have places before they have bytes; hidden until `publish`.
 
     Several processes may hold it open; each writes the bytes it has, in any order, once or more.
 
@@ -50,10 +53,12 @@ class OutputSet:
         body_nbytes: of each file.
         metadata: of every file.
         groups: of each file, where the set is several: in `table` its tensors have that and a slash before their names.
+        gguf_header: what the one file begins with, which is then a GGUF file; None: files of safetensors.
 
     Attributes:
         names: of the files.
         data_offset: where the bodies of each file begin.
+        metadata: of every file of safetensors.
     """
 
     def __init__(
@@ -63,12 +68,18 @@ class OutputSet:
         body_nbytes: Sequence[int],
         metadata: Mapping[str, str] | None = None,
         groups: Sequence[str] = (),
+        gguf_header: bytes | None = None,
     ) -> None:
         count = len(body_nbytes)
         self.groups = tuple(groups) or ("",) * count
         self.directory = directory
         self.table = table
         self._body_nbytes = body_nbytes
+        self.metadata = dict(metadata or {})
+        self._fds: list[int] = []
+        if gguf_header is not None:
+            self.names, self._headers, self.data_offset = [GGUF_FILE], [gguf_header], [len(gguf_header)]
+            return
         self.names = names_of(self.groups)
         # Entries in the order of the bodies, as all known writers leave them.
         order = np.lexsort((table.offset, table.file_index)).tolist()
@@ -81,7 +92,6 @@ class OutputSet:
         # Made now: a header's length is where the first body goes.
         self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
         self.data_offset = [len(header) for header in self._headers]
-        self._fds: list[int] = []
 
     @property
     def file_nbytes(self) -> list[int]:
@@ -288,6 +298,7 @@ class OutputRegion(OutputSet):
         self.data_offset = [0]
         self._body_nbytes = [int(table.nbytes.sum())]
         self._headers = [b""]
+        self.metadata = {"format": "pt"}
         self._fds = []
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -371,7 +382,8 @@ def require_free(into: Path, *, replace: bool = False) -> None:
         hint = "replace it with --force (replace=True), remove it, or write elsewhere"
         raise ConfigError("something is there already", uri=str(into), hint=hint)
     # What is replaced is removed with all that is in it: a slip in the path must not cost a home directory.
-    if not into.is_dir() or not ((into / SIDECAR).exists() or any(into.glob("*.safetensors"))):
+    weights = any(any(into.glob(f"*{suffix}")) for suffix in (SUFFIX, GGUF_SUFFIX))
+    if not into.is_dir() or not ((into / SIDECAR).exists() or weights):
         message = "only a directory with a weight set is replaced, and this has none"
         raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -67,7 +67,9 @@ class Header:
     nbytes: int
     """Size of the whole file."""
     digest: bytes
-    """BLAKE3 of the JSON."""
+    """BLAKE3 of the JSON; of a GGUF file, of all before the bodies."""
+    read_nbytes: int = 0
+    """Asked of the source to know all this."""
 
 
 # Without the garbage collector's bookkeeping: a header has 60,000 of these, and none of them forms a cycle.
@@ -102,8 +104,13 @@ _INDEX = msgspec.json.Decoder(_Index)
 _LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
 
 
-def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES) -> Header:
+def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first: bytearray | None = None) -> Header:
     """Read and check a file's header: one read when it fits in `guess_bytes`, else two.
+
+    Args:
+        source: the file.
+        guess_bytes: read at once.
+        first: the file's first bytes, where they were read already.
 
     Raises:
         FormatError: the header is malformed or lies; names the tensor and the fault.
@@ -111,8 +118,9 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES) -> Hea
     """
     if source.nbytes < 8:
         raise FormatError(f"{source.nbytes} bytes are no safetensors file", uri=source.uri)
-    first = bytearray(min(max(guess_bytes, 8), source.nbytes))
-    source.readv(0, [memoryview(first)])
+    if first is None:
+        first = bytearray(min(max(guess_bytes, 8), source.nbytes))
+        source.readv(0, [memoryview(first)])
     header_bytes = int.from_bytes(first[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"header of {header_bytes} bytes; the format allows {MAX_HEADER_BYTES}", uri=source.uri)
@@ -124,7 +132,8 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES) -> Hea
         rest = bytearray(stop - len(first))
         source.readv(len(first), [memoryview(rest)])
         first += rest
-    return parse_header(bytes(memoryview(first)[8:stop]), file_nbytes=source.nbytes, uri=source.uri)
+    header = parse_header(bytes(memoryview(first)[8:stop]), file_nbytes=source.nbytes, uri=source.uri)
+    return replace(header, read_nbytes=len(first))
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from penstock.config import Settings
 from penstock.entry_points import entry_points, load
-from penstock.errors import ConfigError, FormatError, SourceTruncated
+from penstock.errors import ConfigError, FormatError, IntegrityError, SourceTruncated
 from penstock.types import GIB
 
 MAX_SMALL_BYTES = GIB
@@ -106,6 +106,16 @@ class Digested(Protocol):
         one from the start, as of a header.
         """
         ...
+
+
+def require_checked(source: Digested) -> None:
+    """Raise IntegrityError unless the digest was compared, after all bytes were read; see `Digested`."""
+    if not source.is_checked:
+        raise IntegrityError(
+            "the content was not compared with the digest of its storage: a part came later than stall_s",
+            uri=getattr(source, "uri", None),
+            hint="try again, or raise PENSTOCK_STALL_S",
+        )
 
 
 class MemorySource:

@@ -27,8 +27,9 @@ from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.lifecycle import Closing
-from penstock.storage import Digested, Source, is_remote, open_source, read_small
-from penstock.storage.locate import Place, Uri, Uris, display, resolve, sidecar_uri, signature_uri
+from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small
+from penstock.storage.headers import read_header
+from penstock.storage.locate import Place, Uri, Uris, display, is_part, resolve, sidecar_uri, signature_uri
 from penstock.storage.manifest import (
     Sidecar,
     check_signature,
@@ -39,7 +40,8 @@ from penstock.storage.manifest import (
     sign,
     unpack,
 )
-from penstock.storage.safetensors import HEADER_GUESS_BYTES, Header, clip, read_header
+from penstock.storage.safetensors import Header, clip
+from penstock.storage.source import require_checked
 from penstock.types import I64, MIB, U64, FileEntry, Manifest, TensorTable
 
 __all__ = [
@@ -60,6 +62,9 @@ __all__ = [
 
 Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
 """Which tensors: a glob, a list of globs, a regex that is searched for, a test, or None for all."""
+
+Rename = Callable[[str, Header], Header]
+"""Gives a file's header, after the file's URI, other names for its tensors."""
 
 # Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
 # the 100 shards of a large checkpoint in a few round trips. Below the 32 connections that a load itself opens.
@@ -107,6 +112,7 @@ def open_weights(
     storage_options: Mapping[str, str] | None = None,
     names: Names = None,
     with_manifest: bool = True,
+    rename: Rename | None = None,
 ) -> WeightSet:
     """Open the files that `uri` names and read their headers; bodies are not read.
 
@@ -116,6 +122,8 @@ def open_weights(
         storage_options: credentials and endpoints, as obstore names them.
         names: only these tensors. With an index, files that hold none of them are not opened.
         with_manifest: read the manifest; False: as if there were none, for a caller that writes a new one.
+        rename: gives the header of each file, by the file's URI, other names: for sets that hold parts of one tensor
+            in several files.
 
     Returns:
         Tensors in file order, files by name. The caller closes it.
@@ -131,7 +139,7 @@ def open_weights(
     place = resolve(uri, settings=settings, storage_options=storage_options)
     if not with_manifest:
         place = replace(place, sidecar_uri=None)
-    return open_place(place, settings=settings, storage_options=storage_options, names=names)
+    return open_place(place, settings=settings, storage_options=storage_options, names=names, rename=rename)
 
 
 def open_place(
@@ -140,6 +148,7 @@ def open_place(
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
     names: Names = None,
+    rename: Rename | None = None,
 ) -> WeightSet:
     """Open the weights of a place already resolved, as `open_weights` does."""
     files = list(place.files)
@@ -148,8 +157,9 @@ def open_place(
         # Selected by the index alone, before any file is opened: a few tensors of a large model are one or two shards.
         needed = {place.weight_map[tensors[row]] for row in _select(tensors, names, place.uri)}
         files = [file for file in files if file[0] in needed]
-    opened, raw = _open_all(place, files, settings, storage_options)
+    opened, raw = _open_all(place, files, settings, storage_options, rename)
     try:
+        gguf.check_parts([(shard.name, shard.header) for shard in opened], place.uri)
         table = _join([shard.header.tensors for shard in opened], [shard.name for shard in opened], place.uri)
         if place.weight_map is not None:
             _hold_to_index(table, [shard.name for shard in opened], place.weight_map, str(place.index_uri))
@@ -160,8 +170,7 @@ def open_place(
         for shard in opened:
             shard.source.close()
         raise
-    # What `read_header` asked for: its first guess, or a longer header.
-    headers = sum(max(shard.header.data_offset, min(HEADER_GUESS_BYTES, shard.source.nbytes)) for shard in opened)
+    headers = sum(shard.header.read_nbytes for shard in opened)
     return WeightSet(
         uri=place.uri,
         manifest=manifest,
@@ -172,23 +181,30 @@ def open_place(
 
 
 def _open_all(
-    place: Place, files: Sequence[tuple[str, str]], settings: Settings, options: Mapping[str, str] | None
+    place: Place,
+    files: Sequence[tuple[str, str]],
+    settings: Settings,
+    options: Mapping[str, str] | None,
+    rename: Rename | None,
 ) -> tuple[list[_Opened], bytes | None]:
     """Return every file with its header, and the sidecar's bytes if it is there, all at once."""
     remote = any(is_remote(uri) for _, uri in files)
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file
-        # Only an index promises files: without one those that were listed a moment ago are opened.
+        # Only an index and the name of a part promise files: else those that were listed a moment ago are opened.
         try:
             source = open_source(uri, settings=settings, storage_options=options)
         except NotFound as error:
-            if place.index_uri is None:
-                raise
             message = f"the index names shard {clip(name)!r}, which is missing"
+            if place.index_uri is None:
+                if not is_part(name):
+                    raise
+                message = f"{clip(name)!r}, a part of a model split over several files, is missing"
             raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
         try:
-            return _Opened(name=name, source=source, header=read_header(source))
+            header = read_header(source)
+            return _Opened(name=name, source=source, header=header if rename is None else rename(source.uri, header))
         except BaseException:
             source.close()
             raise
@@ -431,14 +447,17 @@ def build(
     if leaf_bytes <= 0:
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
-    for source in weights.sources:
-        # Every byte is read here: a manifest of bytes that are not the storage's would be one of damage.
-        if isinstance(source, Digested):
-            source.check_whole()
+    without_gaps = fills_files(manifest)
+    # Every byte is read here: a manifest of bytes that are not the storage's would be one of damage.
+    compared = [
+        source for source in weights.sources if without_gaps and isinstance(source, Digested) and source.check_whole()
+    ]
     threads = threads or min(8, os.cpu_count() or 1)
     leaves = _digest_bodies(
         weights.sources, manifest.tensors, leaf_bytes=leaf_bytes, threads=threads, on_bytes=on_bytes
     )
+    for source in compared:
+        require_checked(source)
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors,
@@ -446,6 +465,19 @@ def build(
         leaves=leaves,
         revision=leaf.revision(manifest.tensors, leaf_bytes, leaves),
     )
+
+
+def fills_files(manifest: Manifest) -> bool:
+    """Return whether the tensors leave no byte between them and none after the last, in any file.
+
+    True for safetensors; GGUF pads tensors, those of odd sizes by some bytes. A reader of all tensors then does not
+    read all of the file, and cannot compare a digest of it.
+    """
+    table, count = manifest.tensors, len(manifest.files)
+    first = np.array([file.nbytes for file in manifest.files], np.int64)
+    nbytes = first.copy()
+    np.minimum.at(first, table.file_index, table.offset)
+    return bool((np.bincount(table.file_index, table.nbytes, minlength=count) == nbytes - first).all())
 
 
 # Bytes that one thread reads at once: the chunk of a load. Source: `Settings.chunk_bytes`.

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 range server on loopback, with faults on demand: for tests, demos and benchmarks.
+"""A small HTTP/1.1 range server, on loopback unless told otherwise, with faults on demand: for tests and benchmarks.
 
 In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, a record of every request, bytes sent.
-Not here: S3 semantics (`s3_server` runs real ones), anything beyond 127.0.0.1.
+Not here: S3 semantics (`s3_server` runs real ones).
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Faults:
     """Limit ranges to the end (`bytes=A-`) as well."""
     stall_after: int | None = None
     """Fall silent after so many bytes, connection open; -1: before the header."""
+    latency_s: float = 0.0
+    """Wait so long before each answer, as a distant storage does."""
     slow_bytes_per_s: int | None = None
     """Send each answer no faster than this."""
     total_bytes_per_s: int | None = None
@@ -109,12 +111,14 @@ class Sent:
 
 
 class RangeServer:
-    """Serves files or bytes with ranges and conditions on a free port of 127.0.0.1 while its `with` block runs.
+    """Serves files or bytes with ranges and conditions on a free port while its `with` block runs.
 
     Args:
         content: a directory, or names to bytes (a name has no leading `/`).
         faults: what to do wrong from the start; `faults` may be set again at any time.
         tls: a server-side context; the URL is then https://.
+        host: the address that it listens on. It has no access control: use only one of this machine, or of a network
+            namespace.
     """
 
     def __init__(
@@ -123,7 +127,9 @@ class RangeServer:
         *,
         faults: Faults | None = None,
         tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
+        self._host = host
         self._directory: Path | None = None
         self._objects: dict[str, tuple[int, int, float]] = {}
         self._given: Mapping[str, bytes] = {}
@@ -148,7 +154,7 @@ class RangeServer:
     def __enter__(self) -> Self:
         for name, data in self._given.items():
             self.replace(name, data)
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server((self._host, 0), _Handler)
         self._server.owner = self
         if self._tls is not None:  # the handshake happens in the connection's own thread, at its first read
             self._server.socket = self._tls.wrap_socket(
@@ -170,8 +176,8 @@ class RangeServer:
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT` (or https), without a trailing slash."""
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
+        """`http://127.0.0.1:PORT` (or https, or another host), without a trailing slash."""
+        return f"{'https' if self._tls else 'http'}://{self._host}:{self._server.server_address[1]}"
 
     @property
     def faults(self) -> Faults:
@@ -307,6 +313,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.owner.closing.wait(_STALL_S)
             self.close_connection = True
             return
+        if faults.latency_s:
+            self.server.owner.closing.wait(faults.latency_s)
         if faults.redirect_to:
             where = faults.redirect_to + (self.path.lstrip("/") if faults.redirect_to.endswith("/") else "")
             self._refuse(302, {"Location": where})

@@ -26,7 +26,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from penstock.testing.http_server import Faults, RangeServer, Request
 
-_LFS = (".safetensors", ".bin", ".gguf", ".pt")
+LARGE = (".safetensors", ".bin", ".gguf", ".pt")
+"""Endings of files that are not in git itself: they have a SHA-256, and servers of their own."""
 _API = re.compile(
     r"/api/(?P<kind>models|datasets|spaces)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<rev>[^/]+))?/?"
 )
@@ -53,6 +54,7 @@ class HuggingFaceServer:
         private: repositories that do not exist for requests without the token.
         gated: repositories whose files are refused without the token; they are listed all the same.
         signed_s: seconds that the URL of a redirect is valid.
+        host: the address that it listens on; see `RangeServer`.
 
     Attributes:
         requests: `METHOD PATH` of all requests to the hub, without those to the storage.
@@ -60,6 +62,9 @@ class HuggingFaceServer:
         status: if set, every request to the hub is answered with it, `num_status` times.
         retry_after: sent with it.
     """
+
+    handler: type[BaseHTTPRequestHandler]
+    default_branch = "main"
 
     def __init__(
         self,
@@ -69,7 +74,9 @@ class HuggingFaceServer:
         private: tuple[str, ...] = (),
         gated: tuple[str, ...] = (),
         signed_s: float = 3600.0,
+        host: str = "127.0.0.1",
     ) -> None:
+        self._host = host
         self._token = token
         self._private = private
         self._gated = gated
@@ -77,7 +84,7 @@ class HuggingFaceServer:
         self._commits: dict[tuple[str, str], dict[str, bytes]] = {}
         self._heads: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
-        self.storage: RangeServer = _Storage({})
+        self.storage: RangeServer = _Storage({}, host=host)
         self.requests: list[str] = []
         self.status = 0
         self.num_status = 0
@@ -88,7 +95,7 @@ class HuggingFaceServer:
         self.storage.__enter__()
         for name, files in self._initial.items():
             self.commit(name, files)
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server((self._host, 0), self.handler)
         self._server.owner = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="hugging-face-server")
         self._thread.start()
@@ -102,21 +109,28 @@ class HuggingFaceServer:
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT`, without a trailing slash."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        """`http://127.0.0.1:PORT`, or with another host, without a trailing slash."""
+        return f"http://{self._host}:{self._server.server_address[1]}"
 
-    def commit(self, name: str, files: Mapping[str, bytes], *, branch: str = "main") -> str:
+    @property
+    def storage_url(self) -> str:
+        """The address that redirects lead to: of another host than `url`, as the real hub's storage is."""
+        # huggingface_hub 1.x follows redirects within a host itself, and expects the hub's headers there.
+        return self.storage.url.replace("//127.0.0.1:", "//localhost:")
+
+    def commit(self, name: str, files: Mapping[str, bytes], *, branch: str = "") -> str:
         """Make `files` the whole content of a branch; return the commit, which stays readable for ever."""
+        branch = branch or self.default_branch
         with self._lock:
-            content = {path: _sha256(data) for path, data in sorted(files.items())}
+            content = {path: sha256_of(data) for path, data in sorted(files.items())}
             sha = hashlib.sha1(
                 json.dumps([name, content, len(self._commits)]).encode(), usedforsecurity=False
             ).hexdigest()
             self._commits[name, sha] = dict(files)
             self._heads.setdefault(name, {})[branch] = sha
         for path, data in files.items():
-            if path.endswith(_LFS):
-                self.storage.replace(_sha256(data), data)
+            if path.endswith(LARGE):
+                self.storage.replace(sha256_of(data), data)
         return sha
 
     def files_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
@@ -154,7 +168,9 @@ class _Server(ThreadingHTTPServer):
         """Clients may leave at any time."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers of a hub: faults first, then what `answer` sends."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: _Server
@@ -163,19 +179,55 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: `HuggingFaceServer.requests` is the log."""
 
     def do_GET(self) -> None:
+        """Answer with a body."""
         self._answer()
 
     def do_HEAD(self) -> None:
+        """Answer without a body."""
         self._answer()
 
     def _answer(self) -> None:
-        hub, path = self.server.owner, unquote(urlsplit(self.path).path.replace("%2F", "%252F"))
+        hub = self.server.owner
         with hub._lock:
             hub.requests.append(f"{self.command} {self.path}")
         status = hub.fault()
         if status:
-            self._send(status, {"Retry-After": hub.retry_after} if hub.retry_after else {})
+            self.send(status, {"Retry-After": hub.retry_after} if hub.retry_after else {})
+        else:
+            self.answer(hub)
+
+    def answer(self, hub: HuggingFaceServer) -> None:
+        """Send the answer to this request."""
+        raise NotImplementedError
+
+    def send(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        """Send an answer with a body of known length."""
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_range(self, data: bytes, headers: Mapping[str, str]) -> None:
+        """Send the range of `data` that was asked for, or all of it."""
+        headers = {**headers, "Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is None:
+            self.send(200, headers, data)
             return
+        start = int(asked[1])
+        if start >= len(data):
+            self.send(416, {**headers, "Content-Range": f"bytes */{len(data)}"})
+            return
+        piece = data[start : int(asked[2]) + 1 if asked[2] else None]
+        self.send(206, {**headers, "Content-Range": f"bytes {start}-{start + len(piece) - 1}/{len(data)}"}, piece)
+
+
+class _Handler(HubHandler):
+    def answer(self, hub: HuggingFaceServer) -> None:
+        """See `HubHandler.answer`."""
+        path = unquote(urlsplit(self.path).path.replace("%2F", "%252F"))
         if path.startswith(_SMALL):
             self._send_small(path.removeprefix(_SMALL))
         elif match := _API.fullmatch(path):
@@ -183,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := _RESOLVE.fullmatch(path):
             self._redirect(match)
         else:
-            self._send(404, {"X-Error-Code": "EntryNotFound"})
+            self.send(404, {"X-Error-Code": "EntryNotFound"})
 
     def _content(self, match: re.Match[str], *, is_file: bool) -> tuple[str, str, dict[str, bytes]] | None:
         """Return repository, commit and files, or None after the answer was sent."""
@@ -191,11 +243,11 @@ class _Handler(BaseHTTPRequestHandler):
         name = match["name"] if kind == "models" else f"{kind}/{match['name']}"
         refusal = self.server.owner.refusal(name, self.headers.get("Authorization", ""), is_file=is_file)
         if refusal:
-            self._send(refusal[0], {"X-Error-Code": refusal[1], "X-Error-Message": refusal[2]})
+            self.send(refusal[0], {"X-Error-Code": refusal[1], "X-Error-Message": refusal[2]})
             return None
         found = self.server.owner.files_of(name, unquote(match["rev"] or "main"))
         if found is None:
-            self._send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
+            self.send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
             return None
         return (name, *found)
 
@@ -207,8 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for path, data in sorted(files.items()):
             entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": _blob_id(data)}
-            if path.endswith(_LFS):
-                entry["lfs"] = {"sha256": _sha256(data), "size": len(data), "pointerSize": 134}
+            if path.endswith(LARGE):
+                entry["lfs"] = {"sha256": sha256_of(data), "size": len(data), "pointerSize": 134}
             siblings.append(entry)
         answer: object = {
             "id": match["name"], "modelId": match["name"], "sha": commit, "private": False, "gated": False,
@@ -218,12 +270,12 @@ class _Handler(BaseHTTPRequestHandler):
             answer = [
                 {
                     "type": "file", "path": path, "size": len(data), "oid": _blob_id(data),
-                    **({"lfs": {"oid": _sha256(data), "size": len(data), "pointerSize": 134}}
-                       if path.endswith(_LFS) else {}),
+                    **({"lfs": {"oid": sha256_of(data), "size": len(data), "pointerSize": 134}}
+                       if path.endswith(LARGE) else {}),
                 }
                 for path, data in sorted(files.items())
             ]  # fmt: skip
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def _redirect(self, match: re.Match[str]) -> None:
         content = self._content(match, is_file=True)
@@ -233,21 +285,21 @@ class _Handler(BaseHTTPRequestHandler):
         data = files.get(match["path"])
         headers = {"X-Repo-Commit": commit}
         if data is None:
-            self._send(404, {**headers, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+            self.send(404, {**headers, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
             return
-        if not match["path"].endswith(_LFS):
+        if not match["path"].endswith(LARGE):
             where = f"{_SMALL}{name}/{commit}/{match['path']}"
-            self._send(307, {**headers, "Location": where, "ETag": f'"{_blob_id(data)}"'})
+            self.send(307, {**headers, "Location": where, "ETag": f'"{_blob_id(data)}"'})
             return
-        sha, hub = _sha256(data), self.server.owner
+        sha, hub = sha256_of(data), self.server.owner
         headers |= {
-            "Location": f"{hub.storage.url}/{sha}?expires={time.time() + hub.signed_s}&Signature=secret",
+            "Location": f"{hub.storage_url}/{sha}?expires={time.time() + hub.signed_s}&Signature=secret",
             "X-Linked-Etag": f'"{sha}"',
             "X-Linked-Size": str(len(data)),
             # For clients that speak Xet; others follow the redirect.
             "Link": f'<{hub.url}/api/models/{name}/xet-read-token/{commit}>; rel="xet-auth"',
         }
-        self._send(302, headers)
+        self.send(302, headers)
 
     def _send_small(self, path: str) -> None:
         kind_parts = 3 if path.startswith(("datasets/", "spaces/")) else 2
@@ -255,33 +307,19 @@ class _Handler(BaseHTTPRequestHandler):
         name, commit, file = "/".join(parts[:kind_parts]), parts[kind_parts], parts[kind_parts + 1]
         found = self.server.owner.files_of(name, commit)
         if found is None or file not in found[1]:
-            self._send(404, {})
+            self.send(404, {})
             return
         data = found[1][file]
-        headers = {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None:
-            self._send(200, headers, data)
-            return
-        start = int(asked[1])
-        if start >= len(data):
-            self._send(416, {**headers, "Content-Range": f"bytes */{len(data)}"})
-            return
-        piece = data[start : int(asked[2]) + 1 if asked[2] else None]
-        self._send(206, {**headers, "Content-Range": f"bytes {start}-{start + len(piece) - 1}/{len(data)}"}, piece)
+        self.send_range(data, {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit})
 
-    def _send(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+
+HuggingFaceServer.handler = _Handler
 
 
 # Once for each content: a client must not wait for digests that a real hub has stored.
 @functools.lru_cache
-def _sha256(data: bytes) -> str:
+def sha256_of(data: bytes) -> str:
+    """Return the hub's digest of a large file."""
     return hashlib.sha256(data).hexdigest()
 
 

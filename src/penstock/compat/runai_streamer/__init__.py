@@ -39,6 +39,7 @@ _MODULES = {
     "distributed_streamer": files,
     "distributed_streamer.distributed_streamer": files,
     "safetensors_streamer": safetensors,
+    "safetensors_streamer.safetensors_pytorch": safetensors,
     "safetensors_streamer.safetensors_streamer": safetensors,
 }
 """The modules of the real package: some code imports a name from the module that defines it."""
@@ -46,6 +47,8 @@ _MODULES = {
 
 def install() -> None:
     """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
+
+    A second call does nothing. Processes that are spawned must call it themselves.
 
     Raises:
         ConfigError: the real runai_model_streamer was imported already; modules that did so would keep its names.
@@ -55,3 +58,7 @@ def install() -> None:
         raise ConfigError(f"{_NAME} is imported already", hint="call install() before anything imports it")
     for name, module in _MODULES.items():
         sys.modules.setdefault(f"{_NAME}.{name}", module)
+        # `from package import module` looks for the module under the package's own name, which here is Penstock's.
+        parent, _, child = name.rpartition(".")
+        package = _MODULES[parent] if parent else here
+        sys.modules.setdefault(f"{package.__name__}.{child}", module)

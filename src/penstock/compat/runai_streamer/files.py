@@ -28,6 +28,11 @@ from penstock.config import Settings, runai_settings
 from penstock.errors import ConfigError
 from penstock.storage import Source, open_source, text_of
 
+RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
+RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"
+RUNAI_STREAMER_MAX_PADS_PER_BUFFER_ENV_VAR_NAME = "RUNAI_STREAMER_MAX_PADS_PER_BUFFER"
+"""Names that code of the original imports. The last two have no effect: no ring is laid out here."""
+
 _THREADS = 16
 """Reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
 
@@ -73,6 +78,7 @@ class FileStreamer:
         self._left: deque[tuple[Source, int, int, int, int]] = deque()
         self._limit_bytes = 0
         self._device = torch.device("cpu")
+        self._spare: list[torch.Tensor] | None = None
 
     def __enter__(self) -> Self:
         settings = runai_settings()
@@ -96,7 +102,15 @@ class FileStreamer:
         memory_limit: int | None = None,
         owned: bool = True,
     ) -> None:
-        """Begin reading. `owned` is accepted and ignored: yielded tensors are always the caller's own.
+        """Begin reading.
+
+        Args:
+            file_stream_requests: the ranges, of files or of objects in one kind of store.
+            credentials: they win over the environment.
+            device: device of the yielded tensors.
+            memory_limit: bytes that are read and not yet taken, or one range if that is larger.
+            owned: False: a range on the CPU is valid until the next one is taken; its memory is read into again. True,
+                or a range on another device: it belongs to the caller.
 
         Raises:
             ValueError: not inside `with`, another stream has not been read to its end, paths of different stores, an
@@ -105,7 +119,10 @@ class FileStreamer:
         if self._pool is None:
             raise ValueError("Streamer not initialized")
         if self._running or self._left:
-            raise ValueError("cannot start a new stream before the last one was read to its end or closed")
+            raise ValueError(
+                f"cannot start a new stream while {len(self._running) + len(self._left)} ranges of the last one are "
+                "outstanding: read it to its end, or close the iterator of get_chunks()"
+            )
         with raising_value_errors():
             for request in file_stream_requests:
                 text_of(request.path)
@@ -122,6 +139,7 @@ class FileStreamer:
                 raise ConfigError(f"unusable device {device!r}") from error
             limit = limits.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
             self._limit_bytes = limit or settings.memory_bytes
+            self._spare = None if owned and self._device.type == "cpu" else []
             for request in file_stream_requests:
                 options = storage_options(request.path, credentials)
                 # Opened here and not by the reading threads, so that a missing file is an error of this call.
@@ -143,12 +161,14 @@ class FileStreamer:
             while self._running:
                 done, _ = wait(self._running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    id, index, _nbytes = self._running.pop(future)
+                    id, index, nbytes = self._running.pop(future)
                     with raising_value_errors():
                         tensor = future.result()
                     # Before the yield: the next reads run while the caller uses this range.
                     self._submit()
-                    yield id, index, tensor.to(self._device).view(1, -1)
+                    yield id, index, tensor[:nbytes].to(self._device).view(1, -1)
+                    if self._spare is not None:
+                        self._spare.append(tensor)
         finally:
             self._drain()
 
@@ -179,7 +199,11 @@ class FileStreamer:
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
             source, id, index, offset, nbytes = self._left.popleft()
-            self._running[self._pool.submit(_read, source, offset, nbytes)] = (id, index, nbytes)
+            # A buffer that is too small is dropped, so that no more of them exist than ranges under way.
+            memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+            if memory.nbytes < nbytes:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._running[self._pool.submit(_read, source, offset, memory, nbytes)] = (id, index, nbytes)
             under_way += nbytes
 
     def _drain(self) -> None:
@@ -189,6 +213,7 @@ class FileStreamer:
             future.cancel()
         wait(self._running)
         self._running.clear()
+        self._spare = None
         for source in self._sources:
             source.close()
         self._sources.clear()
@@ -226,12 +251,14 @@ class DistributedStreamer:
         """See `FileStreamer.get_chunks`."""
         return self.file_streamer.get_chunks()
 
+    def ring_info(self) -> None:
+        """Return None, which the original returns before it reads: there is no ring of buffers here."""
 
-def _read(source: Source, offset: int, nbytes: int) -> torch.Tensor:
-    """Return bytes of a source as a `[nbytes]` uint8 tensor on the host."""
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
-    source.readv(offset, [tensor.numpy().data])
-    return tensor
+
+def _read(source: Source, offset: int, memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Read bytes of a source to the beginning of `memory`, a uint8 tensor on the host, and return it."""
+    source.readv(offset, [memory[:nbytes].numpy().data])
+    return memory
 
 
 def _list_local(

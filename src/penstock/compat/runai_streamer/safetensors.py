@@ -7,6 +7,8 @@ Not here: the loading itself (`loader`), raw ranges (`files`).
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from typing import Any, Self
 
 import torch
 
-from penstock.compat.runai_streamer.objects import S3Credentials, raising_value_errors, storage_options
+from penstock.compat.runai_streamer.objects import S3Credentials, is_object, raising_value_errors, storage_options
 from penstock.config import Settings, runai_settings
+from penstock.errors import FormatError, SourceTruncated
 from penstock.loader.load import TensorStream, open_stream
-from penstock.loader.session import Options, Session, resolve_device
+from penstock.loader.session import MIN_CHUNK_BYTES, Options, Session, resolve_device
 from penstock.loader.tensor import torch_dtype
 from penstock.storage import open_source, text_of
 from penstock.storage.safetensors import Header, read_header
@@ -74,6 +77,8 @@ class SafetensorsStreamer:
             for name, tensor in streamer.get_tensors():
                 ...
 
+    With `owned=False` a tensor on the CPU is valid until the next one is taken: all are put into the same memory.
+
     Attributes:
         files_to_tensors_metadata: path's index -> its tensors in the order of the file.
         total_size: bytes of all these tensors.
@@ -90,6 +95,7 @@ class SafetensorsStreamer:
         self._options = Options(device=torch.device("cpu"))
         self._group: Any = None
         self._stream: TensorStream | None = None
+        self._owned = True
 
     def __enter__(self) -> Self:
         self._is_open = True
@@ -132,7 +138,8 @@ class SafetensorsStreamer:
             is_distributed: each rank reads a part of the bytes and every rank yields every tensor, if torch.distributed
                 is initialised with a backend for the device; RUNAI_STREAMER_DIST as in the original (auto: NCCL only).
             tensor_names: only these tensors.
-            owned: accepted and ignored: yielded tensors are always the caller's own.
+            owned: False: a tensor on the CPU is valid until the next one is taken, which is put into the same memory.
+                True, or a tensor on another device: it belongs to the caller.
 
         Raises:
             ValueError (and Penstock's own error): a file is missing, malformed or truncated; a name of `tensor_names`
@@ -150,8 +157,12 @@ class SafetensorsStreamer:
             paths = [text_of(path) for path in paths]
             options = storage_options(paths[0], s3_credentials) if paths else None
             limits = runai_settings()
+            memory_bytes = limits.memory_bytes
+            # The original raises a limit that its buffers do not fit into, too.
+            if memory_bytes is not None:
+                memory_bytes = max(memory_bytes, 4 * MIN_CHUNK_BYTES)
             self._settings = Settings.read(
-                fetch_threads=limits.fetch_threads, chunk_bytes=limits.chunk_bytes, memory_bytes=limits.memory_bytes
+                fetch_threads=limits.fetch_threads, chunk_bytes=limits.chunk_bytes, memory_bytes=memory_bytes
             )
             place = resolve_device("cpu" if device is None else device)
             headers = [_header(path, self._settings, options) for path in paths]
@@ -167,6 +178,7 @@ class SafetensorsStreamer:
             if repeated:
                 raise ValueError(f"tensor_names appear in more than one file: {repeated}")
         names = None if wanted is None else wanted.__contains__
+        self._owned = owned or place.type != "cpu"
         self._options = Options(device=place, names=names, storage_options=options, progress=False)
         self._group = _group(limits.distributed, place) if is_distributed else None
         # A weight set has every name once: files that share a name are streamed one after the other, as in the
@@ -174,7 +186,7 @@ class SafetensorsStreamer:
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
     def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every requested tensor as it arrives; it belongs to the caller.
+        """Yield every requested tensor as it arrives; it belongs to the caller, unless `owned` was False.
 
         Raises:
             ValueError (and Penstock's own error): not inside `with`, or the bytes cannot be read.
@@ -182,6 +194,7 @@ class SafetensorsStreamer:
         if not self._is_open:
             raise ValueError("Streamer not initialized")
         parts, self._parts = self._parts, []
+        shared = None if self._owned else _SharedMemory()
         for part in parts:
             with raising_value_errors():
                 opens = partial(Session, part, self._options, self._settings)
@@ -193,7 +206,7 @@ class SafetensorsStreamer:
                         pair = next(self._stream, None)
                     if pair is None:
                         break
-                    yield pair
+                    yield pair if shared is None else (pair[0], shared.copy(pair[1]))
             finally:
                 self._close()
 
@@ -203,13 +216,91 @@ class SafetensorsStreamer:
             stream.close()
 
 
+class _SharedMemory:
+    """Memory that one tensor after the other is copied into.
+
+    It is reused at once, not when a buffer happens to come free: code that keeps a tensor which it was lent sees the
+    wrong values at the next one, on every run.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy that is valid until the next call."""
+        if tensor.nbytes > self._memory.nbytes:
+            self._memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        lent = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return lent.copy_(tensor)
+
+
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
-    """Read the header of a file."""
+    """Read the header of a file. An error has the words of the original in front of our own."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(source)
+    except (FormatError, SourceTruncated) as error:
+        _word_as_original(error, path)
+        raise
     finally:
         source.close()
+
+
+_WORDS = (
+    (r"header of \d+ bytes; the format allows \d+", "the header's size exceeds limit"),
+    (r"malformed JSON|header does not begin with", "the header is not valid JSON"),
+    (r"Invalid enum value (?P<dtype>'[^']*')", "Unsupported dtype {dtype}"),
+    (
+        r"data_offsets \[(?P<start>-?\d+), (?P<stop>-?\d+)\], but (?P<kind>.*) has (?P<nbytes>\d+) bytes",
+        "Shape claims {nbytes} bytes ({kind}), but offsets reserve {span} bytes",
+    ),
+    (r"overlaps ", "a tensor overlaps with next tensor"),
+    (r"gap of \d+ bytes", "gaps are not allowed: a tensor does not start where the data before it ends"),
+)
+"""Our messages, and the words of the original that programs and its tests look for."""
+
+
+def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
+    """Put the original's words in front of an error's message."""
+    words = None
+    if isinstance(error, SourceTruncated) and error.byte_range is not None:
+        words = _length_fault(error.byte_range[1], error.byte_range[0])
+    elif found := re.fullmatch(r"(\d+) bytes after the last tensor", error.message):
+        actual = _get_actual_file_size(path)
+        words = "extra trailing bytes" if actual is None else _length_fault(actual - int(found[1]), actual)
+    else:
+        for pattern, template in _WORDS:
+            if found := re.search(pattern, error.message):
+                values = found.groupdict()
+                if "start" in values:
+                    values["span"] = str(int(values["stop"]) - int(values["start"]))
+                words = template.format(**values)
+                break
+    if words is not None:
+        error.message = f"{words}: {error.message}"
+
+
+def _length_fault(expected: int, actual: int) -> str | None:
+    """Return the original's words for a file that is shorter or longer than its header declares; None: it is not."""
+    if actual < expected:
+        return f"truncated: header declares {expected} total bytes but the file is only {actual} bytes"
+    if actual > expected:
+        return f"{actual - expected} extra trailing bytes: {actual} bytes, but the header declares {expected}"
+    return None
+
+
+def _get_actual_file_size(path: str) -> int | None:
+    """Return the bytes of a local file; None for an object, whose size is not asked for again."""
+    return None if is_object(path) else os.path.getsize(path)
+
+
+def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes: int | None) -> None:
+    """Raise FormatError, a ValueError too, unless a file is as long as its header declares; None: not known."""
+    # Tests and tools of the original call this name; `read_header` makes the same check of every file.
+    fault = None if actual_bytes is None else _length_fault(expected_total_bytes, actual_bytes)
+    if fault is not None:
+        with raising_value_errors():
+            raise FormatError(fault, uri=path)
 
 
 def _metadata(header: Header, wanted: Collection[str] | None) -> list[SafetensorMetadata]:

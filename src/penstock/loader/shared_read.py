@@ -1,0 +1,725 @@
+"""A weight set read once by the ranks of a group, and exchanged ahead of what each rank's program asks for.
+
+In: an open weight set, its tensors in an order that all ranks know, a group. Out: tensors and parts of them, to any
+thread that asks.
+Not here: which files are read (`shared_files`), all of a weight set at once (`group`), collectives (`collective`).
+
+    turns: the tensors' bytes in order, cut; rank r reads every r-th run of turns, ahead, into staging
+    round k: every rank says READY, BUSY or FAILED -> all READY: all_gather -> each rank keeps what its program wants
+
+One thread (of `shared_files`) makes all collectives of the rank, in one order, so what the program asks for, and when,
+cannot order them differently on two ranks. The program may skip tensors, take parts, ask in another order or not at
+all: tensors that were not taken wait in a bounded window. A tensor that was dropped from it to make room is read by
+that rank alone when the program requests it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.errors import Cancelled, DestinationError, IntegrityError, NotFound, PeerLost, PenstockError, PlanError
+from penstock.loader.index import bounding_box
+from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
+from penstock.report import Summarised, bytes_text
+from penstock.storage.files import FileSource
+from penstock.storage.manifest import leaves_of
+from penstock.storage.weight_set import WeightSet
+from penstock.transport.collective import GroupCollectives
+from penstock.types import GB, Box, DType
+
+READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
+"""What a rank says before it takes part in something; all ranks must say the same."""
+
+BUSY_S = 1.0
+"""Seconds after which a rank that cannot go on yet says so, because the others would take silence for its loss."""
+
+ROUND_BYTES = 32 << 20
+"""Bytes that a rank contributes to a round on CUDA: large enough that the fixed costs of NCCL and Python are small."""
+
+ALIGN_BYTES = 512
+"""Payloads are padded to this for copy engines."""
+
+MAX_READS = 16
+"""Reads under way at once. Source: 16 reads of 8 MiB keep a link of 10 Gb/s busy over round trips of 100 ms."""
+
+_WORD_BYTES = 33
+"""A word, and the digest that goes with BEGIN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedReadReport(Summarised):
+    """The result of one weight set read by the ranks of a group, as one rank saw it."""
+
+    num_ranks: int
+    nbytes: int
+    """Bytes of the weight set."""
+    read_bytes: int
+    """Bytes that this rank read from storage for all."""
+    group_bytes: int
+    """Bytes that came from other ranks."""
+    read_again_bytes: int
+    """Bytes that this rank read for itself, because they were asked for after they had left the window."""
+    peak_window_bytes: int
+    """Most bytes that waited for the program at once."""
+    busy_s: float
+    """Seconds in which this rank waited for its own program to take tensors."""
+    wall_s: float
+    verified: bool
+    why: str
+
+    def summary(self) -> str:
+        """Return two lines for people."""
+        again = f", {bytes_text(self.read_again_bytes)} read again" if self.read_again_bytes else ""
+        rate = self.nbytes / GB / self.wall_s if self.wall_s else 0.0
+        return (
+            f"{bytes_text(self.nbytes)} by {self.num_ranks} ranks in {self.wall_s:.3f} s ({rate:.2f} GB/s): "
+            f"{bytes_text(self.read_bytes)} read by this rank, {bytes_text(self.group_bytes)} from the others{again}; "
+            f"window peak {bytes_text(self.peak_window_bytes)}\n"
+            f"{'verified' if self.verified else 'not verified'}: {self.why}"
+        )
+
+
+class RankWords(GroupCollectives):
+    """The collectives of ranks that go on together only if all of them can."""
+
+    poll_s: ClassVar[float] = 5e-4
+
+    def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
+        """Tell the others `word`; return whether all ranks said the same, or False where some are BUSY.
+
+        Raises:
+            PeerLost: a rank FAILED, or is silent; on all ranks but that one, which raises `error`.
+            PlanError: ranks are at different points, or see other weights; on every rank.
+        """
+        words = self.gather_bytes(bytes([word]) + digest.ljust(_WORD_BYTES - 1, b"\0"))
+        failed = [rank for rank, said in enumerate(words) if said[0] == FAILED]
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerLost(f"ranks {failed} of the group failed", hint="see those ranks' errors")
+        if any(said[0] == BUSY for said in words):
+            return False
+        odd = [rank for rank, said in enumerate(words) if said != words[0]]
+        if odd:
+            raise PlanError(
+                f"ranks {odd} load other weights than rank 0, or with other options",
+                hint="give all ranks the same model, revision and options, and make the same calls on all of them",
+            )
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes `[start, stop)` of a tensor, at `at` in a rank's payload of a round."""
+
+    row: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A range of one dim, as columns `[first, last)` of the tensor's bytes seen as `[num_rows, row_bytes]`."""
+
+    num_rows: int
+    row_bytes: int
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_rows * (self.last - self.first)
+
+    def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
+        """Copy what lies in the region of `data`, the tensor's bytes from `start` on."""
+        stop = start + data.numel()
+        head, tail = -(-start // self.row_bytes), stop // self.row_bytes
+        if head > tail:
+            # Within one row.
+            self._place_part(into, start, data)
+            return
+        first_whole, last_whole = head * self.row_bytes - start, tail * self.row_bytes - start
+        self._place_part(into, start, data[:first_whole])
+        if head < tail:
+            rows = data[first_whole:last_whole].view(tail - head, self.row_bytes)[:, self.first : self.last]
+            into.view(self.num_rows, self.last - self.first)[head:tail].copy_(rows)
+        self._place_part(into, tail * self.row_bytes, data[last_whole:])
+
+    def _place_part(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
+        row, column = divmod(start, self.row_bytes)
+        low, high = max(column, self.first), min(column + data.numel(), self.last)
+        if low < high:
+            at = row * (self.last - self.first) - self.first
+            into[at + low : at + high].copy_(data[low - column : high - column])
+
+
+class _Tensor:
+    """The state of a tensor: what of it is kept, how much has arrived, whether the program has taken it."""
+
+    __slots__ = (
+        "arrived",
+        "buffer",
+        "in_window",
+        "is_gone",
+        "is_kept_whole",
+        "is_taken",
+        "nbytes",
+        "num_waiting",
+        "region",
+    )
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.arrived = 0
+        self.in_window = 0
+        """Bytes counted as a part of the window."""
+        self.buffer: torch.Tensor | None = None
+        self.region: _Region | None = None
+        """Only this part is kept; None: all of it."""
+        self.num_waiting = 0
+        self.is_kept_whole = False
+        """The program gets the whole buffer: it is not a part of the window."""
+        self.is_taken = False
+        """A part was taken; others may be asked for next."""
+        self.is_gone = False
+        """Given away, or dropped."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.arrived == self.nbytes
+
+    @property
+    def goes_to_window(self) -> bool:
+        return not self.is_gone and not self.is_kept_whole and self.region is None
+
+
+class SharedRead:
+    """The tensors of one weight set, on the ranks of a group, for a program that asks for them from any threads.
+
+    Args:
+        weights: the open weight set; this closes it.
+        ranks: the group's collectives.
+        names: all tensors, in the order in which the program is expected to ask; the same on all ranks.
+        settings: deadlines and the budget: half of `memory_bytes` for tensors not yet taken, a quarter for reads
+            ahead, a quarter for what is gathered.
+        verify: compare bytes with the manifest's digests; None: if there are any.
+
+    Attributes:
+        digest: of all that the ranks must agree on before `exchange`.
+        why: how the bytes are verified, or why they are not.
+
+    Raises:
+        IntegrityError: `verify=True`, and there are no digests.
+
+    Every byte is compared with its digest by the rank that read it, before the others get it; not again afterwards.
+    """
+
+    def __init__(
+        self, weights: WeightSet, ranks: RankWords, names: Sequence[str], settings: Settings, verify: bool | None
+    ) -> None:
+        self._weights = weights
+        self._ranks = ranks
+        self._settings = settings
+        self._table = weights.manifest.tensors
+        self._row_of = {name: row for row, name in enumerate(self._table.names)}
+        self._began = time.monotonic()
+        self._verify = verify
+        self._leaves: np.ndarray[Any, np.dtype[np.uint64]] | None = None
+        self._first_leaf: list[int] = []
+        self._leaf_bytes = weights.manifest.leaf_bytes or LEAF_BYTES
+        self.why = ""
+        is_host = ranks.device.type == "cpu"
+        budget = settings.memory_bytes
+        self._window_limit = budget // 2
+        # A turn is whole leaves, so that the rank that reads it can compare all of it.
+        share = budget // 4 // ranks.world_size if is_host else settings.chunk_bytes
+        self._turn_bytes = max(
+            self._leaf_bytes, min(settings.chunk_bytes, share) // self._leaf_bytes * self._leaf_bytes
+        )
+        # On the CPU one turn a round: a round is waited for there, and a larger one would only take memory.
+        self._per_round = 1 if is_host else max(1, min(ROUND_BYTES, budget // 4) // self._turn_bytes)
+        self._order = [self._row_of[name] for name in names]
+        self._turns = list(_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
+        self._num_rounds = -(-len(self._turns) // (self._per_round * ranks.world_size))
+        self._tensors = [_Tensor(nbytes) for nbytes in self._table.nbytes.tolist()]
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._discards = False
+        self._waited: set[int] = set()
+        self._position = [0] * len(self._table)
+        for position, row in enumerate(self._order):
+            self._position[row] = position
+        self._window_bytes = self._peak_bytes = 0
+        self._read_bytes = self._group_bytes = self._again_bytes = 0
+        self._busy_s = 0.0
+        self._progressed = time.monotonic()
+        self._prepare_digests()
+        digest = blake3(weights.manifest.revision.encode())
+        digest.update("\n".join(names).encode())
+        digest.update(f"{len(self._turns)} {self._turn_bytes} {self._per_round}".encode())
+        self.digest = digest.digest()
+        self._reader = ThreadPoolExecutor(MAX_READS, thread_name_prefix="penstock-shared-read")
+        self._done = threading.Event()
+
+    def _prepare_digests(self) -> None:
+        manifest = self._weights.manifest
+        if self._verify is False:
+            self.why = "verify=False"
+            return
+        leaves = leaves_of(manifest, np.arange(len(self._table)))
+        if leaves is None:
+            self.why = self._weights.why_unverified or "no digests"
+            if self._verify:
+                raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
+            return
+        counts = -(-self._table.nbytes // manifest.leaf_bytes)
+        self._first_leaf = (np.cumsum(counts) - counts).tolist()
+        self._leaves = leaves
+        self.why = f"{len(leaves)} leaf digests compared, each by the rank that read it"
+
+    # -- the program's side: any thread
+
+    def take(self, name: str, index: Any) -> torch.Tensor:
+        """Return the part of a tensor that torch's `index` selects; wait until it has arrived.
+
+        Raises:
+            PenstockError: this rank could not read its part. PeerLost: another rank could not.
+            NotFound: no tensor has the name. Cancelled: it was closed.
+
+        Ownership: the caller's; on the group's device. Order: any thread, in any order; see the module.
+        """
+        try:
+            row = self._row_of[name]
+        except KeyError:
+            raise NotFound(f"the weights have no tensor {name}", uri=self._weights.uri, tensor=name) from None
+        dtype, shape = self._table.dtypes[row], self._table.shapes[row]
+        extent = torch_shape(dtype, shape)
+        # Torch's own error for an index that does not fit, before anything is waited for.
+        torch.empty((), dtype=torch_dtype(dtype)).expand(extent)[index]
+        box, rest = bounding_box(index, extent)
+        is_whole = box == Box.full(extent)
+        tensor = self._tensors[row]
+        region = None if is_whole or dtype is DType.F4 else _region(box, extent, tensor.nbytes)
+        with self._changed:
+            is_kept = not tensor.is_gone and tensor.region in {None, region}
+            if is_kept:
+                self._demand(tensor, region, is_whole=is_whole)
+                self._waited.add(row)
+                try:
+                    self._wait_for(tensor)
+                except BaseException:
+                    self._stop_waiting(row)
+                    raise
+                buffer, kept_region = tensor.buffer, tensor.region
+                is_own = (is_whole or kept_region is not None) and tensor.num_waiting == 1
+                if is_own:
+                    self._stop_waiting(row)
+        if not is_kept:
+            return self._read_again(row)[index].clone()
+        if buffer is None:
+            # It has no bytes, so none arrived.
+            buffer = torch.empty(0, dtype=torch.uint8, device=self._ranks.device)
+        if buffer.is_cuda:
+            # Allocated on the exchange's stream: its memory may not be reused before the caller's work is done.
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        if kept_region is not None:
+            part = buffer.view(torch_dtype(dtype)).view(box.shape)[rest]
+        else:
+            part = as_tensor(buffer, dtype, shape)[index]
+        if is_own:
+            return part
+        # Several threads wait for the tensor, or more of it may be asked for. This thread counts as a waiting one until
+        # it has its copy: no other is given the buffer itself meanwhile, whose owner may write to it.
+        try:
+            return part.clone()
+        finally:
+            with self._changed:
+                self._stop_waiting(row)
+
+    def _stop_waiting(self, row: int) -> None:
+        """Count a thread out; the last that waits for a tensor lets go what the window does not count."""
+        tensor = self._tensors[row]
+        tensor.num_waiting -= 1
+        if not tensor.num_waiting:
+            self._waited.discard(row)
+            is_over = tensor.is_complete and (tensor.is_kept_whole or tensor.region is not None)
+            if not tensor.is_gone and (is_over or self._discards):
+                self._release(tensor)
+        tensor.is_taken = True
+        self._progressed = time.monotonic()
+        self._changed.notify_all()
+
+    def _demand(self, tensor: _Tensor, region: _Region | None, *, is_whole: bool) -> None:
+        """Note a thread that will wait; choose what is kept of a tensor of which nothing has arrived."""
+        tensor.num_waiting += 1
+        if is_whole and tensor.region is None and not tensor.is_kept_whole:
+            self._window_bytes -= tensor.in_window
+            tensor.in_window = 0
+            tensor.is_kept_whole = True
+        # What fits is kept whole for a while: a program that joins parts asks for the next part right after.
+        elif region is not None and tensor.buffer is None and not tensor.is_complete and tensor.num_waiting == 1:
+            expected = sum(other.nbytes - other.in_window for other in map(self._tensors.__getitem__, self._waited))
+            if self._window_bytes + expected + tensor.nbytes > self._window_limit:
+                tensor.region = region
+        self._changed.notify_all()
+
+    def _wait_for(self, tensor: _Tensor) -> None:
+        while not tensor.is_complete:
+            if self._error is not None:
+                raise self._error
+            if self._discards:
+                raise Cancelled("the files were closed while one of their tensors was waited for")
+            if self._done.is_set():
+                raise Cancelled("the exchange has ended before this tensor had arrived")
+            # The thread that exchanges has deadlines for all it waits for, and wakes this one with its error.
+            self._changed.wait(BUSY_S)
+
+    def _release(self, tensor: _Tensor) -> None:
+        """Drop the reference to a tensor's buffer; the window counts it no more."""
+        self._window_bytes -= tensor.in_window
+        tensor.in_window = 0
+        tensor.is_gone = True
+        tensor.buffer = None
+
+    def _read_again(self, row: int) -> torch.Tensor:
+        """Read a tensor that has left the window, for this rank alone."""
+        nbytes = int(self._table.nbytes[row])
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        at = 0
+        while at < nbytes:
+            stop = min(nbytes, at + self._turn_bytes)
+            self._read(row, at, stop, buffer[at:stop].numpy().data)
+            at = stop
+        with self._changed:
+            self._again_bytes += nbytes
+        return as_tensor(buffer.to(self._ranks.device), self._table.dtypes[row], self._table.shapes[row])
+
+    # -- the end
+
+    def discard(self) -> None:
+        """Keep nothing from now on: this rank's program has what it wanted. The other ranks still get their tensors."""
+        with self._changed:
+            self._discards = True
+            for tensor in self._tensors:
+                if not tensor.num_waiting and not tensor.is_gone:
+                    self._release(tensor)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Have the other ranks told that this one cannot go on."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when `exchange` has ended. Every one of its waits has a deadline."""
+        while not self._done.wait(BUSY_S):
+            pass
+
+    def close(self) -> SharedReadReport:
+        """Take part until every rank has everything, free everything, and report. Raises what went wrong meanwhile."""
+        self.discard()
+        self.wait()
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        try:
+            if self._error is not None:
+                raise self._error
+            for source in self._weights.sources:
+                if isinstance(source, FileSource):
+                    source.check_unchanged()
+        finally:
+            self._weights.close()
+        return SharedReadReport(
+            num_ranks=self._ranks.world_size,
+            nbytes=self._weights.manifest.nbytes,
+            read_bytes=self._read_bytes,
+            group_bytes=self._group_bytes,
+            read_again_bytes=self._again_bytes,
+            peak_window_bytes=self._peak_bytes,
+            busy_s=self._busy_s,
+            wall_s=time.monotonic() - self._began,
+            verified=self._leaves is not None,
+            why=self.why,
+        )
+
+    # -- reading
+
+    def _turns_of(self, k: int, rank: int) -> list[list[_Piece]]:
+        first = (k * self._ranks.world_size + rank) * self._per_round
+        return self._turns[first : first + self._per_round]
+
+    def _post_reads(self, k: int, staging: torch.Tensor) -> list[Future[None]]:
+        """Start the reads of this rank's turns of round k."""
+        if k >= self._num_rounds:
+            return []
+        turns = self._turns_of(k, self._ranks.rank)
+        return [
+            self._reader.submit(self._read_turn, turn, staging[at * self._turn_bytes : (at + 1) * self._turn_bytes])
+            for at, turn in enumerate(turns)
+        ]
+
+    def _read_turn(self, turn: list[_Piece], staging: torch.Tensor) -> None:
+        view = staging.numpy().data
+        for piece in turn:
+            self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.stop - piece.start])
+        with self._changed:
+            self._read_bytes += sum(piece.stop - piece.start for piece in turn)
+
+    def _read(self, row: int, start: int, stop: int, into: memoryview) -> None:
+        """Read bytes of a tensor from storage, and compare them with their digests."""
+        table = self._table
+        source = self._weights.sources[int(table.file_index[row])]
+        source.readv(int(table.offset[row]) + start, [into])
+        if self._leaves is None:
+            return
+        first = start // self._leaf_bytes
+        count = -(-(stop - start) // self._leaf_bytes)
+        digests = np.empty(count, np.uint64)
+        leaf_digests(into, self._leaf_bytes, digests)
+        expected = self._leaves[self._first_leaf[row] + first : self._first_leaf[row] + first + count]
+        wrong = np.flatnonzero(digests != expected)
+        if len(wrong):
+            at = start + int(wrong[0]) * self._leaf_bytes
+            end = min(at + self._leaf_bytes, int(table.nbytes[row]))
+            offset = int(table.offset[row])
+            raise IntegrityError(
+                f"bytes [{at}, {end}) of the tensor differ from their digest in the manifest",
+                uri=source.uri,
+                tensor=table.names[row],
+                byte_range=(offset + at, offset + end),
+                hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+            )
+
+    # -- the exchange: one thread
+
+    def exchange(self) -> None:
+        """Read and exchange everything, on this thread. Raises this rank's error, or PeerLost.
+
+        Order: collective; on CUDA on the current stream, which is the thread's own.
+        """
+        try:
+            self._exchange()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._done.set()
+
+    def _exchange(self) -> None:
+        if not self._num_rounds:
+            return
+        cuda = self._ranks.device.type == "cuda"
+        width = self._turn_bytes * self._per_round
+        depth = min(self._num_rounds, max(2, min(MAX_READS, self._settings.memory_bytes // 4 // width)))
+        try:
+            staging = [torch.empty(width, dtype=torch.uint8, pin_memory=cuda) for _ in range(depth)]
+            gathered = torch.empty(self._ranks.world_size * width, dtype=torch.uint8, device=self._ranks.device)
+            send = torch.empty(width, dtype=torch.uint8, device=self._ranks.device) if cuda else None
+        except (RuntimeError, MemoryError) as failed:
+            error = DestinationError(f"cannot allocate the buffers of the exchange: {failed}")
+            # In place of round 0's word: the others would wait for it until `stall_s`.
+            self._ranks.agree(FAILED, error=error)
+            raise error from failed
+        reads = [self._post_reads(k, buffer) for k, buffer in enumerate(staging)]
+        for k in range(self._num_rounds):
+            slot = k % len(staging)
+            while True:
+                try:
+                    word = self._word(k, reads[slot])
+                except (PenstockError, OSError, RuntimeError) as failed:
+                    self.fail(failed)
+                    word = FAILED
+                # A rank that failed says so in its next word: leaving without one would hang the others.
+                if self._ranks.agree(word, error=self._error if word == FAILED else None):
+                    break
+            try:
+                self._round(k, staging[slot], send, gathered)
+            except PeerLost:
+                raise
+            except (PenstockError, RuntimeError) as failed:
+                self.fail(DestinationError(f"cannot keep what arrived: {failed}"))
+            reads[slot] = self._post_reads(k + len(staging), staging[slot])
+
+    def _word(self, k: int, reads: list[Future[None]]) -> int:
+        """Return what this rank says before round k, after at most `BUSY_S`. Raises this rank's error."""
+        deadline = time.monotonic() + min(BUSY_S, self._settings.stall_s / 4)
+        for read in reads:
+            try:
+                read.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                # The source has a deadline of its own; it raises when it has no progress.
+                if not read.done():
+                    return BUSY
+                read.result()
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    return FAILED
+                if self._has_room(k):
+                    return READY
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return BUSY
+                began = time.monotonic()
+                self._changed.wait(left)
+                self._busy_s += time.monotonic() - began
+
+    def _has_room(self, k: int) -> bool:
+        """Return whether what round k brings can be kept, after dropping what no thread seems to want any more."""
+        if self._discards:
+            return True
+        arriving: dict[int, int] = {}
+        for rank in range(self._ranks.world_size):
+            for turn in self._turns_of(k, rank):
+                for piece in turn:
+                    arriving[piece.row] = arriving.get(piece.row, 0) + piece.stop - piece.start
+        need = sum(nbytes for row, nbytes in arriving.items() if self._tensors[row].goes_to_window)
+        room = self._window_limit - need
+        if self._window_bytes <= room:
+            return True
+        # Of what some thread had a part already, the rest may never be asked for.
+        self._drop(room, lambda tensor: tensor.is_taken)
+        if self._window_bytes <= room:
+            return True
+        waited = [self._position[row] for row in self._waited if not self._tensors[row].is_complete]
+        if any(position <= max(self._position[row] for row in arriving) for position in waited):
+            # A thread waits for this round, or the round's end. The window may be too large by one round, not by more.
+            self._drop(room + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
+            return True
+        # All that is waited for comes later: the program has passed over what lies in the window. Or it has taken
+        # nothing for so long that the other ranks must not wait for it any more.
+        if waited or time.monotonic() - self._progressed > self._settings.stall_s:
+            self._drop(room, lambda tensor: True)
+            if self._window_bytes > room:
+                for row in arriving:
+                    if self._tensors[row].goes_to_window and not self._tensors[row].num_waiting:
+                        self._release(self._tensors[row])
+            return True
+        return False
+
+    def _drop(self, limit: int, may_go: Callable[[_Tensor], bool]) -> None:
+        """Drop tensors that no thread waits for, the earliest first, until the window has at most `limit` bytes."""
+        for row in self._order:
+            if self._window_bytes <= limit:
+                return
+            tensor = self._tensors[row]
+            if tensor.in_window and not tensor.num_waiting and may_go(tensor):
+                self._release(tensor)
+
+    def _round(self, k: int, staging: torch.Tensor, send: torch.Tensor | None, gathered: torch.Tensor) -> None:
+        """Gather round k, and keep what is wanted of it."""
+        ranks = self._ranks
+        spans = [
+            max((at * self._turn_bytes + turn[-1].at + turn[-1].stop - turn[-1].start for at, turn in enumerate(turns)),
+                default=0)
+            for turns in (self._turns_of(k, rank) for rank in range(ranks.world_size))
+        ]  # fmt: skip
+        # All ranks know the plan, so they know how much the fullest payload of the round has.
+        width = min(-(-max(spans) // ALIGN_BYTES) * ALIGN_BYTES, len(staging))
+        payload = staging[:width]
+        if send is not None:
+            payload = send[:width].copy_(payload, non_blocking=True)
+        received = gathered[: width * ranks.world_size]
+        ranks.finish(ranks.post_gather(received, payload))
+        rows = received.view(ranks.world_size, width)
+        done: list[_Tensor] = []
+        with self._changed:
+            for rank in range(ranks.world_size):
+                for at, turn in enumerate(self._turns_of(k, rank)):
+                    for piece in turn:
+                        begin = at * self._turn_bytes + piece.at
+                        nbytes = piece.stop - piece.start
+                        if rank != ranks.rank:
+                            self._group_bytes += nbytes
+                        self._keep(piece, rows[rank, begin : begin + nbytes], done)
+            if send is None:
+                self._arrived(done)
+        if send is not None:
+            event = torch.cuda.Event()
+            event.record()
+            # Polled with a deadline, which a synchronize would not have.
+            ranks.wait(event.query)
+            with self._changed:
+                self._arrived(done)
+
+    def _keep(self, piece: _Piece, data: torch.Tensor, done: list[_Tensor]) -> None:
+        tensor = self._tensors[piece.row]
+        if tensor.is_gone:
+            return
+        if tensor.buffer is None:
+            nbytes = tensor.nbytes if tensor.region is None else tensor.region.nbytes
+            tensor.buffer = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+        if tensor.region is not None:
+            tensor.region.place(tensor.buffer, piece.start, data)
+        else:
+            tensor.buffer[piece.start : piece.stop].copy_(data)
+        nbytes = piece.stop - piece.start
+        if tensor.goes_to_window:
+            tensor.in_window += nbytes
+            self._window_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._window_bytes)
+        # The last bytes count once they are there: on a device the copies are only queued.
+        if tensor.arrived + nbytes == tensor.nbytes:
+            done.append(tensor)
+        else:
+            tensor.arrived += nbytes
+
+    def _arrived(self, done: list[_Tensor]) -> None:
+        for tensor in done:
+            if not tensor.is_gone:
+                tensor.arrived = tensor.nbytes
+        if done:
+            self._changed.notify_all()
+
+
+def _turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[_Piece]]:
+    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves."""
+    turn: list[_Piece] = []
+    at = 0
+    for row in order:
+        start = 0
+        while start < nbytes[row]:
+            stop = min(nbytes[row], start + turn_bytes - at)
+            if stop < nbytes[row]:
+                stop -= stop % leaf_bytes
+            if stop <= start:
+                yield turn
+                turn, at = [], 0
+                continue
+            turn.append(_Piece(row, start, stop, at))
+            at += stop - start
+            start = stop
+            if at >= turn_bytes:
+                yield turn
+                turn, at = [], 0
+    if turn:
+        yield turn
+
+
+def _region(box: Box, shape: Sequence[int], nbytes: int) -> _Region | None:
+    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes."""
+    cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
+    count = math.prod(shape)
+    if len(cut) != 1 or not math.prod(box.shape) or not count:
+        return None
+    dim = cut[0]
+    column = math.prod(shape[dim + 1 :]) * (nbytes // count)
+    return _Region(
+        num_rows=math.prod(shape[:dim]),
+        row_bytes=shape[dim] * column,
+        first=box.start[dim] * column,
+        last=box.stop[dim] * column,
+    )

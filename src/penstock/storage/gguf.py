@@ -1,0 +1,576 @@
+"""The GGUF format: reader of headers, versions 2 and 3, little-endian, and writer of headers of version 3.
+
+In: a `Source`. Out: `GgufHeader`, a table of tensors as columns, with the file's metadata.
+Not here: the bodies (`engine`; `output` writes them), the meaning of their blocks (`transform.ggml`), the choice of a
+reader (`headers`).
+
+    "GGUF" | version | counts | metadata: key, type, value | tensors: name, dims, type, offset | bodies, each padded
+
+Tensors of plain types are tensors of the dtypes that safetensors has. Quantised ones are tables of bytes, U8 with the
+shape `[..., bytes of a row]`: the blocks as they are in the file. Their type is in the file's metadata under
+`GGUF.types`, and the shape of their elements follows from both (`blocks_of`).
+
+As strict as llama.cpp: no key or tensor twice, every body begins where the one before it ends, padded. Every count and
+length is checked against the file's size before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from penstock.errors import FormatError, SourceTruncated
+from penstock.storage.safetensors import (
+    MAX_HEADER_BYTES,
+    MAX_METADATA_KEYS,
+    MAX_TENSORS,
+    Header,
+    clip,
+    table_nbytes,
+)
+from penstock.storage.source import Source
+from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+
+GUESS_BYTES = MIB
+"""Read at once from the start of a file of this format. Covers the header of a part without a tokenizer, and a small
+tokenizer; the header of Llama 3 has 7.8 MB. Each further read is four times as long as all before it."""
+
+TYPES = "GGUF.types"
+"""Key of the metadata of a `FileEntry` that holds the types of quantised tensors, as JSON: name -> type."""
+
+_OWN = "GGUF."
+_VERSIONS = (2, 3)
+ALIGNMENT = 32
+"""Of bodies, in bytes, where a file does not say otherwise; of all that are written."""
+# Of a name or key. Source: the format's text allows keys of 65535 bytes; names of tensors are shorter everywhere.
+_MAX_NAME_BYTES = 65_535
+# Source: GGML_MAX_DIMS.
+_MAX_DIMS = 4
+# Walked one by one, at 0.3 us each. The largest tokenizers have 260,000 tokens and 510,000 merges.
+_MAX_STRINGS = 1 << 21
+# Longer values are described in the manifest's metadata, not copied: a tokenizer has megabytes.
+_MAX_TEXT_BYTES = 64 << 10
+_MAX_LIST = 64
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_INT64_MAX = 2**63 - 1
+# What follows the rank of a tensor, by rank: dims, type, offset.
+_INFOS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(_MAX_DIMS + 1))
+
+_STRING, _ARRAY = 8, 9
+_SCALARS: Mapping[int, struct.Struct] = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: _U32,
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: _U64,
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_VALUE_TYPES = (
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"),
+    *("bool", "string", "array", "uint64", "int64", "float64"),
+)
+_INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockType:
+    """A quantised type: `elements` values of a row are stored together in `nbytes` bytes."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """The type and shape of a quantised tensor, in elements."""
+
+    type: str
+    shape: tuple[int, ...]
+
+
+PLAIN: Mapping[int, DType] = {
+    0: DType.F32,
+    1: DType.F16,
+    24: DType.I8,
+    25: DType.I16,
+    26: DType.I32,
+    27: DType.I64,
+    28: DType.F64,
+    30: DType.BF16,
+}
+"""Types whose tensors are those of safetensors, by their number. Source: enum ggml_type."""
+
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    number: BlockType(name=name, elements=elements, nbytes=nbytes)
+    for number, name, elements, nbytes in (
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+        (41, "Q1_0", 128, 18),
+    )
+}
+"""Quantised types by their number. Source: enum ggml_type and the block structs of ggml; `gguf.constants` of gguf 0.19.
+The last column of Q8_1 is that package's (ggml itself stores 36 bytes, and writes none to files)."""
+
+BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in BLOCK_TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One entry of a file's metadata."""
+
+    type: int
+    value: Any
+    """A bool, int, float or str; a list of them for a short array; None for a long one."""
+    raw: bytes
+    """Key, type and value, as they are in the file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GgufHeader(Header):
+    """The checked content of one GGUF file's header."""
+
+    fields: Mapping[str, Field]
+    alignment: int
+
+
+class _Reader:
+    """The first bytes of a source, read further when more are needed."""
+
+    def __init__(self, source: Source, first: bytearray) -> None:
+        self.data = first
+        self.at = 0
+        self._source = source
+        # No number of a header can be more than this.
+        self.nbytes = source.nbytes
+        self.uri = source.uri
+
+    def need(self, stop: int) -> None:
+        """Read until the first `stop` bytes are here."""
+        if stop <= len(self.data):
+            return
+        if stop > self.nbytes:
+            raise SourceTruncated(
+                "file ends inside its header",
+                uri=self.uri,
+                byte_range=(self.nbytes, min(stop, _INT64_MAX)),
+                hint="the copy is not complete: copy it again",
+            )
+        if stop > MAX_HEADER_BYTES:
+            raise FormatError(f"header of more than {MAX_HEADER_BYTES} bytes", uri=self.uri)
+        target = min(max(stop, 4 * len(self.data), GUESS_BYTES), self.nbytes, MAX_HEADER_BYTES)
+        more = bytearray(target - len(self.data))
+        self._source.readv(len(self.data), [memoryview(more)])
+        # In place: parsers keep a reference.
+        self.data += more
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        start, stop = self.at, self.at + count
+        if stop > len(self.data):
+            self.need(stop)
+        self.at = stop
+        return bytes(self.data[start:stop])
+
+    def number(self, form: struct.Struct) -> Any:
+        """Return the next number."""
+        at = self.at
+        if at + form.size > len(self.data):
+            self.need(at + form.size)
+        self.at = at + form.size
+        return form.unpack_from(self.data, at)[0]
+
+    def text(self, what: str, max_bytes: int) -> str:
+        """Return the next string."""
+        nbytes = self.number(_U64)
+        if nbytes > max_bytes:
+            raise FormatError(f"{what} of {nbytes} bytes; at most {max_bytes} are read", uri=self.uri)
+        try:
+            return self.take(nbytes).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{what} is not UTF-8: {error.reason} at byte {error.start}", uri=self.uri) from error
+
+    def skip_strings(self, count: int) -> None:
+        """Go past `count` strings."""
+        # Bound to locals: half a million strings are usual, and this loop is most of the time of opening a file.
+        at, data, here, unpack = self.at, self.data, len(self.data), _U64.unpack_from
+        for _ in range(count):
+            if at + 8 > here:
+                self.need(at + 8)
+                here = len(data)
+            at += 8 + unpack(data, at)[0]
+        self.need(at)
+        self.at = at
+
+    def left(self, count: int, each: int, what: str) -> None:
+        """Raise FormatError unless `count` things of `each` bytes or more may follow."""
+        if count * each > self.nbytes - self.at:
+            raise FormatError(f"{count} {what} in a file of {self.nbytes} bytes", uri=self.uri)
+
+
+def read_header(source: Source, first: bytearray) -> GgufHeader:
+    """Read and check a file's header.
+
+    Args:
+        source: the file.
+        first: its first bytes, read already.
+
+    Raises:
+        FormatError: the header is malformed, of another version or byte order, or lies; names the tensor and the fault.
+        SourceTruncated: the file ends before the header does, or before the bodies that it promises.
+    """
+    reader = _Reader(source, first)
+    uri = source.uri
+    if reader.take(4) != MAGIC:
+        raise FormatError("no GGUF file: it does not begin with 'GGUF'", uri=uri)
+    version = reader.number(_U32)
+    if version & 0xFFFF == 0 and version:
+        hint = "convert it to little-endian: gguf_convert_endian.py of the gguf package"
+        raise FormatError("a big-endian GGUF file; only little-endian ones are read", uri=uri, hint=hint)
+    if version not in _VERSIONS:
+        raise FormatError(f"GGUF of version {version}; versions 2 and 3 are read", uri=uri)
+    num_tensors, num_fields = reader.number(_U64), reader.number(_U64)
+    if num_tensors > MAX_TENSORS:
+        raise FormatError(f"{num_tensors} tensors; at most {MAX_TENSORS} are read", uri=uri)
+    if num_fields > MAX_METADATA_KEYS:
+        raise FormatError(f"metadata of {num_fields} entries; at most {MAX_METADATA_KEYS} are read", uri=uri)
+    # The least an entry takes: lengths, a type and a value of one byte; a tensor of no dims has 24 bytes.
+    reader.left(num_fields, 13, "entries of metadata")
+    reader.left(num_tensors, 24, "tensors")
+    fields = _fields(reader, num_fields)
+    alignment = _alignment(fields, uri)
+    names, numbers, dims, offsets = _infos(reader, num_tensors)
+    header_bytes = reader.at
+    data_offset = -(-header_bytes // alignment) * alignment
+    # A file of metadata alone may end without padding.
+    if num_tensors or data_offset <= source.nbytes:
+        reader.need(data_offset)
+    table = _table(
+        names, numbers, dims, offsets, alignment=alignment, data_offset=data_offset, nbytes=source.nbytes, uri=uri
+    )
+    types = {name: BLOCK_TYPES[n].name for name, n in zip(names, numbers, strict=True) if n in BLOCK_TYPES}
+    metadata = {f"{_OWN}version": str(version)} | {key: _text(field) for key, field in fields.items()}
+    if types:
+        metadata[TYPES] = json.dumps(types, ensure_ascii=False)
+    return GgufHeader(
+        tensors=table,
+        metadata=metadata,
+        data_offset=data_offset,
+        nbytes=source.nbytes,
+        digest=blake3(memoryview(reader.data)[:header_bytes]).digest(),
+        read_nbytes=len(reader.data),
+        fields=fields,
+        alignment=alignment,
+    )
+
+
+def _fields(reader: _Reader, count: int) -> dict[str, Field]:
+    """Return the file's metadata."""
+    fields: dict[str, Field] = {}
+    for _ in range(count):
+        start = reader.at
+        key = reader.text("a key of the metadata", _MAX_NAME_BYTES)
+        if key in fields:
+            raise FormatError(f"key {clip(key)!r} stands twice in the metadata", uri=reader.uri)
+        if key.startswith(_OWN):
+            raise FormatError(f"key {clip(key)!r} of the metadata has a prefix that readers use", uri=reader.uri)
+        kind = reader.number(_U32)
+        value = _array(reader, key) if kind == _ARRAY else _value(reader, kind, key)
+        fields[key] = Field(type=kind, value=value, raw=bytes(memoryview(reader.data)[start : reader.at]))
+    return fields
+
+
+def _value(reader: _Reader, kind: int, key: str) -> Any:
+    """Return the next value of a type that is no array."""
+    if kind == _STRING:
+        return reader.text(f"the value of {clip(key)!r}", MAX_HEADER_BYTES)
+    if kind not in _SCALARS:
+        raise FormatError(f"{clip(key)!r} of the metadata has the unknown type {kind}", uri=reader.uri)
+    return reader.number(_SCALARS[kind])
+
+
+def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
+    """Return the type of the elements, their number, and the elements of a short array."""
+    kind, count = reader.number(_U32), reader.number(_U64)
+    what = f"elements of {clip(key)!r}"
+    if kind == _STRING:
+        reader.left(count, 8, what)
+        if count > _MAX_STRINGS:
+            raise FormatError(f"{count} {what}; at most {_MAX_STRINGS} strings are read", uri=reader.uri)
+        if count > _MAX_LIST:
+            reader.skip_strings(count)
+            return kind, count, None
+        return kind, count, [reader.text(what, MAX_HEADER_BYTES) for _ in range(count)]
+    if kind not in _SCALARS:
+        named = "arrays, which no reader knows" if kind == _ARRAY else f"the unknown type {kind}"
+        raise FormatError(f"{clip(key)!r} of the metadata is an array of {named}", uri=reader.uri)
+    form = _SCALARS[kind]
+    reader.left(count, form.size, what)
+    reader.need(reader.at + count * form.size)
+    values = None
+    if count <= _MAX_LIST:
+        values = [form.unpack_from(reader.data, reader.at + i * form.size)[0] for i in range(count)]
+    reader.at += count * form.size
+    return kind, count, values
+
+
+def _text(field: Field) -> str:
+    """Return a value as text: a string as it is, others as JSON; what is long is described."""
+    value = field.value
+    if field.type == _ARRAY:
+        kind, count, values = value
+        text = None if values is None else json.dumps(values, ensure_ascii=False)
+        return text if text is not None and len(text) <= _MAX_TEXT_BYTES else f"{count} x {_VALUE_TYPES[kind]}"
+    text = value if field.type == _STRING else json.dumps(value)
+    return text if len(text) <= _MAX_TEXT_BYTES else f"string of {len(text)} characters"
+
+
+def _alignment(fields: Mapping[str, Field], uri: str) -> int:
+    """Return the alignment of bodies."""
+    field = fields.get("general.alignment")
+    if field is None:
+        return ALIGNMENT
+    # As llama.cpp: this type and no other.
+    if field.type != 4 or field.value < 1 or field.value & (field.value - 1) or field.value > MIB:
+        raise FormatError(f"general.alignment of {clip(field.value)} is no uint32 power of two up to {MIB}", uri=uri)
+    return int(field.value)
+
+
+def _infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[int], list[tuple[int, ...]], list[int]]:
+    """Return names, numbers of types, shapes and offsets of the tensors; nothing but the names is checked."""
+    names: dict[str, None] = {}
+    numbers, shapes, offsets = [], [], []
+    data = reader.data
+    for _ in range(count):
+        name = reader.text("the name of a tensor", _MAX_NAME_BYTES)
+        if name in names:
+            raise FormatError("tensor stands twice in the header", uri=reader.uri, tensor=clip(name))
+        names[name] = None
+        at = reader.at
+        reader.need(at + 16)
+        (rank,) = _U32.unpack_from(data, at)
+        if rank > _MAX_DIMS:
+            fault = f"rank {rank}; the format has at most {_MAX_DIMS} dims"
+            raise FormatError(fault, uri=reader.uri, tensor=clip(name))
+        form = _INFOS[rank]
+        reader.need(at + 4 + form.size)
+        *dims, number, offset = form.unpack_from(data, at + 4)
+        # The format writes the innermost dim first.
+        shapes.append(tuple(reversed(dims)))
+        numbers.append(number)
+        offsets.append(offset)
+        reader.at = at + 4 + form.size
+    return tuple(names), numbers, shapes, offsets
+
+
+def _table(
+    names: tuple[str, ...],
+    numbers: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[int],
+    *,
+    alignment: int,
+    data_offset: int,
+    nbytes: int,
+    uri: str,
+) -> TensorTable:
+    """Return the tensors as columns, each checked against its type, its neighbours and the file."""
+    dtypes, stored = [], []
+    for name, number, shape in zip(names, numbers, shapes, strict=True):
+        if number not in PLAIN and number not in BLOCK_TYPES:
+            hint = "types that ggml has removed are not read; make the file again with a current llama.cpp"
+            raise FormatError(f"unknown type {number}", uri=uri, tensor=clip(name), hint=hint)
+        kind = BLOCK_TYPES.get(number)
+        if kind is None:
+            dtypes.append(PLAIN[number])
+            stored.append(shape)
+            continue
+        if not shape or shape[-1] % kind.elements:
+            fault = f"shape {list(shape)} of {kind.name}: rows are not blocks of {kind.elements} elements"
+            raise FormatError(fault, uri=uri, tensor=clip(name))
+        dtypes.append(DType.U8)
+        stored.append((*shape[:-1], shape[-1] // kind.elements * kind.nbytes))
+    sizes = table_nbytes(dtypes, stored)
+    if sizes.size and sizes.min() < 0:
+        row = int(sizes.argmin())
+        raise FormatError(f"impossible shape {list(shapes[row])}", uri=uri, tensor=clip(names[row]))
+    data_nbytes = nbytes - data_offset
+    # Before they are summed: each is at most the file's size then, and the sum cannot overflow.
+    if sizes.size and sizes.max() > max(data_nbytes, 0):
+        row = int(sizes.argmax())
+        raise SourceTruncated(
+            f"tensor of {sizes[row]} bytes, but the file has {max(data_nbytes, 0)} after its header",
+            uri=uri,
+            tensor=clip(names[row]),
+            byte_range=(nbytes, data_offset + int(sizes[row])),
+        )
+    padded = -(-sizes // alignment) * alignment
+    start = np.cumsum(padded) - padded
+    # Compared as Python's integers: an offset of the file may have 64 bits.
+    if start.tolist() != list(offsets):
+        row = next(row for row, (a, b) in enumerate(zip(start.tolist(), offsets, strict=True)) if a != b)
+        fault = f"offset {offsets[row]}, but the tensors before it end at {start[row]}, padded to {alignment}"
+        raise FormatError(fault, uri=uri, tensor=clip(names[row]))
+    if sizes.size and int((start + sizes).max()) > data_nbytes:
+        raise SourceTruncated(
+            "file ends before the bodies its header promises",
+            uri=uri,
+            byte_range=(nbytes, data_offset + int((start + sizes).max())),
+            hint="the copy is not complete: copy it again",
+        )
+    return TensorTable(
+        names=names,
+        dtypes=tuple(dtypes),
+        shapes=tuple(stored),
+        file_index=np.zeros(len(names), np.int64),
+        offset=start + data_offset,
+        nbytes=sizes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """A tensor as a header lists it: `offset` counts from the first body, `shape` is in elements."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+def text_field(key: str, value: str) -> bytes:
+    """Return an entry of the metadata, a string."""
+    return _string(key) + _U32.pack(_STRING) + _string(value)
+
+
+def number_field(key: str, value: int) -> bytes:
+    """Return an entry of the metadata, a uint32."""
+    return _string(key) + _U32.pack(4) + _U32.pack(value)
+
+
+def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
+    """Return what a file begins with, padded to the first body: version 3, little-endian.
+
+    Args:
+        fields: entries of the metadata, encoded.
+        infos: the tensors, in the order of their bodies.
+    """
+    parts = [MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(infos), len(fields)), *fields]
+    for info in infos:
+        dims = info.shape[::-1]
+        parts.append(
+            _string(info.name) + _U32.pack(len(dims)) + _INFOS[len(dims)].pack(*dims, info.number, info.offset)
+        )
+    raw = b"".join(parts)
+    return raw + bytes(-len(raw) % ALIGNMENT)
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return _U64.pack(len(raw)) + raw
+
+
+def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
+    """Check that the parts of a split model are all there, each once, with all tensors.
+
+    Args:
+        headers: of the files of a weight set, with their names.
+        uri: of the set.
+
+    Raises:
+        FormatError: a part is missing, is there twice, or is of another model.
+    """
+    parts = [(name, header) for name, header in headers if isinstance(header, GgufHeader)]
+    counts = {_part(header, "split.count", name, uri) for name, header in parts}
+    if not counts or counts == {0} or (counts == {1} and len(parts) == 1):
+        return
+    hint = "name the first file of the model, NAME-00001-of-N.gguf, beside all others"
+    if len(counts) > 1 or len(parts) != max(counts):
+        name, header = next((n, h) for n, h in parts if _part(h, "split.count", n, uri))
+        count = _part(header, "split.count", name, uri)
+        message = f"{clip(name)!r} is one of {count} parts of a model, and {len(headers)} files are opened"
+        raise FormatError(message, uri=uri, hint=hint)
+    seen: dict[int, str] = {}
+    for name, header in parts:
+        number = _part(header, "split.no", name, uri)
+        if number in seen or not 0 <= number < len(parts):
+            other = f", as {clip(seen[number])!r} is" if number in seen else ""
+            raise FormatError(
+                f"{clip(name)!r} is part {number + 1} of {len(parts)} by its header{other}", uri=uri, hint=hint
+            )
+        seen[number] = name
+        stated = _part(header, "split.tensors.count", name, uri)
+        actual = sum(len(h.tensors) for _, h in parts)
+        if stated not in {0, actual}:
+            message = f"{clip(name)!r} says that the model has {stated} tensors; its parts have {actual}"
+            raise FormatError(message, uri=uri, hint="the files are of different models: copy them again")
+
+
+def _part(header: GgufHeader, key: str, name: str, uri: str) -> int:
+    """Return an integer of the metadata; 0 where it is absent."""
+    field = header.fields.get(key)
+    if field is None:
+        return 0
+    if field.type not in _INTEGERS:
+        raise FormatError(f"{key} of {clip(name)!r} is no integer", uri=uri)
+    return int(field.value)
+
+
+def blocks_of(manifest: Manifest) -> dict[str, Blocks]:
+    """Return type and shape, in elements, of every quantised tensor of GGUF files, by name."""
+    types = [_types(file) for file in manifest.files]
+    if not any(types):
+        return {}
+    table = manifest.tensors
+    found: dict[str, Blocks] = {}
+    for name, shape, file in zip(table.names, table.shapes, table.file_index.tolist(), strict=True):
+        kind = types[file].get(name)
+        if kind is not None:
+            elements = shape[-1] // kind.nbytes * kind.elements
+            found[name] = Blocks(type=kind.name, shape=(*shape[:-1], elements))
+    return found
+
+
+def _types(file: FileEntry) -> dict[str, BlockType]:
+    """Return the types of a file's quantised tensors, by name."""
+    raw = file.metadata.get(TYPES)
+    return {} if raw is None else {name: BY_NAME[kind] for name, kind in json.loads(raw).items()}

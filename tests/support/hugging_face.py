@@ -1,0 +1,50 @@
+"""A hub on loopback with the models that a test saved, for libraries that use huggingface_hub in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, hf_api
+
+from penstock.testing.hugging_face_server import HuggingFaceServer
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Return the files of a directory by their relative names."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def serving(
+    repositories: Mapping[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> Iterator[HuggingFaceServer]:
+    """Serve directories as repositories, and have huggingface_hub use this hub and an empty cache in `cache`."""
+    content = {name: files_of(directory) for name, directory in repositories.items()}
+    with HuggingFaceServer(content, **options) as server:
+        use_hub(server.url, monkeypatch)
+        use_cache(cache, monkeypatch)
+        yield server
+
+
+def use_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have huggingface_hub ask the hub at `url`, as it would with HF_ENDPOINT set from the start."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    # Its functions for models and files are methods of one object, which keeps the endpoint of the import.
+    monkeypatch.setattr(hf_api.api, "endpoint", url)
+    # So does that of transformers, made at its first use.
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+    # One storage for each test: it keeps the listings of commits.
+    monkeypatch.setattr("penstock.storage.source._storages", {})
+
+
+def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have huggingface_hub keep files in `cache`."""
+    monkeypatch.setattr(constants, "HF_HOME", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
