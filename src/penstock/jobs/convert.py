@@ -9,7 +9,9 @@ Not here: the plan (`job`), the workers (`coordinator`), the journal and the sid
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -32,10 +34,9 @@ from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.observer import JobObserver
-from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs
+from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.result import (
-    METADATA,
     ONE_FILE,
     SCHEME,
     STAMP,
@@ -48,6 +49,7 @@ from penstock.jobs.result import (
     fill,
     forget_what_did_not_last,
     manifest_of,
+    output_of,
     published,
     sidecar_files,
     small_files,
@@ -55,7 +57,8 @@ from penstock.jobs.result import (
     stamp,
 )
 from penstock.jobs.watch import JobWatch
-from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus
+from penstock.jobs.workers.in_process import ThreadLauncher
+from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.plan.tasks import TASK_BYTES
 from penstock.storage import is_remote, local_path, text_of
@@ -77,6 +80,12 @@ if TYPE_CHECKING:
 
 WORKER_MEMORY_BYTES = 512 * MIB
 """Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+THREAD_BYTES = 1024 * MIB
+"""Conversions that read and write at most this much in all are small: one thread makes them in the time in which
+processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
+_THREAD_OPERATIONS = frozenset({"copy", "rename", "dequantise", "gguf"})
+"""Operations that may run on several torch threads in the caller's process. A merge adds in another order on another
+number of threads, which gives other bits; formats and functions of users may hang or end the process."""
 MIN_TASK_BYTES = MIB // 4
 """A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
 
@@ -158,7 +167,8 @@ def convert(
     Args:
         sources: URIs of the checkpoints to read; as many as the first operation takes.
         destination: a directory that does not exist yet, a prefix of an object store, or a keeper's `into`.
-        to: a format (`cast:BF16`, `fp8-block128`, ...) that the result of the operations is stored in.
+        to: a format (`cast:BF16`, `fp8-block128`, ...) that the result of the operations is stored in; `gguf`,
+            `gguf:Q8_0`, `gguf:F16`, `gguf:BF16` or `gguf:F32`: one GGUF file.
         operations: one after the other, each `{"op": name, ...}` or as `--op` has it (`"slerp:t=0.4"`); one alone
             need not be in a list; none: a copy.
         verify: compare what is read with the leaf digests of each source that has them; True: of all, or fail;
@@ -198,8 +208,9 @@ def convert(
         stages = open_trace(trace)
         with ExitStack() as stack:
             shown = stack.enter_context(Progress(progress, into, unit="tasks"))
+            may_use_threads = not isinstance(destination, MemoryDestination) and _may_use_threads(settings, devices)
             # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
-            launcher = _launcher(settings, devices, stack)
+            launcher = None if may_use_threads else _launcher(settings, devices, stack)
             with stages.stage("plan"):
                 request = plan_request(
                     sources,
@@ -213,6 +224,11 @@ def convert(
                     storage_options=storage_options,
                 )
                 request.job.check_budget(request.job_spec.memory_bytes, "one task")
+            if launcher is None and _fits_a_thread(request):
+                launcher = stack.enter_context(ThreadLauncher())
+                settings = dataclasses.replace(settings, num_workers=1)
+            elif launcher is None:
+                launcher = _launcher(settings, devices, stack)
             watch = JobWatch(settings.observer, request.job, request.job_spec.sources, into)
             # One stack for everything: sources, staging files and workers end together, after the result is published.
             run = _Run(
@@ -308,7 +324,7 @@ def plan_request(
         raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
     require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
     # `to` is one more operation, the last: a chain of them never writes what lies between.
-    specs = [*operation_specs(operations), *([{"op": "store", "format": to}] if to is not None else [])]
+    specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
     specs = completed(specs, opened, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
     wanted = parse_bytes(task_bytes)
@@ -366,6 +382,24 @@ def _check_replace(sources: Sequence[str], destination: str | MemoryDestination)
         if not is_remote(source) and (path := Path(local_path(source)).resolve()).is_relative_to(into):
             message = f"the source {path} is in the directory that is to be replaced"
             raise ConfigError(message, uri=destination, hint="write to another place, then replace it yourself")
+
+
+def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str]) -> bool:
+    """Return whether the worker of a small conversion may be a thread: torch is loaded, and it runs on the CPU."""
+    if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
+        return False
+    torch = sys.modules.get("torch")
+    # Without torch a thread would import it as long as a process does. The default dtype is one of all threads.
+    if torch is None or torch.get_default_dtype() is not torch.float32:
+        return False
+    named = [devices] if isinstance(devices, str) else list(devices)
+    return named == ["cpu"] or (named == ["all"] and not has_driver())
+
+
+def _fits_a_thread(request: ConvertRequest) -> bool:
+    """Return whether a conversion is small, and its result does not depend on the number of torch's threads."""
+    names = {spec["op"] for spec in request.job_spec.operation}
+    return names <= _THREAD_OPERATIONS and int(request.job.tasks.cost.sum()) <= THREAD_BYTES
 
 
 def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: ExitStack) -> Launcher:
@@ -512,7 +546,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     # The journal first: its lock keeps a second process of this very job away from the files.
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
-    out = OutputSet(staged_path, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+    out = output_of(job, request.opened, staged_path)
     stack.callback(out.close)
     # Pushed last, so that it runs first, while the journal's lock is still held.
     stack.push(partial(_leave, journal, out))

@@ -19,10 +19,12 @@ from blake3 import blake3
 
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
+from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import UNKNOWN, Operation, Streamed
 from penstock.jobs.operations.spec import OperationSpec, code_of
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, read_bytes, spread
 from penstock.storage.cache import CACHE_CHUNK_BYTES, CachedSource
+from penstock.storage.gguf import ALIGNMENT
 from penstock.storage.weight_set import WeightSet
 from penstock.types import GB, I64, Manifest
 
@@ -171,7 +173,11 @@ def plan_job(
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
             raise PlanError(message, tensor=spec.name, hint="leave it out before: `rename` it to nothing")
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
-    files = lay_out(specs, shard_bytes=shard_bytes)
+    if gguf_of(operation) is None:
+        files = lay_out(specs, shard_bytes=shard_bytes)
+    else:
+        # Always one file, whatever `shard_bytes` is.
+        files = lay_out(specs, shard_bytes=1 << 62, align_bytes=ALIGNMENT)
     held_to = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
     key = _key(operation, operation_specs, sources, files, (task_bytes, shard_bytes, leaf_bytes), held_to)
     row_of = {name: row for row, name in enumerate(files.table.names)}

@@ -247,6 +247,12 @@ class Wire:
             del self._came[:stop]
         return messages
 
+    def shut_down(self) -> None:
+        """End the connection: another thread that waits for messages gets PeerLost. Idempotent."""
+        # An error says that it has ended already.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._socket.close()

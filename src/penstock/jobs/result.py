@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -37,9 +37,11 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.jobs.job import Job
+from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Operation
 from penstock.storage import is_remote, list_uris, local_path, read_small
 from penstock.storage.files import FileSource
+from penstock.storage.headers import gguf_header
 from penstock.storage.locate import SIDECAR
 from penstock.storage.manifest import decode, encode
 from penstock.storage.output import OutputRegion, OutputSet, typed
@@ -338,12 +340,25 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
         nbytes=table.nbytes,
     )
     return Manifest(
-        files=tuple(FileEntry(name=name, nbytes=nbytes, metadata=METADATA) for name, nbytes in entries),
+        files=tuple(FileEntry(name=name, nbytes=nbytes, metadata=out.metadata) for name, nbytes in entries),
         tensors=placed,
         leaf_bytes=leaf_bytes,
         leaves=leaves,
         revision=revision(placed, leaf_bytes, leaves),
     )
+
+
+def output_of(job: Job, sources: Sequence[WeightSet], directory: Path) -> OutputSet:
+    """Return a job's files: those of safetensors, or the one of GGUF with the metadata of the first source."""
+    table, body_nbytes, groups = job.files.table, job.files.body_nbytes, job.files.groups
+    stored = gguf_of(job.operation)
+    if stored is None:
+        return OutputSet(directory, table, body_nbytes, METADATA, groups)
+    if groups != ("",):
+        raise ConfigError(f"{job.operation.name} gives several weight sets, and a GGUF file is one")
+    # Read again: a manifest has no tokenizer. The first part of a split model has the metadata of all.
+    source = gguf_header(sources[0].sources[0]) if sources[0].sources else None
+    return OutputSet(directory, table, body_nbytes, groups=groups, gguf_header=stored.header(table, source))
 
 
 def check_unchanged(weights: WeightSet) -> None:
@@ -511,6 +526,9 @@ def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes
         ConfigError: the result is not one piece. See `MemoryDestination.take`.
     """
     # The destination maps the memory as one weight set: ranks of a reshard would need a region each.
+    if gguf_of(job.operation) is not None:
+        hint = "convert to a directory, or without gguf"
+        raise ConfigError(f"{target.uri} takes tensors, and no GGUF file", uri=target.uri, hint=hint)
     if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
         raise ConfigError(f"{target.uri} takes one weight set, and {job.operation.name} gives several", uri=target.uri)
     # `take` returns nothing and may wrap the call in code of its own, so the manifest leaves `make` through a list.

@@ -166,7 +166,7 @@ class Store:
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`."""
         if self._selection is None:
-            return _with_dtype(config, self._form.values)
+            return with_dtype(config, self._form.values)
         from penstock.transform.select import quantization_config
 
         return {**config, "quantization_config": quantization_config(self._form, self._selection)}
@@ -202,7 +202,7 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
     return max(1, rows // align) * align
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before)."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     return {**config, key: _CONFIG_DTYPES[dtype]}
@@ -328,7 +328,7 @@ class Dequantise:
             raise PlanError(
                 message, hint=f"it says {_shortened(declares)}; planned for {_shortened(self.quantization)}"
             )
-        return _with_dtype(without_declared(config), DType(self.to))
+        return with_dtype(without_declared(config), DType(self.to))
 
 
 def _named_layout(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:

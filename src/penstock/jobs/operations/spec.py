@@ -43,6 +43,7 @@ from penstock.jobs.operations.operation import (
 )
 from penstock.plan.tasks import Output, Recipe
 from penstock.storage import read_small
+from penstock.storage.gguf import blocks_of
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
 from penstock.transform.stored import declared, find
@@ -61,7 +62,8 @@ _MADE_BY: Mapping[str, str] = {
     "copy": "penstock.jobs.operations.operation:Copy",
     "rename": "penstock.jobs.operations.spec:_rename",
     "store": "penstock.jobs.operations.formats:Store",
-    "dequantise": "penstock.jobs.operations.formats:Dequantise",
+    "dequantise": "penstock.jobs.operations.spec:_dequantise",
+    "gguf": "penstock.jobs.operations.gguf:StoreGguf",
     "average": "penstock.jobs.operations.merge:Linear",
     "linear": "penstock.jobs.operations.merge:Linear",
     "slerp": "penstock.jobs.operations.merge:Slerp",
@@ -74,7 +76,7 @@ _MADE_BY: Mapping[str, str] = {
 }
 """Operation -> `module:name` of the class or function that makes it, called with the rest of its spec. By name, so that
 a conversion imports the modules of its own operations only."""
-_BESIDE = frozenset({"adapter_config", "delta", "heads", "quantization", "tied"})
+_BESIDE = frozenset({"adapter_config", "blocks", "delta", "heads", "quantization", "tied"})
 """Options that `completed` reads from files next to the sources."""
 COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
 """Operations that compute with several sources; a quantised source is dequantised first."""
@@ -213,6 +215,28 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
+def _dequantise(
+    to: str = "BF16", quantization: Mapping[str, Any] | None = None, blocks: Mapping[str, str] | None = None
+) -> Operation:
+    """Make a `Dequantise`, or for blocks of GGUF a `DequantiseBlocks`."""
+    # Imported on first use, as the modules of all operations.
+    if blocks:
+        from penstock.jobs.operations.gguf import DequantiseBlocks
+
+        return DequantiseBlocks(to, blocks)
+    from penstock.jobs.operations.formats import Dequantise
+
+    return Dequantise(to, quantization)
+
+
+def stored_as(to: str) -> OperationSpec:
+    """Return the operation that `to` stands for: a format of the tensors, or `gguf`, `gguf:TYPE`."""
+    name, colon, kind = to.partition(":")
+    if name != "gguf":
+        return {"op": "store", "format": to}
+    return {"op": "gguf", "type": kind} if colon else {"op": "gguf"}
+
+
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
     """Make a `Rename`. ConfigError unless the rules are pairs."""
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
@@ -230,6 +254,7 @@ def completed(
         FormatError: one of these files cannot be decoded. SourceError: it cannot be read.
     """
     if not specs:
+        _check_blocks({}, sources)
         return []
     first = dict(specs[0])
     # The first operation reads all sources; a later one works on its result, and only needs to know how to dequantise.
@@ -258,16 +283,40 @@ def completed(
         quantised = [_quantised(source, settings, options) for source in sources]
         if any(dequantise is not None for dequantise in quantised):
             first["dequantise"] = quantised
-    return [
-        {**spec, "quantization": _quantization(sources[0], settings, options)}
-        if spec.get("op") == "dequantise" and "quantization" not in spec and sources
-        else spec
-        for spec in (first, *specs[1:])
-    ]
+    _check_blocks(first, sources)
+    blocks = _blocks(sources[0]) if sources else {}
+
+    def complete(spec: OperationSpec) -> OperationSpec:
+        """Return a spec with what it needs to know of the first source."""
+        if spec.get("op") in {"dequantise", "gguf"} and blocks:
+            return {"blocks": blocks, **spec}
+        if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
+            return {**spec, "quantization": _quantization(sources[0], settings, options)}
+        return spec
+
+    return [complete(spec) for spec in (first, *specs[1:])]
+
+
+def _blocks(source: WeightSet) -> dict[str, str]:
+    """Return the types of a source's quantised tensors of GGUF, by name."""
+    return {name: blocks.type for name, blocks in blocks_of(source.manifest).items()}
+
+
+def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
+    """Raise PlanError if blocks of GGUF would be copied, or computed with, as if they were values."""
+    if first.get("op") in {"dequantise", "gguf"} | COMPUTES_WITH_ALL:
+        return
+    for source in sources:
+        for name, kind in _blocks(source).items():
+            message = f"the source is a GGUF file that stores it as {kind}; other files cannot say so"
+            hint = "put `dequantise` first, or write GGUF: to='gguf'"
+            raise PlanError(message, uri=source.uri, tensor=name, hint=hint)
 
 
 def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
+    if blocks := _blocks(source):
+        return {"blocks": blocks}
     table = source.manifest.tensors
     config = _quantization(source, settings, options)
     # Tensors too: some checkpoints store codes and scales without declaring it anywhere.
@@ -291,7 +340,7 @@ def _quantization(source: WeightSet, settings: Settings, options: Options) -> di
 
 def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
     """Return a file that is next to a source's weights; None: there is none."""
-    directory = uri.rpartition("/")[0] if uri.endswith(".safetensors") else uri.rstrip("/")
+    directory = uri.rpartition("/")[0] if uri.endswith((".safetensors", ".gguf")) else uri.rstrip("/")
     where = f"{directory}/{name}" if directory else name
     return read_small(where, settings=settings, storage_options=options)
 

@@ -331,13 +331,17 @@ class _Actor:
         """See `process.serve`."""
         import torch
 
-        from penstock.jobs.workers.process import connect, serve
+        from penstock.jobs.workers.process import ALONE, connect, serve
 
         where = torch.device(device)
         # Ray gave it one core; torch would take all that the host has.
         if where.type == "cpu":
             torch.set_num_threads(1)
-        serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
+        try:
+            serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
+        except PeerLost:
+            # The actor's process must not outlive the coordinator that would end it.
+            os._exit(ALONE)
 
 
 def work() -> int:

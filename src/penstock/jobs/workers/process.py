@@ -10,7 +10,6 @@ send `Began` and `Done`.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import sys
@@ -47,11 +46,11 @@ from penstock.jobs.messages import (
     end_with_peer,
 )
 from penstock.jobs.operations.spec import operation_of
-from penstock.jobs.result import METADATA
+from penstock.jobs.result import output_of
 from penstock.jobs.workers.worker import Worker
 from penstock.loader.session import resolve_device
 from penstock.net.unix_sockets import connect_unix
-from penstock.storage.output import OutputRegion, OutputSet
+from penstock.storage.output import OutputRegion
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import U64
 
@@ -79,44 +78,41 @@ def connect(address: str, timeout_s: float) -> Wire:
 
 
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
-    """Run tasks until a `Stop`. If the coordinator is gone, the process ends at once and writes nothing more.
+    """Run tasks until a `Stop`, or until the coordinator is gone. Nothing is written once this has returned or raised.
 
     The connection is closed after the last write, before memory is unpinned and freed.
 
     Raises:
         PenstockError: the error that stopped the worker; it was sent to the coordinator.
+        PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
     with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-wake")
     # While the job is planned.
     awake = with_one.submit(_wake, device, trace)
     with_one.shutdown(wait=False)
+    wire.send(Hello(worker=worker, secret=secret, device=str(device)))
     try:
-        wire.send(Hello(worker=worker, secret=secret, device=str(device)))
+        with trace.stage("wait for the job"):
+            job_spec = _receive_job(wire)
+    except PlanError as error:
+        wire.send(failure_of(error))
+        raise
+    if job_spec is None:
+        return
+    # Left on an error too: running steps are drained before the memory that they read and write is freed.
+    with ExitStack() as stack:
         try:
-            with trace.stage("wait for the job"):
-                job_spec = _receive_job(wire)
-        except PlanError as error:
+            _serve(wire, job_spec, awake, trace, stack)
+        except PeerLost:
+            raise
+        except PenstockError as error:
+            if isinstance(error, OperationFailed) and error.__cause__ is not None:
+                # The line in a user's code is only known here.
+                traceback.print_exception(error.__cause__)
+            # Before running tasks are drained: they may hang.
             wire.send(failure_of(error))
             raise
-        if job_spec is None:
-            return
-        # Left on an error too: running steps are drained before the memory that they read and write is freed.
-        with ExitStack() as stack:
-            try:
-                _serve(wire, job_spec, awake, trace, stack)
-            except PeerLost:
-                raise
-            except PenstockError as error:
-                if isinstance(error, OperationFailed) and error.__cause__ is not None:
-                    # The line in a user's code is only known here.
-                    traceback.print_exception(error.__cause__)
-                # Before running tasks are drained: they may hang.
-                wire.send(failure_of(error))
-                raise
-    except PeerLost:
-        # Not `sys.exit`: draining would go on writing to files that the next run of this job already uses.
-        os._exit(ALONE)
 
 
 def _receive_job(wire: Wire) -> JobSpec | None:
@@ -174,7 +170,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     out = (
         OutputRegion(Path(job_spec.directory), job.files.table)
         if job_spec.in_memory
-        else OutputSet(Path(job_spec.directory), job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
+        else output_of(job, sources, Path(job_spec.directory))
     )
     stack.callback(out.close)
     out.open()

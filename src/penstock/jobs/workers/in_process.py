@@ -1,0 +1,87 @@
+"""Workers as threads of this process, for small conversions: starting a process takes longer than they do.
+
+In: the coordinator's address. Out: the same worker as in a process of its own (`process.serve`), with one difference:
+it is ended by closing its connection, because a thread cannot be killed.
+Not here: which conversions run this way (`jobs.convert`), workers in processes (`launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.engine.run import start_thread
+from penstock.errors import PenstockError
+from penstock.jobs.workers.fork_server import END_S
+from penstock.lifecycle import Closing
+
+if TYPE_CHECKING:
+    from penstock.jobs.messages import Wire
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker's thread, and its connection once there is one."""
+
+    thread: threading.Thread | None = None
+    wire: Wire | None = None
+    is_killed: threading.Event = field(default_factory=threading.Event)
+
+
+class ThreadLauncher(Closing):
+    """A launcher of workers on the CPU that are threads of this process. A context manager."""
+
+    listen: str | None = None
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        """See `Launcher.spawn`. DestinationError: the system starts no more threads."""
+        started = _Worker()
+        # A daemon: a program that ends must not wait for a read that hangs in the kernel.
+        started.thread = threading.Thread(
+            target=_work, args=(started, worker, device, address, secret), name=f"penstock-{worker}", daemon=True
+        )
+        self._workers[worker] = started
+        start_thread(started.thread, is_needed=True)
+
+    def ended(self, worker: str) -> str | None:
+        """See `Launcher.ended`."""
+        thread = self._workers[worker].thread
+        return None if thread is None or thread.is_alive() else "its thread has ended"
+
+    def kill(self, worker: str) -> None:
+        """See `Launcher.kill`. A worker whose read or write hangs in the kernel is left after `END_S`."""
+        ending = self._workers[worker]
+        ending.is_killed.set()
+        if ending.wire is not None:
+            ending.wire.shut_down()
+        if ending.thread is not None and ending.thread.ident is not None:
+            ending.thread.join(END_S)
+
+    def close(self) -> None:
+        """End all workers. Idempotent."""
+        for worker in self._workers:
+            self.kill(worker)
+
+
+def _work(state: _Worker, worker: str, device: str, address: str, secret: str) -> None:
+    """Run a worker until its job ends or it is killed: the body of a thread."""
+    import torch
+
+    from penstock.jobs.workers.process import connect, serve
+
+    # The coordinator has received the error, or is gone.
+    with contextlib.suppress(PenstockError):
+        wire = connect(address, timeout_s=30.0)
+        state.wire = wire
+        # `kill` may not have seen the connection.
+        if state.is_killed.is_set():
+            wire.shut_down()
+        try:
+            serve(wire, worker, secret, torch.device(device))
+        finally:
+            wire.close()
