@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,12 @@ from tests.support.fork_server import ForkServer
 from penstock.jobs.workers import launch as launcher
 
 
-def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB") -> Path:
+def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB", seed: int = 0) -> Path:
     """A two-layer Llama with random weights, saved by transformers."""
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=320,
         hidden_size=128,
@@ -138,3 +139,10 @@ def s3_environment(s3_options: dict[str, str]) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": s3_options["secret_access_key"],
         "AWS_REGION": s3_options["region"],
     }
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[str]:
+    """A directory for the hub, its name short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:
+        yield directory

@@ -9,8 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from penstock.errors import ConfigError, NotFound  # noqa: E402 - after what it needs
-from penstock.integrations.transformers import load_pretrained  # noqa: E402
+from tests.support.tiny_models import save_mixtral  # noqa: E402 - after what it needs
+
+from penstock.errors import ConfigError, NotFound  # noqa: E402
+from penstock.integrations.transformers import from_pretrained  # noqa: E402
 
 pytestmark = pytest.mark.engines
 
@@ -38,45 +40,34 @@ def test_a_causal_lm(
 ) -> None:
     directory: Path = request.getfixturevalue(which)
     caplog.set_level(logging.INFO, "penstock")
-    mine = load_pretrained(model_class, str(directory))
+    mine = from_pretrained(model_class, str(directory))
     assert "filled in place" in caplog.text
     assert_same_model(mine, model_class.from_pretrained(directory))
     assert mine.generation_config.to_dict() == model_class.from_pretrained(directory).generation_config.to_dict()
 
 
 def test_tied_weights_stay_tied(tied_llama: Path) -> None:
-    model = load_pretrained(transformers.LlamaForCausalLM, str(tied_llama))
+    model = from_pretrained(transformers.LlamaForCausalLM, str(tied_llama))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_another_dtype_is_cast_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
-    mine = load_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16)
-    assert "converted by transformers" in caplog.text
+    mine = from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16)
+    assert "loaded by transformers" in caplog.text
     assert_same_model(mine, transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
 
 
 def test_experts_saved_apart_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        dtype="float32",
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    save_mixtral(tmp_path)
     caplog.set_level(logging.INFO, "penstock")
-    mine = load_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
+    mine = from_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
     assert "merged or split" in caplog.text
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 def test_a_base_model_fills_its_part_of_a_head_model(llama: Path) -> None:
-    mine = load_pretrained(transformers.LlamaModel, str(llama))
+    mine = from_pretrained(transformers.LlamaModel, str(llama))
     true = transformers.LlamaModel.from_pretrained(llama)
     for name, tensor in true.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor)
@@ -84,7 +75,7 @@ def test_a_base_model_fills_its_part_of_a_head_model(llama: Path) -> None:
 
 def test_a_model_that_generates(llama: Path) -> None:
     prompt = torch.tensor([[1, 5, 9, 200, 17, 33, 2, 8]])
-    mine = load_pretrained(transformers.AutoModelForCausalLM, str(llama))
+    mine = from_pretrained(transformers.AutoModelForCausalLM, str(llama))
     true = transformers.AutoModelForCausalLM.from_pretrained(llama)
     arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(mine.generate(prompt, **arguments), true.generate(prompt, **arguments))
@@ -92,23 +83,35 @@ def test_a_model_that_generates(llama: Path) -> None:
 
 def test_no_model_there(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json"):
-        load_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
+        from_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
 
 
 def test_a_config_without_a_model_of_that_kind(llama: Path) -> None:
     with pytest.raises(ConfigError, match="AutoModelForSpeechSeq2Seq"):
-        load_pretrained(transformers.AutoModelForSpeechSeq2Seq, str(llama))
+        from_pretrained(transformers.AutoModelForSpeechSeq2Seq, str(llama))
 
 
-def test_a_quantised_model_is_refused(llama: Path) -> None:
+def test_a_quantised_model_is_left_to_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.AutoConfig.from_pretrained(llama)
+    # transformers knows no such quantiser, warns and loads the model as it is.
     config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(ConfigError, match="quantis"):
-        load_pretrained(transformers.AutoModelForCausalLM, str(llama), config=config)
+    caplog.set_level(logging.INFO, "penstock")
+    mine = from_pretrained(transformers.AutoModelForCausalLM, str(llama), config=config)
+    assert "it is quantised" in caplog.text
+    assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama, config=config))
+
+
+def test_what_only_a_fill_in_place_can_do_is_refused_elsewhere(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="verify=True"):
+        from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16, verify=True)
 
 
 def test_from_an_object_store(llama: Path, s3_llama: str, s3_options: dict[str, str]) -> None:
-    mine = load_pretrained(transformers.AutoModelForCausalLM, s3_llama, storage_options=s3_options)
+    mine = from_pretrained(transformers.AutoModelForCausalLM, s3_llama, storage_options=s3_options)
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama))
+    cast = from_pretrained(
+        transformers.AutoModelForCausalLM, s3_llama, storage_options=s3_options, dtype=torch.bfloat16
+    )
+    assert_same_model(cast, transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
     with pytest.raises(NotFound, match=r"config\.json"):
-        load_pretrained(transformers.AutoModelForCausalLM, f"{s3_llama}/none", storage_options=s3_options)
+        from_pretrained(transformers.AutoModelForCausalLM, f"{s3_llama}/none", storage_options=s3_options)

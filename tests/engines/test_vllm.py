@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.integrations.vllm import read_options
+from penstock.integrations.replica import read_options
 
 pytestmark = [
     pytest.mark.engines,

@@ -1,6 +1,7 @@
 """vLLM takes new weights from a publisher over its own HTTP routes: its tokens are a fresh engine's, and only then.
 
-The engine that is updated has two workers, each with its half of the heads; the fresh ones have one.
+The engine that is updated has two workers, each with its half of the heads; the fresh ones have one. Trainers publish
+by `penstock.publisher`, or by vLLM's own interface for trainers.
 """
 
 from __future__ import annotations
@@ -10,18 +11,13 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.engines.vllm_server import Server, serving
 
 pytestmark = [
     pytest.mark.engines,
@@ -92,6 +88,70 @@ if __name__ == "__main__":
 )
 
 
+SHARDED = (
+    WEIGHTS
+    + """
+import sys
+
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from penstock.integrations.vllm_trainer import PenstockTrainerInitInfo
+
+
+class Export(WeightSource):
+    # As a framework's exporter: it gives whole tensors, and has no module.
+    def __init__(self, model):
+        self._held = ModuleSource(model)
+
+    def metadata(self):
+        return self._held.metadata()
+
+    def __iter__(self):
+        return iter(self._held)
+
+
+if __name__ == "__main__":
+    directory, url, mode, gather = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank, whole = dist.get_rank(), weights(directory, 0)
+    model = weights(directory, 0)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    info = PenstockTrainerInitInfo(
+        name=f"sharded-{mode}-{gather}", rank=rank, world_size=2, mode=mode, gather=gather == "gather", stall_s=10.0
+    )
+
+    source = Export(model) if gather == "gather" else ModuleSource(model)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url), source=source)
+    while True:
+        words = [sys.stdin.readline().split() if rank == 0 else None]
+        dist.broadcast_object_list(words)
+        if not words[0]:
+            break
+        verb, version = words[0][0], int(words[0][1])
+        change(whole, version)
+        with torch.no_grad():
+            for mine, new in zip(model.parameters(), whole.parameters(), strict=True):
+                mine.copy_(distribute_tensor(new, mine.device_mesh, mine.placements))
+        said = "sent"
+        try:
+            engine.stage(version) if verb == "stage" else engine.send_weights(version)
+        except Exception as error:
+            said = f"{type(error).__name__} {error} {getattr(error, '__notes__', [])}".replace(chr(10), " ")
+        if rank == 0:
+            print(verb, version, said, flush=True)
+    engine.shutdown()
+    dist.destroy_process_group()
+"""
+)
+
+
 @pytest.fixture(scope="module")
 def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """Of each version the tokens of an engine that was started with it."""
@@ -113,118 +173,32 @@ def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, li
     return {int(version): json.loads(tokens) for _, version, tokens in said}
 
 
-class Server:
-    """`vllm serve` in processes of its own, and its routes."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.log = process, log
-        self._url = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self._url}{path}", timeout=60) as answer:
-            return json.loads(answer.read() or b"null")
-
-    def post(self, path: str, **body: Any) -> Any:
-        """The answer; AssertionError where the route says no."""
-        status, answer = self.ask(path, **body)
-        assert status == 200, (path, status, answer, self.log.read_text()[-4000:])
-        return answer
-
-    def ask(self, path: str, **body: Any) -> tuple[int, Any]:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self._url}{path}", data, {"content-type": "application/json"}, method="POST"
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=240) as answer:
-                return answer.status, json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def tokens(self) -> list[int]:
-        found = self.post(
-            "/v1/completions",
-            model="policy",
-            prompt=PROMPT,
-            max_tokens=NUM_TOKENS,
-            temperature=0,
-            ignore_eos=False,
-            return_token_ids=True,
-        )
-        tokens: list[int] = found["choices"][0]["token_ids"]
-        return tokens
-
-    def wait_up(self) -> None:
-        deadline = time.monotonic() + 480
-        while True:
-            with contextlib.suppress(OSError):
-                self.get("/is_paused")
-                return
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
-            time.sleep(0.5)
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[str]:
-    """A directory for the hub, its name short enough for a socket."""
-    with tempfile.TemporaryDirectory(prefix="ps-") as directory:
-        yield directory
-
-
 @pytest.fixture(scope="module")
 def server(
     llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Started after `fresh`, so that there is one engine at a time."""
-    directory = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama)]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--max-model-len", "192"]
-    command += ["--block-size", "32", "--tensor-parallel-size", "2"]
-    command += ["--weight-transfer-config", '{"backend": "penstock"}']
-    environ = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_CACHE_ROOT": str(directory / "cache"),
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "PENSTOCK_RUNTIME_DIR": runtime,
-    }
-    log = directory / "log"
-    with log.open("wb") as written:
-        process = subprocess.Popen(command, env=environ, stdout=written, stderr=written, start_new_session=True)
-    try:
-        made = Server(process, port, log)
-        made.wait_up()
-        yield made
-    finally:
-        process.terminate()  # it takes its shared memory along
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with serving(llama, runtime, tmp_path_factory.mktemp("server"), num_workers=2) as server:
+        yield server
 
 
 class Trainer:
-    """A process that publishes a transformers model."""
+    """A process that publishes a transformers model; or ranks under torchrun, which start it and pass on its lines."""
 
-    def __init__(self, llama: Path, runtime: str, directory: Path) -> None:
-        script, self.log = directory / "trainer.py", directory / "trainer.log"
-        script.write_text(TRAINER)
+    def __init__(self, script: str, runtime: str, directory: Path, *arguments: str, num_ranks: int = 1) -> None:
+        path, self.log = directory / "trainer.py", directory / "trainer.log"
+        path.write_text(script)
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         with self.log.open("wb") as written:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), str(llama)],
-                env={**os.environ, "PENSTOCK_RUNTIME_DIR": runtime},
+                [sys.executable, *(ranks if num_ranks > 1 else []), str(path), *arguments],
+                env={**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=written,
                 text=True,
+                start_new_session=True,
             )
-        self.latest = int(self.answer("LATEST").split()[0])
 
     def tell(self, verb: str, version: int) -> None:
         assert self.process.stdin is not None
@@ -238,13 +212,14 @@ class Trainer:
         return line.removeprefix(verb).strip()
 
     def close(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
 
 @contextlib.contextmanager
-def trainer(llama: Path, runtime: str, directory: Path) -> Iterator[Trainer]:
-    made = Trainer(llama, runtime, directory)
+def trainer(script: str, runtime: str, directory: Path, *arguments: str, num_ranks: int = 1) -> Iterator[Trainer]:
+    made = Trainer(script, runtime, directory, *arguments, num_ranks=num_ranks)
     try:
         yield made
     finally:
@@ -255,34 +230,35 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
     server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     assert len({tuple(tokens) for tokens in fresh.values()}) == 3
-    old = server.tokens()
+    old = server.tokens(PROMPT, NUM_TOKENS)
     assert old not in fresh.values()
     status, said = server.ask("/start_weight_update")
     assert (status, "not subscribed to a sync" in said) == (500, True), said
     server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 10.0})
 
-    with trainer(llama, runtime, tmp_path) as first:
+    with trainer(TRAINER, runtime, tmp_path, str(llama)) as first:
+        first.answer("LATEST")
         first.tell("publish", 1)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 1})
         assert "2 committed" in first.answer("publish")
-        assert server.tokens() == old  # received, and not installed
+        assert server.tokens(PROMPT, NUM_TOKENS) == old  # received, and not installed
         server.post("/pause")
         server.post("/finish_weight_update", weight_version="1")
         server.post("/resume")
-        assert server.tokens() == fresh[1]
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
         assert server.get("/weight_info") == {"weight_version": "1"}
 
         # The next is received while the old one serves; requests and their cached blocks are kept over the pause.
         first.tell("publish", 2)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 2, "background": True})
-        assert server.tokens() == fresh[1]
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
         server.post("/pause?mode=keep&clear_cache=false")
         server.post("/update_weights", update_info={"version": 2})
         server.post("/finish_weight_update", weight_version="2")
         server.post("/resume")
-        assert server.tokens() == fresh[2]
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[2]
         assert "2 committed" in first.answer("publish")
 
         # One that fails: the route says so, and the weights are the old ones.
@@ -291,23 +267,23 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
         status, said = server.ask("/update_weights", update_info={"version": 3})
         assert (status, "blame: source; destination" in said) == (500, True), said
         assert first.process.wait(timeout=60) == -signal.SIGKILL
-        assert server.tokens() == fresh[2]
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[2]
         assert server.get("/weight_info") == {"weight_version": "2"}
         assert server.ask("/finish_weight_update", weight_version="3")[0] == 500
         assert server.get("/weight_info") == {"weight_version": "2"}
 
-    with trainer(llama, runtime, tmp_path) as second:
-        assert second.latest >= 2
+    with trainer(TRAINER, runtime, tmp_path, str(llama)) as second:
+        assert int(second.answer("LATEST")) >= 2
         second.tell("publish", 4)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 4})
         server.post("/pause?mode=wait")
         server.post("/finish_weight_update", weight_version="4")
         server.post("/resume")
-        assert server.tokens() == fresh[4]
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
         assert "2 committed" in second.answer("publish")
     server.post("/shutdown_weight_transfer_engine")
-    assert server.tokens() == fresh[4]
+    assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
 
 
 def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
@@ -315,4 +291,42 @@ def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
     for body, named in (*wrong, ({"name": "policy", "sped": 1}, "'sped'")):
         status, said = server.ask("/init_weight_transfer_engine", init_info=body)
         assert (status, named in said) == (500, True), (body, said)
-    assert len(server.tokens()) == NUM_TOKENS
+    assert len(server.tokens(PROMPT, NUM_TOKENS)) == NUM_TOKENS
+
+
+def test_two_ranks_of_a_trainer_send_by_vllms_interface(
+    server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
+) -> None:
+    with trainer(SHARDED, runtime, tmp_path, str(llama), server.url, "snapshot", "shards", num_ranks=2) as ranks:
+        ranks.tell("send", 1)
+        assert ranks.answer("send") == "1 sent"
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
+        assert server.get("/weight_info") == {"weight_version": "1"}
+        ranks.tell("stage", 2)
+        assert ranks.answer("stage") == "2 sent"
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]  # received, and not installed
+        ranks.tell("send", 4)
+        assert ranks.answer("send") == "4 sent"
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
+        ranks.tell("send", 3)
+        assert "is not above 4" in ranks.answer("send")
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
+        # A worker that cannot receive: the trainer's error has the reason, and the next version is sent as usual.
+        server.post("/shutdown_weight_transfer_engine")
+        ranks.tell("send", 5)
+        assert "not subscribed to a sync" in ranks.answer("send")
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
+
+
+@pytest.mark.parametrize(("mode", "gather"), [("live", "shards"), ("snapshot", "gather")])
+def test_an_engine_of_one_worker_and_other_ways_to_send(
+    mode: str, gather: str, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
+) -> None:
+    with (
+        serving(llama, runtime, tmp_path, num_workers=1) as single,
+        trainer(SHARDED, runtime, tmp_path, str(llama), single.url, mode, gather, num_ranks=2) as ranks,
+    ):
+        for version in (1, 2):
+            ranks.tell("send", version)
+            assert ranks.answer("send") == f"{version} sent"
+            assert single.tokens(PROMPT, NUM_TOKENS) == fresh[version]

@@ -8,26 +8,18 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from penstock.integrations.transformers import load_pretrained  # noqa: E402 - after what it needs
+from tests.support.tiny_models import save_llama  # noqa: E402 - after what it needs
+
+from penstock.integrations.transformers import from_pretrained  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def write(directory: Path, *, tied: bool, max_shard_size: str, dtype: str) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=tied,
-        dtype=dtype,
-    )
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": tied}
+    kind = getattr(torch, dtype)
+    return save_llama(directory, dtype=kind, max_shard_size=max_shard_size, **sizes | heads)
 
 
 def logits(model: Any) -> Any:
@@ -42,7 +34,7 @@ def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied:
     directory = write(tmp_path, tied=tied, max_shard_size=max_shard_size, dtype=dtype)
     assert (len(list(directory.glob("*.safetensors"))) > 1) == (max_shard_size == "4MB")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
-    mine = load_pretrained(transformers.AutoModelForCausalLM, str(directory), device="cuda:0")
+    mine = from_pretrained(transformers.AutoModelForCausalLM, str(directory), device_map="cuda:0")
     assert {p.device.type for p in (*mine.parameters(), *mine.buffers())} == {"cuda"}
     theirs = {**dict(true.named_parameters()), **dict(true.named_buffers())}
     for name, tensor in (*mine.named_parameters(), *mine.named_buffers()):
@@ -53,5 +45,5 @@ def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied:
 def test_a_checkpoint_that_transformers_converts(tmp_path: Path) -> None:
     directory = write(tmp_path, tied=False, max_shard_size="1GB", dtype="float32")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
-    mine = load_pretrained(transformers.AutoModelForCausalLM, str(directory), device="cuda:0", dtype=torch.bfloat16)
+    mine = from_pretrained(transformers.AutoModelForCausalLM, str(directory), device_map="cuda:0", dtype=torch.bfloat16)
     assert torch.equal(logits(mine), logits(true))

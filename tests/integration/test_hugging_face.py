@@ -32,7 +32,8 @@ from penstock.errors import (
 )
 from penstock.storage import hugging_face
 from penstock.storage.download import download
-from penstock.storage.hugging_face import HubSource, _FileDigest, _parse
+from penstock.storage.file_digest import FileDigest
+from penstock.storage.repository import HubSource, parse
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.testing.hugging_face_server import HuggingFaceServer
 
@@ -101,7 +102,7 @@ def test_a_load_that_skips_tensors_has_no_file_compared(
 def test_a_comparison_that_was_given_up_is_no_verification(
     hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_FileDigest, "add", lambda digest, offset, views: digest.abandon())
+    monkeypatch.setattr(FileDigest, "add", lambda digest, offset, views: digest.abandon())
     weights = load(hub, "hf://org/sharded")
     assert not weights.report.verified and "SHA-256 of 0 of 3" in weights.report.why
     with pytest.raises(IntegrityError, match="SHA-256 of 0 of 3"):
@@ -234,6 +235,14 @@ def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> N
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
     assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
+
+
+def test_an_empty_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    hub._private = ("org/tiny",)
+    assert_same(load(hub, "hf://org/tiny"), TENSORS)
+    with pytest.raises(NotFound):
+        load(hub, "hf://org/tiny", storage_options={"token": ""})
 
 
 def test_a_listing_is_not_shown_without_the_token_it_was_made_with(
@@ -396,7 +405,7 @@ def test_a_slip_in_a_local_path_asks_no_hub(
 @pytest.mark.parametrize("uri", ["hf://", "hf://org", "hf://org/", "hf://org/a/../b", "hf://org/a@", "hf://a b/c"])
 def test_uris_that_are_none(uri: str) -> None:
     with pytest.raises(ConfigError):
-        _parse(uri)
+        parse(uri, "hf")
 
 
 def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> None:
@@ -404,7 +413,7 @@ def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> No
     import threading
 
     data = random.Random(7).randbytes(1 << 20)
-    digest = _FileDigest(hashlib.sha256(data).hexdigest(), len(data), "hf://x/y/z", 10.0)
+    digest = FileDigest(hashlib.sha256(data).hexdigest(), len(data), "hf://x/y/z", 10.0)
     view = memoryview(bytearray(data))
     digest.add(0, [view[:5000]])
     digest.is_wanted = True
@@ -425,10 +434,32 @@ def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> No
 
 
 def test_parts_ahead_of_a_missing_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.hugging_face._MAX_AHEAD_BYTES", 10_000)
-    digest = _FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
+    monkeypatch.setattr("penstock.storage.file_digest._MAX_AHEAD_BYTES", 10_000)
+    digest = FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
     digest.is_wanted = True
     view = memoryview(bytearray(1 << 20))
     for start in range(4096, 1 << 20, 4096):
         digest.add(start, [view[start : start + 4096]])
     assert not digest._ahead and not digest.is_equal, "it is given up, and keeps nothing"
+
+
+def test_what_is_read_through_the_cache_of_chunks_is_compared(
+    hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "chunks"))
+    for _ in range(2):
+        weights = load(hub, "hf://org/sharded", verify=True)
+        assert_same(weights, TENSORS)
+        assert "SHA-256 of 3 of 3" in weights.report.why
+    # The second time the chunks came from the disk; the hub was asked for a byte of each file, for its ETag.
+    assert hub.storage.num_bytes_sent < 1.5 * sum(tensor.nbytes for tensor in TENSORS.values())
+    sha = hashlib.sha256(TINY["model.safetensors"]).hexdigest()
+    damaged = bytearray(TINY["model.safetensors"])
+    damaged[-1] ^= 1
+    hub.storage.replace(sha, bytes(damaged))
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match="SHA-256"):
+            load(hub, "hf://org/tiny")
+    # The damaged chunks were not kept.
+    hub.storage.replace(sha, TINY["model.safetensors"])
+    assert_same(load(hub, "hf://org/tiny", verify=True), TENSORS)

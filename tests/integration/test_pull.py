@@ -67,6 +67,13 @@ def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path, capsys) -> None:
+    assert command("org/name", "--to", tmp_path / "out", "--wait-s", "0") == 3
+    assert "--fallback org/name " in capsys.readouterr().err
+    assert command("llama", "--to", tmp_path / "out", "--wait-s", "0") == 3
+    assert "--fallback URI " in capsys.readouterr().err
+
+
 def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
     """There is no manifest: what members exchange by is another word, of the files."""
     (kept,) = keeper.models()

@@ -171,6 +171,10 @@ def test_weights_and_other_files_are_of_one_commit(
         constants["HUGGINGFACE_CO_URL_TEMPLATE"] = f"{repositories.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        alone = storage_initializer.initialize("hf://org/tiny", tmp_path / "alone")
+        # There is no manifest: the repository's own digests were compared while the files were copied.
+        num_files = len(list((tmp_path / "alone").glob("*.safetensors")))
+        assert alone.verified and alone.why == f"the SHA-256 of {num_files} of {num_files} files is the storage's"
         listing = storage_initializer._files
 
         def then_the_branch_moves(place: str, settings: Settings) -> dict[str, str]:

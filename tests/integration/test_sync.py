@@ -39,3 +39,14 @@ def test_each_version_arrives_bit_for_bit(host: Host, source: str, mode: str, tr
         for said in (zero, one):
             assert set(said["committed"]) == (members if source == "live" else set())
             assert not said["late"] and not said["failed"]
+
+
+def test_rank_0_waits_for_the_other_ranks(host: Host) -> None:
+    zero = host.start_rank("publisher", rank=0, world_size=2, connection={"stall_s": 3.0})
+    zero.say_until("joined")
+    zero.send("ranks")
+    said = zero.result("ranks")
+    assert said["error"] == "SourceStalled" and "ranks [1] of the publisher" in said["message"]
+    one = host.start_rank("publisher", rank=1, world_size=2, connection={"stall_s": 3.0})
+    one.say_until("joined")
+    assert [worker.ask("ranks")["latest"] for worker in (zero, one)] == [-1, -1]

@@ -27,6 +27,7 @@ from penstock.cli.terminal import (
 from penstock.report import bytes_text
 
 if TYPE_CHECKING:
+    from penstock.loader.verify import InspectReport
     from penstock.types import Manifest
 
 _SHOWN = 40
@@ -62,7 +63,10 @@ def inspect(
                     }
                     for i, file in enumerate(manifest.files)
                 ],
-                "tensors": [tensor_row(manifest, i) for i in range(len(manifest.tensors))],
+                "tensors": [
+                    {**tensor_row(manifest, i), **_blocks(report, manifest.tensors.names[i])}
+                    for i in range(len(manifest.tensors))
+                ],
             }
         )
         return
@@ -86,13 +90,21 @@ def inspect(
     write_lines("")
     # An MoE checkpoint has 60,000 tensors: people look for the first, programs read JSON, which has all of them.
     num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
-    rows = [tensor_row(manifest, i) for i in range(num_shown)]
-    write_columns(
-        ["tensor", "dtype", "shape", "bytes", "file"],
-        [[row["name"], row["dtype"], row["shape"], row["nbytes"], row["file"]] for row in rows],
-    )
+    rows = []
+    for i in range(num_shown):
+        row = tensor_row(manifest, i)
+        # What the blocks stand for: their dtype, U8, and their bytes are no news.
+        row = {**row, "type": row["dtype"], "elements": row["shape"], **_blocks(report, manifest.tensors.names[i])}
+        rows.append([row[key] for key in ("name", "type", "elements", "nbytes", "file")])
+    write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
     if num_shown < len(manifest.tensors):
         write_lines(f"... and {len(manifest.tensors) - num_shown} more (--all)")
+
+
+def _blocks(report: InspectReport, name: str) -> Mapping[str, object]:
+    """Return type and shape, in elements, of a quantised tensor of GGUF; nothing for others."""
+    blocks = report.blocks.get(name)
+    return {} if blocks is None else {"type": blocks.type, "elements": list(blocks.shape)}
 
 
 def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:

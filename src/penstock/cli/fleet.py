@@ -7,6 +7,7 @@ Not here: the answers (`hub.directory`), keeping (`keeper.keeper`), fetching and
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from penstock.cli.terminal import (
+    Cache,
     Device,
     Force,
     Format,
@@ -31,7 +33,7 @@ from penstock.cli.terminal import (
     write_json,
     write_lines,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotFound
 from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
@@ -340,13 +342,29 @@ def _rest(keeper: api.Keeper) -> str:
     return f" ({', '.join(away)})" if away else ""
 
 
+def _fill(uri: str, format: Format) -> None:
+    """Write a repository to the local cache of its hub's library."""
+    from penstock.loader.progress import Progress
+    from penstock.storage.fill import fill
+
+    with Progress(None, uri) as progress:
+        report = fill(uri, on_bytes=progress)
+    if format is Format.json:
+        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+    else:
+        write_lines(report.summary())
+
+
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The name its members agree on; with --cache, org/name or hf://.")
+    ],
     to: Annotated[Path | None, option("--to", "DIR", "Write it to this directory, with index and manifest.")] = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1, and release it.", show_default=False),
     ] = None,
+    cache: Cache = False,
     fallback: Annotated[str | None, option("--fallback", "URI", "Storage to read what no member has.")] = None,
     revision: Annotated[
         str,
@@ -366,21 +384,35 @@ def pull(
 ) -> None:
     """Fetch a model from the fleet.
 
-    Reports which bytes came from which source, by which path and why.
+    With --cache, from its hub. Reports which bytes came from which source, by which path and why.
     """
-    if (to is None) == (device is None):
-        raise ConfigError("no destination, or two", hint="give either --to DIR or --device DEVICE")
+    if [to is not None, device is not None, cache].count(True) != 1:
+        raise ConfigError("no destination, or two", hint="give one of --to DIR, --device DEVICE and --cache")
+    if cache:
+        if fallback is not None or revision or wait_s is not None or force:
+            hint = "write a revision as org/name@REVISION, and leave --fallback, --wait-s and --force out"
+            raise ConfigError("--cache reads the model's own hub, not the fleet", hint=hint)
+        _fill(model, format)
+        return
     if force and to is None:
         raise ConfigError("--force is for --to DIR", hint="leave it out")
-    if fallback is not None:
-        from penstock.storage.locate import look
+    from penstock.storage import is_remote
+    from penstock.storage.locate import look, texts_of
 
+    if fallback is not None:
         look(fallback)
     from penstock import api
     from penstock.fetch.pull import pull as fetch
 
     with api.join(model, connection=connection_of(hub, token_file, listen), revision=revision) as fleet:
-        report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s, replace=force)
+        try:
+            report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s, replace=force)
+        except NotFound as error:
+            if fallback is None:
+                # MODEL alone is no place to read from, even where it reads as one.
+                storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
+                error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
+            raise
     if format is Format.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:

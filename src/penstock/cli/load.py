@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import (
+    Cache,
     Device,
     Format,
     FormatOption,
@@ -27,6 +28,7 @@ from penstock.cli.terminal import (
     write_lines,
 )
 from penstock.config import Settings, parse_bytes
+from penstock.errors import ConfigError
 from penstock.report import bytes_text, plain
 from penstock.types import GB, MIB
 
@@ -38,6 +40,7 @@ def load(
     memory_bytes: MemoryBytes = None,
     verify: Verify = None,
     trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
+    cache: Cache = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
     format: FormatOption = Format.human,
 ) -> None:
@@ -46,6 +49,8 @@ def load(
     The tensors are freed at the end: this measures a load, and shows by which path each file came.
     """
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    if dry_run and cache:
+        raise ConfigError("--dry-run writes no cache", hint="leave one of them out")
     if dry_run:
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
         return
@@ -64,6 +69,7 @@ def load(
         memory_bytes=budget,
         verify=verify,
         trace=None if trace is None else str(trace),
+        cache=cache,
     )
     if format is Format.json:
         write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})

@@ -22,6 +22,7 @@ try:
     import typer
 
     from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, initialize, load, plan, terminal
+    from penstock.cli import run as run_program
     from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
@@ -101,6 +102,12 @@ for _name, _command, *_examples in (
     ("version", version, "penstock version --format json"),
 ):
     app.command(_name, epilog=examples(*_examples))(_command)
+# Not in the list: everything from the program on is the program's, options too.
+app.command(
+    "run",
+    epilog=examples("penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"),
+    context_settings={"allow_interspersed_args": False},
+)(run_program.run)
 app.add_typer(plan.app, name="plan")
 app.add_typer(plan.simulate_app, name="simulate")
 app.add_typer(bench.app, name="bench")

@@ -197,6 +197,9 @@ Verify = Annotated[
     bool | None,
     typer.Option("--verify/--no-verify", help="Check digests; default: if there are any.", show_default=False),
 ]
+Cache = Annotated[
+    bool, typer.Option("--cache", help="Keep it in the local cache of its hub's own library, for other tools too.")
+]
 To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
     list[str] | None,

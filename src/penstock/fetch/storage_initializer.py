@@ -12,6 +12,7 @@ import glob
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -103,17 +104,20 @@ def initialize(
         partial.mkdir()
     try:
         weights = {name for name in files if _is_weights(name)}
+        if not any(name.endswith(SUFFIX) for name in weights):
+            # Of GGUF: a fetch would write its blocks as safetensors. The files are copied as they are.
+            weights = set()
         fetched = (
             _from_fleet(model_name(uri), place, partial, connection) if connection.hub is not None and weights else None
         )
         copied = [name for name in files if fetched is None or name not in weights]
         paths = {} if fetched is None else dict(fetched.nbytes_by_path)
-        from_storage = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
-        if from_storage:
+        downloaded = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
+        if downloaded.nbytes:
             at = f"storage {display(uri)}"
-            paths[at] = paths.get(at, 0) + from_storage
+            paths[at] = paths.get(at, 0) + downloaded.nbytes
         if fetched is None:
-            verified, why = _verify(partial, weights)
+            verified, why = _verify(partial, weights, {name for name in copied if files[name] in downloaded.compared})
         else:
             verified, why = fetched.verified, fetched.verified_against
         num_files, nbytes = _publish(partial, target)
@@ -132,15 +136,60 @@ def initialize(
     )
 
 
-def _files(place: str, settings: Settings) -> dict[str, str]:
+def copy_other_files(
+    place: str, target: Path, extra: Mapping[str, bytes], storage_options: Mapping[str, str] | None = None
+) -> None:
+    """Put all files of a model but its weights into a directory: configuration, tokenizer, index.
+
+    Processes may do so at the same time: each file appears complete, in place of the one before.
+
+    Args:
+        place: a pinned URI.
+        target: a directory, made if it is not there.
+        extra: content of further files by name, written last.
+        storage_options: see `penstock.load`.
+
+    Raises:
+        NotFound, SourceError: as their names say. DiskFull, DestinationError: the directory cannot be written.
+    """
+    settings = Settings.read()
+    files = _files(place, settings, storage_options)
+    with typed(target):
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target) as temporary:
+            partial = Path(temporary)
+            wanted = {uri: inside(partial, name, uri=place) for name, uri in files.items() if not _is_bulk(name)}
+            for path in wanted.values():
+                path.parent.mkdir(parents=True, exist_ok=True)
+            download(wanted, settings=settings, storage_options=storage_options)
+            for name, content in extra.items():
+                (partial / name).write_bytes(content)
+            names = [str(path.relative_to(partial)) for path in wanted.values()]
+            for name in (*names, *extra):
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial / name, target / name)
+
+
+_BULK = (SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", SIDECAR)
+"""Endings of weights in any format, and of the manifest, which describes weights that are not there."""
+
+
+def _is_bulk(name: str) -> bool:
+    return name.endswith(_BULK)
+
+
+def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the files of a model by their names below `place`, those of directories below it too."""
-    listed = list_uris(place, settings=settings)
+    listed = list_uris(place, settings=settings, storage_options=storage_options)
     if listed == [place]:
         name = display(place).rpartition("/")[2]
         return {name: place, **_manifest_of(name, place, settings)}
     root = listed[0].rpartition("/")[0]
     pattern = root if is_remote(place) else glob.escape(root)
-    return {file.removeprefix(f"{root}/"): file for file in list_uris(f"{pattern}/**", settings=settings)}
+    return {
+        file.removeprefix(f"{root}/"): file
+        for file in list_uris(f"{pattern}/**", settings=settings, storage_options=storage_options)
+    }
 
 
 def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
@@ -177,8 +226,12 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
     return report
 
 
-def _verify(directory: Path, weights: Collection[str]) -> tuple[bool, str]:
-    """Compare the copied weights with their manifest; return whether there was one, and what was compared."""
+def _verify(directory: Path, weights: Collection[str], compared: Collection[str]) -> tuple[bool, str]:
+    """Compare the copied weights with their manifest; return whether they are verified, and by what.
+
+    Args:
+        compared: files whose SHA-256 was the storage's when they were copied.
+    """
     from penstock.loader.verify import verify
 
     if not weights:
@@ -186,6 +239,9 @@ def _verify(directory: Path, weights: Collection[str]) -> tuple[bool, str]:
     # A single file has a manifest of its own, a directory has one for all files.
     own = [name for name in weights if f"{name}.{SIDECAR}" in weights]
     verdict = verify(str(directory / own[0] if own else directory))
+    shards = {name for name in weights if name.endswith(SUFFIX)}
+    if not verdict.verified and shards.issubset(compared):
+        return True, f"the SHA-256 of {len(shards)} of {len(shards)} files is the storage's"
     return verdict.verified, verdict.why
 
 

@@ -1,12 +1,12 @@
-"""transformers models filled through Penstock: `load_pretrained`, for `from_pretrained` of a path or an object store.
+"""transformers models through Penstock: `from_pretrained`, for names of a hub, directories and object stores.
 
-In: a model class, the URI of a model. Out: the model, on one device, in eval mode, equal to from_pretrained's. For a
-live model: `weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank
-publishes.
-Not here: hubs, quantisers, device maps over several devices, adapters.
+In: a model class, the name or URI of a model, options of transformers; a group of ranks. Out: the model that the
+class's own from_pretrained returns. For a live model: `weights_loader`, its own loading in place, and
+`checkpoint_shards`, the shards that a trainer's rank publishes.
+Not here: what is replaced in the libraries (`accelerated`), the exchange between ranks (`loader.shared_read`).
 
-    checkpoint fits the model tensor by tensor:        empty model on the device -> load_into
-    it must be merged, split, cast, or lacks a part:   load -> from_pretrained(state_dict=...), which does and reports
+    one process, the checkpoint fits the model tensor by tensor:   empty model on the device -> load_into
+    all else:                                                      its own from_pretrained, inside `accelerated()`
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ import contextlib
 import copy
 import importlib
 import logging
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Settings
+from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, MissingExtra, NotFound
+from penstock.integrations.accelerated import accelerated as accelerated  # its name for users of transformers
+from penstock.integrations.accelerated import directory
+from penstock.loader.progress import ProgressOption
 from penstock.storage import is_remote, local_path, read_small
+from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, texts_of
+from penstock.storage.repository import parse
 from penstock.storage.weight_set import open_weights
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from penstock.sync.recording.layout import Load
     from penstock.sync.shards import Shard
@@ -36,59 +43,77 @@ _logger = logging.getLogger(__name__)
 
 _FILES = ("config.json", "generation_config.json")
 
+_HUB = "hf://"
 
-def load_pretrained(
+_IN_PLACE = {"config", "dtype", "device_map"}
+"""Options of transformers with which a model can be filled in place; all others are transformers' business."""
+
+
+def from_pretrained(
     model_class: Any,
-    uri: str,
+    name_or_uri: str | os.PathLike[str],
     *,
-    config: Any = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    group: ProcessGroup | None = None,
+    memory_bytes: int | str | None = None,
+    verify: bool | None = None,
     storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Return a model with the weights at `uri`; its outputs equal those of `model_class.from_pretrained`.
+    """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
 
     Args:
         model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
-        uri: a directory, or a prefix in an object store, with `config.json` and safetensors files.
-        config: a `PretrainedConfig`; None reads that of `uri`.
-        dtype: dtype of the parameters; None takes the config's, or if it has none the weights'.
-        device: one device.
-        storage_options: credentials and endpoint of an object store.
-        options: `penstock.load_into`'s: `memory_bytes`, `verify`, `group`, `progress`, `trace`.
+        name_or_uri: `org/name[@revision]` or `hf://org/name[@revision][/folder]`; a directory; a prefix of an object
+            store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
+        group: a torch.distributed group whose ranks all make this call: each reads its part of the weights from
+            storage, once for all, and the ranks exchange the parts. Also for `tp_plan` and FSDP2, where each rank keeps
+            its shards only.
+        memory_bytes: host memory of bytes under way; see `penstock.load`. In a group, half of it is for tensors that
+            have arrived and were not taken yet.
+        verify: compare with the manifest's digests; see `penstock.load`. Of a hub, in one process: with the hub's.
+        storage_options: credentials and endpoint; see `penstock.load`.
+        progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
+        trace: see `penstock.load`; only where the model is filled in place.
+        options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
+            `token`, `quantization_config` and all others.
 
     Raises:
-        NotFound: there is no `config.json`. ConfigError: the config asks for a quantiser.
-        MissingExtra: transformers 5 is not installed. Else as `penstock.load_into` and `from_pretrained`.
+        NotFound: there is no `config.json`. MissingExtra: transformers 5 is not installed.
+        ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place.
+        PeerLost: another rank of the group failed. Else as `accelerated`, `penstock.load_into` and transformers.
 
-    A parameter that the checkpoint lacks is initialised and reported by transformers, as it does.
-    Cost: one copy of the weights on the device where the checkpoint fits the model; which way was taken is logged.
+    In one process, weights that fit the model tensor by tensor are read straight into the empty model on its one
+    device. All others are given to transformers' own loading, which merges, splits, casts, quantises and shards; so is
+    every load of a group. The logger of this module names the way and the reason.
     """
     _check_version()
-    with _local_files(uri, storage_options) as directory:
-        from transformers import AutoConfig
-
-        if config is None and not (directory / "config.json").exists():
-            raise NotFound("there is no config.json", uri=uri)
-        # A copy: building a model writes to its config.
-        config = AutoConfig.from_pretrained(directory) if config is None else copy.deepcopy(config)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError("quantised models are loaded by their quantiser", uri=uri, hint="use from_pretrained")
-        concrete = _concrete(model_class, config)
-        # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
-        with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
-            table = weights.manifest.tensors
-        kind = dtype or config.dtype or _first_floating(table)
-        arguments = {"storage_options": storage_options, **options}
-        model = _filled(concrete, config, kind, device, uri, table, arguments)
-        if model is None:
-            model = _converted(concrete, config, kind, device, uri, arguments)
-        if model.can_generate() and (directory / "generation_config.json").exists():
-            from transformers import GenerationConfig
-
-            model.generation_config = GenerationConfig.from_pretrained(directory)
-    return model.eval()
+    # `org/name@revision` becomes a URI of the hub. transformers also knows names without an organisation.
+    name = texts_of(name_or_uri)[0]
+    arguments = {
+        "storage_options": storage_options,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "progress": progress,
+        "trace": trace,
+    }
+    if group is not None:
+        why = "the ranks of a group read it together"
+    elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
+        model, why = _filled(model_class, name, options, arguments)
+        if model is not None:
+            return model
+    else:
+        why = "it is named as on a hub"
+    _logger.info("penstock: %s is loaded by transformers: %s", name, why)
+    is_local = os.path.isdir(local_path(name))
+    if trace is not None or (verify and group is None and is_local):
+        raise ConfigError(
+            f"{'trace' if trace is not None else 'verify=True'} is not for this load: {why}",
+            hint="leave it out; `penstock.verify(uri)` compares all digests before",
+        )
+    return _by_transformers(model_class, name, group, options, arguments)
 
 
 def weights_loader(model: Any) -> Load:
@@ -161,40 +186,116 @@ def checkpoint_shards(
 
 
 def _filled(
-    concrete: Any, config: Any, kind: Any, device: Any, uri: str, table: TensorTable, arguments: Mapping[str, Any]
-) -> Any | None:
-    """Return the model, filled in place; None if the checkpoint does not fit it tensor by tensor."""
+    model_class: Any, uri: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[Any | None, str]:
+    """Return the model, filled in place; or None and why transformers has to load it."""
     import torch
-    from transformers import initialization
+    from transformers import AutoConfig, GenerationConfig, initialization
 
     from penstock import api
 
-    # Not initialised: every parameter is about to be overwritten.
-    with initialization.no_init_weights(), torch.device(device):
-        model = concrete._from_config(copy.deepcopy(config), dtype=kind)
-    model.tie_weights()
-    targets, why = _targets(model, table)
-    if why is not None:
-        _logger.info("penstock: %s is converted by transformers: %s", uri, why)
-        return None
-    state = model.state_dict(keep_vars=True)
-    api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
-    # transformers initialises every tensor without this mark at random: these are loaded.
-    for tensor in state.values():
-        tensor._is_hf_initialized = True
-    # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
-    model.initialize_weights()
+    others = sorted(set(options) - _IN_PLACE)
+    if others:
+        return None, f"{others[0]} is given"
+    device = _one_device(options.get("device_map"))
+    if device is None:
+        return None, f"device_map is {options['device_map']!r}"
+    storage_options = arguments["storage_options"]
+    with _local_files(uri, storage_options) as files:
+        config = options.get("config")
+        if config is None and not (files / "config.json").exists():
+            raise NotFound("there is no config.json", uri=uri)
+        # A copy: building a model writes to its config.
+        config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
+        if getattr(config, "quantization_config", None) is not None:
+            return None, "it is quantised"
+        concrete = _concrete(model_class, config)
+        # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
+        with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+            table = weights.manifest.tensors
+        kind = _dtype(options.get("dtype")) or config.dtype or _first_floating(table)
+        # Not initialised: every parameter is about to be overwritten.
+        with initialization.no_init_weights(), torch.device(device):
+            model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+        model.tie_weights()
+        targets, why = _targets(model, table)
+        if why is not None:
+            return None, why
+        state = model.state_dict(keep_vars=True)
+        api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
+        # transformers initialises every tensor without this mark at random: these are loaded.
+        for tensor in state.values():
+            tensor._is_hf_initialized = True
+        # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
+        model.initialize_weights()
+        if model.can_generate() and (files / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(files)
     _logger.info("penstock: %s filled in place", uri)
+    return model.eval(), ""
+
+
+def _by_transformers(
+    model_class: Any,
+    name: str,
+    group: ProcessGroup | None,
+    options: dict[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Return the model by transformers' own loading, reading through Penstock."""
+    storage_options = arguments["storage_options"]
+    memory_bytes = arguments["memory_bytes"]
+    block = accelerated(
+        group=group,
+        memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes),
+        verify=bool(arguments["verify"]),
+        storage_options=storage_options,
+    )
+    with block as report:
+        if name.startswith(_HUB):
+            name, options = _hub_options(name, options)
+        elif is_remote(name):
+            name = directory(name)
+        elif os.path.isdir(local_path(name)):
+            name = local_path(name)
+        model = model_class.from_pretrained(name, **options)
+    _logger.info("penstock: %s", report)
     return model
 
 
-def _converted(concrete: Any, config: Any, kind: Any, device: Any, uri: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the model by from_pretrained of the loaded tensors, which transformers merges, splits and casts."""
-    from penstock import api
+def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options by which transformers loads a URI of the hub. ConfigError: it can not."""
+    where = parse(uri, "hf")
+    if where.kind != "model":
+        raise ConfigError(f"a {where.kind} is no model", uri=uri, hint="write hf://org/name[@revision][/folder]")
+    if where.path.endswith((SUFFIX, INDEX_SUFFIX)):
+        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the folder of the file")
+    named = {key: value for key, value in (("revision", where.revision), ("subfolder", where.path)) if value}
+    twice = [key for key, value in named.items() if options.get(key, value) != value]
+    if twice:
+        raise ConfigError(f"{twice[0]} differs from the one in the URI", uri=uri, hint=f"leave out {twice[0]}=")
+    return where.name, options | named
 
-    weights = api.load(uri, device=device, **arguments)
-    device_map = None if str(device) == "cpu" else {"": device}
-    return concrete.from_pretrained(None, config=config, state_dict=dict(weights), dtype=kind, device_map=device_map)
+
+def _one_device(device_map: Any) -> Any | None:
+    """Return the one device of a `device_map`; None if there are several, or transformers has to choose."""
+    import torch
+
+    if device_map is None:
+        return "cpu"
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if isinstance(device_map, int):
+        return torch.device("cuda", device_map)
+    if isinstance(device_map, torch.device):
+        return device_map
+    return device_map if isinstance(device_map, str) and device_map.partition(":")[0] in {"cpu", "cuda"} else None
+
+
+def _dtype(dtype: Any) -> Any | None:
+    """Return the torch dtype that an option names; None for that of the config."""
+    import torch
+
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
@@ -259,13 +360,13 @@ def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterato
     if not is_remote(uri):
         yield Path(local_path(uri))
         return
-    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as temporary:
         for name in _FILES:
             place = f"{uri.rstrip('/')}/{name}"
             raw = read_small(place, settings=Settings.read(), storage_options=storage_options)
             if raw is not None:
-                (Path(directory) / name).write_bytes(raw)
-        yield Path(directory)
+                (Path(temporary) / name).write_bytes(raw)
+        yield Path(temporary)
 
 
 def _check_version() -> None:

@@ -1,10 +1,11 @@
-"""vLLM's `--load-format penstock`: weights of local and object-store models through `penstock.stream`.
+"""vLLM's `--load-format penstock`: weights of local, object-store and hub models through `penstock.stream`.
 
 In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader,
 and the registered weight-transfer backend; the logger of the whole integration.
-Not here: finding a model's files, mapping names and checking that all was loaded, which stay with vLLM's default
-loader; reading from a fleet (`replica`); changes of vLLM's classes (`vllm_patches`); new versions of the weights of a
-live model (`vllm_sync`).
+Not here: finding a local model's files, mapping names and checking that all was loaded, which stay with vLLM's default
+loader, as a hub model's config and tokenizer stay with vLLM; its options, and reading from a keeper, a fleet or
+storage (`replica`); changes of vLLM's classes (`vllm_patches`); new versions of the weights of a live model
+(`vllm_sync`).
 
 Written for vLLM 0.32 and 0.33. Where a version lacks what is used, vLLM's own error or a ConfigError says so.
 """
@@ -17,10 +18,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from penstock.config import parse_bytes
-from penstock.errors import ConfigError
+from penstock.config import Settings
+from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
 from penstock.integrations import replica, vllm_patches
 from penstock.phases import Phases
 
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
 LOAD_FORMAT = "penstock"
 LOGGER = "penstock.vllm"
 
-OPTIONS = ("device", "distributed", "memory_bytes", "storage_options", "verify", *replica.OPTIONS)
-"""Keys of `--model-loader-extra-config`: of `penstock.stream`, but for `distributed`; then those of a fleet."""
+_IGNORED = ["original/**/*"]
+"""The default of `--ignore-patterns`: directories, which are not read anyway."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
 
@@ -74,30 +77,6 @@ def register() -> None:
     vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
 
 
-def read_options(extra: Any) -> dict[str, Any]:
-    """Check `model_loader_extra_config`.
-
-    Raises:
-        ConfigError: it is no mapping, holds an unknown key, or a value of the wrong type.
-    """
-    if not isinstance(extra, Mapping):
-        raise ConfigError(f"model_loader_extra_config must be a mapping, not {type(extra).__name__}")
-    unknown = sorted(set(extra) - set(OPTIONS))
-    if unknown:
-        raise ConfigError(f"unknown model_loader_extra_config keys {unknown}", hint=f"known are {list(OPTIONS)}")
-    options = dict(extra)
-    if "memory_bytes" in options:
-        options["memory_bytes"] = parse_bytes(options["memory_bytes"])
-    for name in ("distributed", "verify"):
-        if not isinstance(options.get(name, False), bool):
-            raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
-    if not isinstance(options.get("storage_options", {}), Mapping):
-        raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
-    if replica.FleetOptions.read(options) is not None and options.get("distributed"):
-        raise ConfigError("'distributed' and 'fleet' both share the reading", hint="give one of them")
-    return options
-
-
 def _loader_class() -> type[Any]:
     """Return the loader, a subclass of vLLM's default one."""
     # Defined inside a function, because this module must be importable without vLLM.
@@ -106,12 +85,12 @@ def _loader_class() -> type[Any]:
     class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, reading through Penstock.
 
-        It is given a configuration of format `safetensors`, so that finding a model's files, downloading them from a
-        hub, filters, secondary weights and the check that every parameter was loaded stay vLLM's own.
+        It is given a configuration of format `safetensors`, so that finding a local model's files, filters, secondary
+        weights and the check that every parameter was loaded stay vLLM's own.
         """
 
         def __init__(self, load_config: Any) -> None:
-            self._options = read_options(load_config.model_loader_extra_config or {})
+            self._options = replica.read_options(load_config.model_loader_extra_config or {})
             plain = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={})
             super().__init__(plain)
             self._objects: dict[str, str] = {}
@@ -137,9 +116,10 @@ def _loader_class() -> type[Any]:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a hub's model; a model in an object store is read from there when it is loaded."""
+            """Download a model that cannot be streamed from where it is when it is loaded."""
             weights = getattr(model_config, "model_weights", "") or model_config.model
-            if not _is_object(weights):
+            source = self.Source(weights, model_config.revision)
+            if not _is_object(weights) and _hub_uri(self, source, self._options) is None:
                 super().download_model(model_config)
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,10 +131,69 @@ def _loader_class() -> type[Any]:
                 subfolder = getattr(source, "subfolder", None)
                 files: str | list[str] = f"{uri.rstrip('/')}/{subfolder}" if subfolder else uri
             else:
-                files = _files(self, source)
-            return _stream(files, _wanted(self, source), self._options, self.load_config, prefix=source.prefix)
+                files = _hub_uri(self, source, self._options) or _files(self, source)
+            place = replica.Place(rank=_rank, device=partial(_device, self.load_config), group=_group)
+            progress = None if getattr(self.load_config, "use_tqdm_on_load", True) else False
+            tensors = replica.checkpoint(
+                files, _wanted(self, source), self._options, place, model=uri, log=vllm_logger(), progress=progress
+            )
+            return ((source.prefix + name, tensor) for name, tensor in tensors)
 
     return PenstockModelLoader
+
+
+def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the pinned URI by which a hub's model is streamed; None: vLLM finds or downloads its files.
+
+    For a model of a hub that is not streamed, a line in the log says why.
+    """
+    from penstock.storage import pinned
+    from penstock.storage.locate import texts_of
+
+    try:
+        uri = texts_of(source.model_or_path)[0]
+    except ConfigError:
+        # A scheme that only vLLM knows.
+        return None
+    if not uri.startswith("hf://"):
+        return None
+    why = _why_not_streamed(loader.load_config, source, options)
+    if why is None:
+        if source.revision:
+            uri += f"@{quote(source.revision, safe='')}"
+        if subfolder := getattr(source, "subfolder", None):
+            uri += f"{'' if source.revision else '@main'}/{subfolder}"
+        try:
+            place = pinned(uri, settings=Settings.read(), storage_options=options.get("storage_options"))
+            vllm_logger().info("penstock: weights are read from %s, without a copy on the disk", place)
+            return place
+        except (SourceUnavailable, MissingExtra) as error:
+            # What vLLM has in its cache can be loaded all the same.
+            why = str(error)
+    vllm_logger().warning("penstock: vLLM itself finds or downloads the weights of %s: %s", source.model_or_path, why)
+    return None
+
+
+def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why the weights of a hub's model come by a download to the disk; None: they can be streamed."""
+    from vllm import envs
+
+    if getattr(envs, "VLLM_USE_MODELSCOPE", False):
+        return "VLLM_USE_MODELSCOPE is set"
+    if load_config.download_dir:
+        return "download_dir is set"
+    if getattr(source, "allow_patterns_overrides", None):
+        return f"the model's code selects files by {source.allow_patterns_overrides}"
+    if list(load_config.ignore_patterns or ()) != _IGNORED:
+        return f"ignore_patterns is {load_config.ignore_patterns}"
+    if (
+        replica.FleetOptions.read(options, source.model_or_path) is None
+        and not options.get("distributed")
+        and _world_size() > 1
+    ):
+        # Each rank would read all of it from the hub.
+        return 'there are several ranks, and neither "distributed" nor "fleet" is given'
+    return None
 
 
 def _files(loader: Any, source: Any) -> list[str]:
@@ -189,46 +228,18 @@ def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
     return wanted
 
 
-def _stream(
-    files: str | list[str],
-    wanted: Callable[[str], bool] | None,
-    options: Mapping[str, Any],
-    load_config: Any,
-    *,
-    prefix: str,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `files` as they arrive, from the fleet if there is one, and a line in the log at the end."""
-    from penstock import api
-
-    log = vllm_logger()
-    in_fleet = replica.FleetOptions.read(options)
-    if in_fleet is not None:
-        rank = _rank()
-        shared = {name: options[name] for name in ("memory_bytes",) if name in options}
-        fleet = replica.join(in_fleet, files, log=log, rank=rank, **shared)
-        if fleet is not None:
-            # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
-            device, stores = options.get("device", "cpu"), options.get("storage_options")
-            tensors = replica.tensors(
-                fleet, files, in_fleet, log=log, device=device, storage_options=stores, serves=rank == 0
-            )
-            yield from ((prefix + name, tensor) for name, tensor in tensors if wanted is None or wanted(name))
-            return
-    arguments = {name: options[name] for name in ("memory_bytes", "storage_options", "verify") if name in options}
-    device = options.get("device") or _device(load_config)
-    group = _group() if options.get("distributed") else None
-    progress = None if getattr(load_config, "use_tqdm_on_load", True) else False
-    with api.stream(files, device=device, names=wanted, group=group, progress=progress, **arguments) as stream:
-        for name, tensor in stream:
-            yield prefix + name, tensor
-        log.info("penstock: %s", stream.report.summary())
-
-
 def _rank() -> int:
     """Return the rank of this process among those of one replica on this host, which read the same checkpoint."""
     from vllm.distributed import get_world_group
 
     return int(get_world_group().local_rank)
+
+
+def _world_size() -> int:
+    """Return the number of ranks of this engine."""
+    from vllm.distributed import get_world_group
+
+    return int(get_world_group().world_size)
 
 
 def _device(load_config: Any) -> str:

@@ -10,24 +10,41 @@ import pytest
 
 from penstock import api
 from penstock.errors import ConfigError, HubUnavailable
-from penstock.integrations.replica import FleetOptions, join
+from penstock.integrations.replica import FleetOptions, join, read_options
+
+HUB = "http://hub:7070"
 
 
 def test_no_fleet_is_none() -> None:
-    assert FleetOptions.read({}) is None
-    assert FleetOptions.read({"memory_bytes": 1, "hub": None}) is None
+    assert FleetOptions.read({}, "llama") is None
+    assert FleetOptions.read({"memory_bytes": 1, "hub": None}, "llama") is None
 
 
 def test_everything_is_read() -> None:
-    found = FleetOptions.read({"fleet": "llama", "hub": "http://hub:7070", "max_bytes_per_s": "2G", "serve": False})
-    assert found == FleetOptions(fleet="llama", hub="http://hub:7070", max_bytes_per_s=2 << 30, serve=False)
+    found = FleetOptions.read({"fleet": "l", "hub": HUB, "max_bytes_per_s": "2G", "serve": False}, "s3://b/other")
+    assert found == FleetOptions(fleet="l", hub=HUB, max_bytes_per_s=2 << 30, serve=False)
+
+
+def test_a_hub_is_enough_to_join_the_fleet_of_the_models_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for model in ("org/llama", "s3://bucket/llama/", "/models/llama", "hf://org/llama"):
+        assert FleetOptions.read({"hub": HUB}, model) == FleetOptions(fleet="llama", hub=HUB)
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path / "llama")
+    assert FleetOptions.read({"hub": HUB}, ".") == FleetOptions(fleet="llama", hub=HUB)
+    monkeypatch.setenv("PENSTOCK_HUB", HUB)
+    # The address itself is read where the hub is reached.
+    assert FleetOptions.read({}, "org/llama") == FleetOptions(fleet="llama")
+    assert FleetOptions.read({"serve": False}, "org/llama") == FleetOptions(fleet="llama", serve=False)
+    assert FleetOptions.read({"fleet": False}, "org/llama") is None
+    assert FleetOptions.read({"distributed": True}, "org/llama") is None
+    assert read_options({"distributed": True}) == {"distributed": True}
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        {"hub": "http://hub:7070"},
         {"serve": True},
+        {"fleet": True},
         {"fleet": ""},
         {"fleet": 3},
         {"fleet": "m", "serve": 1},
@@ -37,7 +54,7 @@ def test_everything_is_read() -> None:
 )
 def test_what_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        FleetOptions.read(extra)
+        FleetOptions.read(extra, "llama")
 
 
 def test_the_token_is_the_files_first(tmp_path: Path) -> None:

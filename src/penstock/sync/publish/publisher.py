@@ -102,9 +102,15 @@ class Publisher(Closing):
         else:
             # Joined before the report, which names the run.
             self._run = rank_group.join(self._membership, rank, world_size, "", stall_s)
+            # Before the report: once all ranks are seen, rank 0 may publish, and the ranks must start from one number.
+            self.latest = self._newest_of_others()
             member.report_now()
         offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
-        self.latest = max((other.state.version for other in self._membership.look()), default=-1)
+        if rank == 0:
+            self.latest = self._newest_of_others()
+
+    def _newest_of_others(self) -> int:
+        return max((other.state.version for other in self._membership.look()), default=-1)
 
     def _state(self) -> SyncState:
         """Return what the hub lists about this rank."""
@@ -252,6 +258,26 @@ class Publisher(Closing):
         self._local_version.fence()
         self._version_status.post(self._run, self.version, is_open=False)
         self.member.beat_now()
+
+    def wait_ranks(self) -> None:
+        """Wait until all ranks of this trainer take part. Until then a rank that joins may find a version of theirs.
+
+        Raises:
+            SourceStalled: not within the stall deadline.
+        """
+        deadline = time.monotonic() + self._stall_s
+        while len(present := self._ranks_present()) < self.world_size:
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.world_size)) - present)
+                raise SourceStalled(
+                    f"ranks {missing} of the publisher of {self.name!r} did not come in {self._stall_s:g} s",
+                    hint="all ranks call penstock.publisher with the same name and number of ranks",
+                )
+            time.sleep(0.05)
+
+    def _ranks_present(self) -> set[int]:
+        states = [other.state for other in self._membership.look() if other.state.side == "publisher"]
+        return {self.rank, *(state.rank for state in states if state.run == self._run)}
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this number of subscribers take part.

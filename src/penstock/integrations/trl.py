@@ -1,0 +1,163 @@
+"""TRL's asynchronous GRPO: the weights of its trainer reach a vLLM server as published shards.
+
+In: a trainer of TRL, the URL of its vLLM server. Out: a `WeightTransferProtocol`, for `AsyncGRPOTrainer`.
+Not here: the calls of one version (`vllm_trainer`), the engine's side (`vllm_sync`).
+
+    TRL, by itself:  pause -> gather every tensor on every rank, broadcast by rank 0 -> resume
+    attached:        each rank publishes its shards, the server receives -> pause -> install -> resume
+
+TRL calls its protocol on the main process alone, with whole tensors. `attach`, on every rank, replaces the trainer's
+step for merged weights, so that nothing is gathered and the server pauses for the installation only. One process
+without sharding needs no `attach`.
+
+Written for TRL 1.16 and the releases of vLLM that `vllm_trainer` names.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import __version__ as trl_version
+from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from penstock.errors import ConfigError
+from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+
+VERSIONS = ("1.16",)
+"""Releases of TRL that this module was run with: it replaces a method that is not public."""
+
+_HOOK = "_sync_weight_merged"
+
+
+class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
+    """Calls a function when the training has ended."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_train_end(self, *arguments: Any, **named: Any) -> None:
+        """See `TrainerCallback`."""
+        self._function()
+
+
+class PenstockWeightTransfer:
+    """A weight transfer for `AsyncGRPOTrainer`, one on each rank.
+
+    Args:
+        server_url: of the vLLM server, started with `--weight-transfer-config '{"backend": "penstock"}'` and
+            `VLLM_SERVER_DEV_MODE=1`.
+        info: the name of the sync and its options; `rank` and `world_size` are taken from the trainer.
+        timeout_s: seconds for one request to the server, which waits in it for a whole version.
+
+    Raises:
+        ConfigError: another release of TRL is installed.
+
+    Attributes:
+        engine: sends the versions, once the first was sent; its `report` is that of the newest version.
+    """
+
+    def __init__(self, server_url: str, info: PenstockTrainerInitInfo, *, timeout_s: float = 1800.0) -> None:
+        if not trl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
+            raise ConfigError(
+                f"TRL {trl_version} is not one of {', '.join(VERSIONS)}, which Penstock was run with",
+                hint="install one of these, or send by penstock.integrations.vllm_trainer in a callback",
+            )
+        self.engine: PenstockTrainerEngine | None = None
+        self._server = VLLMClient(server_url)
+        self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
+        self._info = info
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def attach(self, trainer: Any) -> None:
+        """Have a trainer publish the shards of every rank; call it on all ranks, before `train`.
+
+        Raises:
+            ConfigError: the trainer has no step for merged weights, as AsyncGRPOTrainer has.
+        """
+        if not callable(getattr(trainer, _HOOK, None)):
+            raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
+        accelerator = trainer.accelerator
+        self._info = copy.copy(self._info)
+        self._info.rank, self._info.world_size = accelerator.process_index, accelerator.num_processes
+        setattr(trainer, _HOOK, lambda started: self._sync(trainer, started))
+        # TRL ends the main process's transfer itself.
+        if trainer.weight_transfer is None:
+            trainer.add_callback(_EndOfTraining(self.destroy))
+
+    # -- TRL's protocol: the main process
+
+    def init_weight_transfer(self) -> None:
+        """Wait for the server. The sync itself begins with the first version, on all ranks."""
+        self._server.wait_for_server_ready()
+
+    def pause(self) -> None:
+        """Pause the server; running requests go on afterwards."""
+        self._server.pause()
+
+    def resume(self) -> None:
+        """Let the server go on."""
+        self._server.resume()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Send whole tensors from one process. Raises as `PenstockTrainerEngine.send_weights`.
+
+        Raises:
+            ConfigError: the trainer has several ranks; each of them has to publish its part.
+        """
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
+        for name, tensor in iterator:
+            kept = self._kept.setdefault(name, tensor)
+            # A parameter is given as it is, and is published from where it is. What TRL moved is copied.
+            if kept.data_ptr() != tensor.data_ptr():
+                kept.copy_(tensor)
+        self._engine(self._kept).send_weights()
+
+    def destroy(self) -> None:
+        """Leave the sync; the server keeps its version. Idempotent."""
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
+
+    # -- attached: every rank
+
+    def _sync(self, trainer: Any, started: float) -> tuple[float, float, float]:
+        """Send a version from all ranks, in place of the trainer's own step; return its three times, as TRL does."""
+        accelerator = trainer.accelerator
+        model = accelerator.unwrap_model(trainer.model)
+        accelerator.wait_for_everyone()
+        barrier = time.time()
+        is_peft = async_grpo_trainer.is_peft_model(model)
+        # The server has the base model's tensors only, so the adapter is added to them while they are copied.
+        if is_peft:
+            model.merge_adapter()
+        try:
+            engine = self._engine(dict(async_grpo_trainer._iter_vllm_named_params(model)))
+            engine.stage()
+        finally:
+            if is_peft:
+                model.unmerge_adapter()
+        received = time.time()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.pause()
+            # If this fails the server stays paused: it has no complete version.
+            engine.commit()
+            self.resume()
+            trainer.model_version += 1
+            if trainer.rollout_worker:
+                trainer.rollout_worker.update_model_version(trainer.model_version)
+        # TRL logs them as the ends of the pause, the barrier and the transfer.
+        return started, barrier, received
+
+    def _engine(self, params: dict[str, Any]) -> PenstockTrainerEngine:
+        if self.engine is None:
+            self.engine = PenstockTrainerEngine.trainer_init(self._info, client=self._client, source=params)
+        return self.engine

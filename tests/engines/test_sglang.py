@@ -1,0 +1,187 @@
+"""SGLang's own loaders give the same parameters with `--load-format penstock` as with its default one, on the CPU.
+
+SGLang finds the plugin by its entry point, in the process that resolves arguments and in a spawned one that loads.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.sglang_loads import environment
+
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.testing.hugging_face_server import HuggingFaceServer
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+
+PROGRAM = Path(__file__).with_name("sglang_loads.py")
+
+
+Case = tuple[str, str, dict[str, Any], str | None]
+"""Model, load format, extra configuration, and a path to update the live model from."""
+
+
+def write_plan(directory: Path, cases: Mapping[str, Case]) -> Path:
+    plan = directory / "cases.json"
+    plan.write_text(
+        json.dumps(
+            [
+                {
+                    "arguments": [
+                        *("--model-path", path, "--load-format", load_format),
+                        *("--model-loader-extra-config", json.dumps(extra)),
+                    ],
+                    "out": str(directory / f"{name}.pt"),
+                    "update": update,
+                }
+                for name, (path, load_format, extra, update) in cases.items()
+            ]
+        )
+    )
+    return plan
+
+
+@pytest.fixture(scope="module")
+def done(
+    llama: Path, sharded_llama: Path, make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What one launcher and its spawned process did for all cases: importing SGLang takes longer than all the loads."""
+    directory = tmp_path_factory.mktemp("sglang")
+    runtime = directory / "run"
+    runtime.mkdir(mode=0o700)
+    broken = directory / "broken"
+    broken.mkdir()
+    for file in llama.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    other = make_llama(tmp_path_factory.mktemp("other"), seed=1)
+    cases: dict[str, Case] = {
+        "default": (str(llama), "auto", {}, None),
+        "local": (str(llama), "penstock", {}, None),
+        "shards": (str(sharded_llama), "penstock", {"memory_bytes": "32M", "verify": False}, None),
+        "uri": ("hf://org/llama", "penstock", {}, None),
+        "fleet": (str(llama), "penstock", {"fleet": "replicas"}, None),
+        "no keeper": (str(llama), "penstock", {"keeper": "llama"}, None),
+        "broken": (str(broken), "penstock", {}, None),
+        "runai": (str(sharded_llama), "runai_streamer", {}, None),
+        "updated": (str(other), "penstock", {"fleet": "replicas"}, str(llama)),
+        "updated by URI": (str(other), "penstock", {}, "hf://org/llama"),
+        "not updated": (str(llama), "penstock", {}, str(broken)),
+    }
+    with HuggingFaceServer({"org/llama": {file.name: file.read_bytes() for file in llama.iterdir()}}) as hub:
+        environ = {**os.environ, **environment(directory, hub.url), "PENSTOCK_RUNTIME_DIR": str(runtime)}
+        process = subprocess.run(
+            [sys.executable, str(PROGRAM), str(write_plan(directory, cases))],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=580,
+        )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]
+    states = {name: torch.load(directory / f"{name}.pt") for name in cases}
+    return {"states": states, "log": process.stdout + process.stderr, "cache": directory / "cache"}
+
+
+def assert_equal(state: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
+    assert "error" not in state, state
+    assert state.keys() == true.keys()
+    for name, tensor in true.items():
+        assert state[name].dtype == tensor.dtype
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["local", "shards", "uri", "fleet", "no keeper", "runai", "updated", "updated by URI", "not updated"],
+)
+def test_the_parameters_are_those_of_the_default_loader(case: str, done: dict) -> None:
+    true = done["states"]["default"]
+    assert len(true) == 15
+    assert_equal(done["states"][case], true)
+
+
+def test_an_update_says_whether_it_was_made(done: dict) -> None:
+    said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
+    assert [".pt True" in line for line in said] == [True, True, False]
+    assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
+
+
+def test_a_truncated_file_is_a_typed_error_that_names_it(done: dict) -> None:
+    error = done["states"]["broken"]["error"]
+    assert error.startswith("SourceTruncated"), error
+    assert "broken/model.safetensors" in error
+
+
+def test_sglang_is_given_a_directory_without_weights_for_a_uri(done: dict) -> None:
+    resolved = [json.loads(line[9:]) for line in done["log"].splitlines() if line.startswith("RESOLVED ")]
+    (uri,) = [one for one in resolved if Path(one["model_path"]).is_relative_to(done["cache"])]
+    assert uri["served_model_name"] == "llama"
+    assert uri["load_format"] == "penstock"
+    assert (Path(uri["model_path"]) / "config.json").is_file()
+    assert not list(Path(uri["model_path"]).glob("*.safetensors"))
+
+
+def test_the_log_says_which_path_was_taken(done: dict) -> None:
+    assert "not attached to keeper's llama" in done["log"]
+    assert "RUNAI penstock.compat.runai_streamer" in done["log"]
+
+
+def test_schedulers_start_by_the_entry_points_and_join_by_the_hub_alone(llama: Path, tmp_path: Path) -> None:
+    """They are SGLang's own scheduler processes, spawned; without Run:ai's package only the entry point stands in."""
+    assert importlib.util.find_spec("runai_model_streamer") is None
+    files = {file.name: file.read_bytes() for file in llama.iterdir()}
+    with ExitStack() as stack:
+        store = stack.enter_context(HuggingFaceServer({"org/llama": files}))
+        runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="ps-"))
+        fleet_hub = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{runtime}/own.sock", Auth()))
+        fleet_hub.start()
+        stack.callback(fleet_hub.stop)
+        environ = {
+            **os.environ,
+            **environment(tmp_path, store.url),
+            "PENSTOCK_RUNTIME_DIR": runtime,
+            "PENSTOCK_HUB": fleet_hub.url,
+        }
+        cases: dict[str, Case] = {
+            "first": ("hf://org/llama", "penstock", {}, None),
+            "runai": (str(llama), "runai_streamer", {}, None),
+        }
+        log = stack.enter_context((tmp_path / "log").open("w+"))
+        schedulers = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(write_plan(tmp_path, cases)), "--schedulers"],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        stack.callback(schedulers.kill)
+        assert schedulers.stdout is not None
+        ready = 0
+        for line in schedulers.stdout:
+            ready += line == "READY ready\n"
+            if ready == len(cases):
+                break
+        assert ready == len(cases), (tmp_path / "log").read_text()[-6000:]
+        weights = len(files["model.safetensors"])
+        assert weights <= store.storage.num_bytes_sent < weights + 65536
+        # Only a member of a fleet says so.
+        assert "because no member had these chunks" in (tmp_path / "log").read_text()
+        schedulers.communicate(timeout=120)

@@ -1,0 +1,110 @@
+"""`vllm serve` in processes of its own, with Penstock as the backend of weight transfers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Server:
+    """`vllm serve` in processes of its own, and its routes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, model: str) -> None:
+        self.process, self.log, self.model = process, log, model
+        self.url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The answer; AssertionError where the route says no."""
+        status, answer = self.ask(path, **body)
+        assert status == 200, (path, status, answer, self.log.read_text()[-4000:])
+        return answer
+
+    def ask(self, path: str, **body: Any) -> tuple[int, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"content-type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=240) as answer:
+                return answer.status, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def tokens(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens of the most likely answer."""
+        found = self.post(
+            "/v1/completions",
+            model=self.model,
+            prompt=prompt,
+            max_tokens=num_tokens,
+            temperature=0,
+            ignore_eos=False,
+            return_token_ids=True,
+        )
+        tokens: list[int] = found["choices"][0]["token_ids"]
+        return tokens
+
+    def wait_up(self) -> None:
+        deadline = time.monotonic() + 480
+        while True:
+            with contextlib.suppress(OSError):
+                self.get("/is_paused")
+                return
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path,
+    runtime: str,
+    directory: Path,
+    *,
+    num_workers: int,
+    name: str = "policy",
+    options: Sequence[str] = ("--skip-tokenizer-init",),
+) -> Iterator[Server]:
+    """A server of a model; its log and caches are in `directory`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
+    command += [*options, "--enforce-eager", "--dtype", "float32", "--max-model-len", "192"]
+    command += ["--block-size", "32", "--tensor-parallel-size", str(num_workers)]
+    command += ["--weight-transfer-config", '{"backend": "penstock"}']
+    environ = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(num_workers))),
+        "VLLM_CACHE_ROOT": str(directory / "cache"),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "PENSTOCK_RUNTIME_DIR": runtime,
+    }
+    log = directory / "log"
+    with log.open("wb") as written:
+        process = subprocess.Popen(command, env=environ, stdout=written, stderr=written, start_new_session=True)
+    try:
+        made = Server(process, port, log, name)
+        made.wait_up()
+        yield made
+    finally:
+        process.terminate()  # it takes its shared memory along
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

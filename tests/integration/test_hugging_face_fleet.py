@@ -1,0 +1,23 @@
+"""A repository of a hub as the fallback of a fleet: each byte leaves the hub once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tests.integration.conftest import Host, check
+
+from penstock.testing.hugging_face_server import HuggingFaceServer
+
+
+def test_each_byte_leaves_the_hub_once(host: Host, made: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in made.iterdir()}
+    with HuggingFaceServer({"org/made": files}) as hub:
+        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        members = host.start_at_once(2, fallback="org/made", storage_pause_s=0.03, environ=environ)
+        reports = [check(member, truth) for member in members]
+        nbytes = sum(tensor.nbytes for tensor in truth.values())
+        assert sum(report["storage_bytes"] for report in reports) == nbytes
+        assert all(report["storage_bytes"] for report in reports), "both had a part of the reading"
+        # Each member reads headers too, and a byte of each file to see what is there.
+        assert nbytes <= hub.storage.num_bytes_sent < 1.05 * nbytes

@@ -1,0 +1,106 @@
+"""safetensors files on a network volume: the bits of a local file, each byte read once, by large reads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from penstock.compat.safetensors import installed
+from penstock.errors import NotFound
+from penstock.loader.safe_open import load_file, safe_open
+from penstock.storage.network_files import NetworkFile, network_file_system
+from penstock.testing.network_volume import NetworkVolume, refusal
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+NAME = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tensors = {f"layers.{index}.weight": torch.randn(64, 64) for index in range(1500)}
+    tensors |= {f"layers.{index}.norm": torch.randn(64).to(torch.float16) for index in range(1500)}
+    safetensors.torch.save_file(tensors, directory / NAME, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+def mounted(directory: Path, tmp_path: Path) -> Iterator[tuple[NetworkVolume, Path]]:
+    volume = NetworkVolume(directory, tmp_path / "volume", latency_s=0.002)
+    with volume as path:
+        yield volume, path / NAME
+
+
+def same(tensors: dict[str, torch.Tensor], directory: Path) -> bool:
+    theirs = safetensors.torch.load_file(directory / NAME)
+    return tensors.keys() == theirs.keys() and all(torch.equal(tensors[name], theirs[name]) for name in theirs)
+
+
+def test_the_volume_is_known_as_one(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+    assert network_file_system(str(mounted[1])) == "FUSE"
+    assert network_file_system(str(directory)) == ""
+    assert network_file_system(str(directory / "none")) == ""
+
+
+@pytest.mark.parametrize("order", ["keys", "offset_keys"])
+def test_tensor_by_tensor_each_byte_is_read_once(
+    mounted: tuple[NetworkVolume, Path], directory: Path, order: str
+) -> None:
+    volume, path = mounted
+    with installed(), safetensors.safe_open(path, framework="pt") as file:
+        assert type(file) is safe_open
+        tensors = {name: file.get_tensor(name) for name in getattr(file, order)()}
+    assert same(tensors, directory)
+    assert volume.read_bytes() <= 1.05 * path.stat().st_size
+    # Owned: they can be written to, also where the volume goes away.
+    tensors["layers.0.weight"].fill_(1)
+
+
+def test_load_file_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+    volume, path = mounted
+    with installed():
+        tensors = safetensors.torch.load_file(path)
+    assert same(tensors, directory)
+    assert volume.read_bytes() <= 1.05 * path.stat().st_size
+    assert same(load_file(path), directory)
+
+
+def test_numpy_has_the_same_arrays(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+    with installed():
+        arrays = safetensors.numpy.load_file(mounted[1])
+    assert same({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
+
+
+def test_with_the_order_announced_any_order_reads_each_byte_once(
+    mounted: tuple[NetworkVolume, Path], directory: Path
+) -> None:
+    volume, path = mounted
+    with safe_open(path) as file:
+        order = sorted(file.keys(), key=lambda name: (int(name.split(".")[1]), name))
+        file.expect(order)
+        tensors = {name: file.get_slice(name)[:] for name in order}
+        with pytest.raises(NotFound):
+            file.expect(["none"])
+    assert same(tensors, directory)
+    assert volume.read_bytes() <= 1.05 * path.stat().st_size
+
+
+def test_a_file_in_the_page_cache_is_mapped_by_the_original(mounted: tuple[NetworkVolume, Path]) -> None:
+    volume, path = mounted
+    path.read_bytes()
+    file = NetworkFile(str(path))
+    is_cached = file.is_cached()
+    file.close()
+    if not is_cached:
+        pytest.skip("this kernel does not say what is cached")
+    before = volume.read_bytes()
+    with installed():
+        assert type(safetensors.safe_open(path, "pt")) is not safe_open
+        load_file(path)
+    assert volume.read_bytes() == before

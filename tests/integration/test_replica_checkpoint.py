@@ -1,0 +1,184 @@
+"""The checkpoint of an engine's replica: from a keeper, from a fleet and re-seeded, or from storage, and it is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+
+import penstock as ps  # noqa: E402
+from penstock.errors import ConfigError, SourceTruncated  # noqa: E402
+from penstock.fetch.storage_initializer import copy_other_files  # noqa: E402
+from penstock.hub.auth import Auth  # noqa: E402
+from penstock.hub.directory import Directory  # noqa: E402
+from penstock.hub.server import HubThread, bind  # noqa: E402
+from penstock.hub.store import MemoryStore  # noqa: E402
+from penstock.integrations import replica  # noqa: E402
+from penstock.testing.checkpoints import write_llama  # noqa: E402
+from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
+from penstock.types import MIB  # noqa: E402
+
+LOG = logging.getLogger("engine")
+ALONE = replica.Place(rank=lambda: 0, device=lambda: "cpu", group=lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A hub of this test's own, in a directory whose name is short enough for a socket."""
+    caplog.set_level(logging.INFO, "engine")
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "llama", total_bytes=4 * MIB, shards=2)
+    return tmp_path / "llama"
+
+
+def read(files: Path, wanted: Any = None, **extra: Any) -> dict[str, torch.Tensor]:
+    """What an engine does: check the options, copy each tensor as it comes."""
+    options = replica.read_options(extra)
+    tensors = replica.checkpoint(str(files), wanted, options, ALONE, model=str(files), log=LOG, progress=False)
+    return {name: tensor.clone() for name, tensor in tensors}
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == true.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), true[name].view(torch.uint8)) for name in true)
+
+
+def test_from_a_keeper_then_from_storage(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    true = ps.load(str(llama), "cpu")
+    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+        keeper.keep("kept", str(llama))
+        assert_equal(read(llama, keeper="kept"), true)
+        assert "no copy" in caplog.text
+        only = {name for name in true if "norm" in name}
+        assert read(llama, only.__contains__, keeper="kept").keys() == only
+        # The name is right and the weights are not.
+        write_llama(tmp_path / "other", total_bytes=2 * MIB)
+        with pytest.raises(ConfigError, match="other tensors than the checkpoint") as caught:
+            read(tmp_path / "other", keeper="kept")
+        assert str(tmp_path / "other") in str(caught.value)
+    caplog.clear()
+    assert_equal(read(llama, keeper="kept"), true)
+    assert "not attached to keeper's kept" in caplog.text
+    assert str(llama) in caplog.text
+
+
+def test_a_replica_serves_what_it_read_unless_told_otherwise(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = read(llama, fleet="seeds")
+    caplog.clear()
+    assert_equal(read(llama, fleet="seeds", serve=False), first)
+    assert " <- " in caplog.text
+
+
+def test_a_truncated_shard_yields_nothing(llama: Path) -> None:
+    shard = max(llama.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-64])
+    tensors = replica.checkpoint(str(llama), None, {}, ALONE, model=str(llama), log=LOG, progress=False)
+    with pytest.raises(SourceTruncated, match=shard.name):
+        next(tensors)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"keeper": ""},
+        {"keeper": True},
+        {"fleet": "f", "distributed": True},
+        {"keeper": "m", "distributed": True},
+    ],
+)
+def test_options_that_are_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replica.read_options(extra)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that the environment names; all else is by default."""
+    directory = os.environ["PENSTOCK_RUNTIME_DIR"]
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/own.sock", Auth()))
+    running.start()
+    monkeypatch.setenv("PENSTOCK_HUB", running.url)
+    yield running.url
+    running.stop()
+
+
+def test_a_hub_in_the_environment_makes_a_replica_join_and_serve(
+    llama: Path, hub: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = read(llama)
+    assert f"storage {llama}" in caplog.text
+    (member,) = ps.status("llama").members
+    assert [holding.state for holding in member.holdings] == ["whole"]
+    caplog.clear()
+    assert_equal(read(llama, serve=False), first)
+    assert " <- " in caplog.text
+    assert "storage" not in caplog.text.partition("verified")[0]
+    caplog.clear()
+    assert_equal(read(llama, fleet=False), first)
+    assert f"storage {llama}" in caplog.text or str(llama) in caplog.text
+    assert " <- " not in caplog.text
+
+
+def test_new_weights_of_a_model_take_the_place_of_the_former_ones(llama: Path, hub: str) -> None:
+    former = read(llama)
+    write_llama(llama, total_bytes=4 * MIB, shards=2, seed=1)
+    assert_equal(read(llama), ps.load(str(llama), "cpu"))
+    (member,) = ps.status("llama").members
+    assert len(member.holdings) == 1
+    assert not torch.equal(former["lm_head.weight"], read(llama)["lm_head.weight"])
+
+
+def test_a_keeper_is_found_by_the_models_name_and_must_have_the_same_weights(
+    llama: Path, hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    true = ps.load(str(llama), "cpu")
+    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+        keeper.keep("llama", str(llama))
+        assert_equal(read(llama), true)
+        assert "no copy" in caplog.text
+        caplog.clear()
+        assert_equal(read(llama, keeper=False, serve=False), true)
+        assert "no copy" not in caplog.text
+        keeper.keep("another-name", str(llama))
+        caplog.clear()
+        assert_equal(read(llama, fleet="another-name"), true)
+        assert "another-name" in caplog.text and "no copy" in caplog.text
+        # Names and shapes are equal, values are not.
+        other = tmp_path / "other" / "llama"
+        write_llama(other, total_bytes=4 * MIB, shards=2, seed=1)
+        caplog.clear()
+        assert_equal(read(other, serve=False), ps.load(str(other), "cpu"))
+        assert "no copy" not in caplog.text
+        assert "not attached to a keeper of llama" in caplog.text
+
+
+def test_all_files_but_the_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    files = {"config.json": b"{}", "sub/tokenizer.json": b"[1]", "model.safetensors": b"x" * 64, "old.bin": b"y"}
+    with HuggingFaceServer({"org/tiny": files}) as hub:
+        stores = {"endpoint": hub.url}
+        for content in (b"1", b"2"):
+            copy_other_files("hf://org/tiny", tmp_path / "a", {"note.json": content}, stores)
+        assert json.loads((tmp_path / "a" / "note.json").read_text()) == 2
+        found = {str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*") if path.is_file()}
+        assert found == {"config.json", "sub/tokenizer.json", "note.json"}
+        hub.commit("org/tiny", {"../../outside.json": b"{}"})
+        with pytest.raises(ps.PenstockError):
+            copy_other_files("hf://org/tiny", tmp_path / "b", {}, stores)
+    assert not list(tmp_path.rglob("outside.json"))
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
