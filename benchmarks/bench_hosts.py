@@ -181,7 +181,8 @@ class Talk:
 
     def __init__(self, namespace: str, words: list[str]) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(["ip", "netns", "exec", namespace, *words], **pipes)
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        self.process = subprocess.Popen([*inside, *words], **pipes)
 
     def answer(self) -> dict[str, Any]:
         while line := self.process.stdout.readline():

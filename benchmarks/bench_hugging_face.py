@@ -5,7 +5,8 @@
 The hub is `penstock.testing.hugging_face_server` in a process of its own; `--mb-per-s` limits its storage. Each run is
 a fresh process with an empty local cache, or with one that a first run has filled. Stock is `snapshot_download` and
 then `safetensors.torch.load_file` for each shard, which is what `from_pretrained` does. The time begins after imports
-and ends when every byte of every tensor was read once, so that mapping alone is no load.
+and ends when every byte of every tensor was read once, so that mapping alone is no load. The rows of the cache end when
+`snapshot_download` or `penstock pull --cache` has written the repository to an empty one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,15 @@ def run(kind: str) -> None:
     import penstock as ps
 
     _ = ps.load, huggingface_hub.snapshot_download
+    from penstock.storage.fill import fill
+
     began = time.monotonic()
+    if kind in {"stock fills", "penstock fills"}:
+        place = huggingface_hub.snapshot_download("org/model") if kind == "stock fills" else fill("org/model").directory
+        seconds = time.monotonic() - began
+        total = sum(os.path.getsize(file) for file in Path(place).iterdir())
+        print(json.dumps({"seconds": seconds, "total": total, "how": "cache"}))
+        return
     if kind == "stock":
         place = huggingface_hub.snapshot_download("org/model")
         tensors = {
@@ -95,7 +104,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="directory: rows are appended to hugging_face.jsonl")
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--run", choices=["stock", "penstock"], help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=["stock", "penstock", "stock fills", "penstock fills"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.gib, args.serve)
@@ -121,7 +130,7 @@ def measure(gib: float, rate: float, runs: int) -> list[dict[str, object]]:
     url = server.stdout.readline().strip()
     seconds: dict[tuple[str, str], list[float]] = {}
     sent: dict[tuple[str, str], int] = {}
-    totals = set()
+    totals: dict[bool, set[int]] = {False: set(), True: set()}
 
     def once(kind: str, state: str, home: str) -> None:
         environ = os.environ | {"HF_ENDPOINT": url, "HF_HOME": home, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
@@ -132,7 +141,7 @@ def measure(gib: float, rate: float, runs: int) -> list[dict[str, object]]:
         print(file=server.stdin, flush=True)
         sent[kind, state] = int(server.stdout.readline()) - before
         answer = json.loads(done.stdout.splitlines()[-1])
-        totals.add(answer["total"])
+        totals[kind.endswith("fills")].add(answer["total"])
         seconds.setdefault((kind, state), []).append(answer["seconds"])
 
     for _ in range(runs):
@@ -142,14 +151,17 @@ def measure(gib: float, rate: float, runs: int) -> list[dict[str, object]]:
             once("stock", "cold", home)
             once("stock", "cached", home)
             once("penstock", "cached", home)
+        for kind in ("penstock fills", "stock fills"):
+            with tempfile.TemporaryDirectory(prefix="penstock-bench-") as home:
+                once(kind, "the local cache", home)
     server.stdin.close()
     server.wait(60)
     stop.cancel()
-    if len(totals) != 1:
+    if {len(found) for found in totals.values()} != {1}:
         raise SystemExit(f"the runs loaded different bytes: {totals}")
     return [
         {
-            "row": f"{kind}, {state}",
+            "row": f"{kind} {state}" if kind.endswith("fills") else f"{kind}, {state}",
             "gib": gib,
             "mb_per_s": rate,
             "median_s": round(statistics.median(values), 3),
