@@ -123,7 +123,7 @@ def waits(tensor, name):
         return tensor
     while not Path(os.environ["MARKS"], "over").exists():
         time.sleep(0.01)
-    return tensor
+    return tensor + 1
 """
 
 
@@ -136,7 +136,7 @@ def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, m
     word = {"op": "function", "function": "first:waits"}
 
     def overwrite(done: int, total: int) -> None:
-        """As the slower worker does, where the function gives it other bytes."""
+        """Write other bytes, as the slower worker does too, unless the end of the job stops it before that."""
         (growing,) = tmp_path.glob(".out.penstock-*/model.safetensors")
         with open(growing, "r+b") as file:
             file.seek(-1, os.SEEK_END)

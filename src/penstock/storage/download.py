@@ -68,7 +68,7 @@ def download(
         IntegrityError: a file differs from the digest that its storage has of it, or could not be compared in time.
         SourceError: the storage failed, or a file changed while it was read.
 
-    After an error the paths may hold parts of their files: copy to a directory that nobody reads, then rename.
+    After an error the paths may hold parts of their files: copy to a directory of your own, then rename it.
     """
 
     def open_one(uri: str, path: Path) -> Source:

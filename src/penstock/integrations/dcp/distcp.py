@@ -121,7 +121,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
     """Return the metadata of a checkpoint; `storage_data` maps each index to an `Entry`.
 
     Raises:
-        FormatError: it is not such a pickle, or contradicts itself; names the tensor.
+        FormatError: the file is not the pickle of DCP metadata, or contradicts itself; names the tensor.
     """
     root = _record(decode(raw, _METADATA_NAMES, uri=uri), _METADATA, uri)
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

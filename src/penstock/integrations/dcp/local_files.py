@@ -6,7 +6,7 @@ Not here: remote files and devices, which need staging and many requests under w
     one run of bytes, same dtype  --pread--> the target's memory
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
-What is not in the page cache is asked for ahead of the reads, so that one thread keeps a disk busy.
+The kernel is asked to read what is not in the page cache before the copies reach it: one thread then keeps a disk busy.
 """
 
 from __future__ import annotations

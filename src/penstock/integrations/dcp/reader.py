@@ -53,7 +53,7 @@ class _Unreadable(Metadata):
     """The metadata of a checkpoint that cannot be read: the error is raised when it is used.
 
     DCP catches what `read_metadata` raises and keeps only its text, in an AssertionError. An error that is raised one
-    step later reaches the caller as it is, in `CheckpointException.failures`.
+    step later reaches the caller unchanged, in `CheckpointException.failures`.
     """
 
     def __init__(self, error: PenstockError) -> None:
