@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from blake3 import blake3
 
 from penstock.config import Settings
@@ -45,8 +46,9 @@ READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
 BUSY_S = 1.0
 """Seconds after which a rank that cannot go on yet says so, because the others would take silence for its loss."""
 
-ROUND_BYTES = 32 << 20
-"""Bytes that a rank contributes to a round on CUDA: large enough that the fixed costs of NCCL and Python are small."""
+ROUND_BYTES = 64 << 20
+"""Bytes that a rank contributes to a round on CUDA. A round costs 8 ms, most of which are waits for the interpreter's
+lock beside the threads of the program. Source: benchmarks/results/h100x2_202611/from_pretrained.md."""
 
 ALIGN_BYTES = 512
 """Payloads are padded to this for copy engines."""
@@ -94,7 +96,10 @@ class SharedReadReport(Summarised):
 class RankWords(GroupCollectives):
     """The collectives of ranks that go on together only if all of them can."""
 
-    poll_s: ClassVar[float] = 5e-4
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
+        super().__init__(group, device, stall_s)
+        # Short on CUDA, where a round has six waits of less than a millisecond; on the CPU the processor does the work.
+        self.poll_s = 5e-5 if device.type == "cuda" else 5e-4
 
     def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
         """Tell the others `word`; return whether all ranks said the same, or False where some are BUSY.
@@ -214,7 +219,8 @@ class SharedRead:
         ranks: the group's collectives.
         names: all tensors, in the order in which the program is expected to ask; the same on all ranks.
         settings: deadlines and the budget: half of `memory_bytes` for tensors not yet taken, a quarter for reads
-            ahead, a quarter for what is gathered.
+            ahead, a quarter for what is gathered. On CUDA half for reads ahead, the only host memory: tensors not yet
+            taken have as much on the device, and what is gathered one round.
         verify: compare bytes with the manifest's digests; None: if there are any.
 
     Attributes:
@@ -333,7 +339,7 @@ class SharedRead:
             # It has no bytes, so none arrived.
             buffer = torch.empty(0, dtype=torch.uint8, device=self._ranks.device)
         if buffer.is_cuda:
-            # Allocated on the exchange's stream: its memory may not be reused before the caller's work is done.
+            # If the caller has a stream of its own: the memory may not be reused before the caller's work is done.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if kept_region is not None:
             part = buffer.view(torch_dtype(dtype)).view(box.shape)[rest]
@@ -660,8 +666,7 @@ class SharedRead:
         if tensor.is_gone:
             return
         if tensor.buffer is None:
-            nbytes = tensor.nbytes if tensor.region is None else tensor.region.nbytes
-            tensor.buffer = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+            tensor.buffer = _new_buffer(tensor.nbytes if tensor.region is None else tensor.region.nbytes, data.device)
         if tensor.region is not None:
             tensor.region.place(tensor.buffer, piece.start, data)
         else:
@@ -683,6 +688,22 @@ class SharedRead:
                 tensor.arrived = tensor.nbytes
         if done:
             self._changed.notify_all()
+
+
+def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for a tensor or a part of one, which the current stream fills and the program keeps."""
+    if device.type != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8)
+    current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    # Memory freed on one stream is not reused on another: transformers reserves the model's size on the default stream
+    # before it loads, and a buffer of this thread's stream would take as much again.
+    with torch.cuda.stream(program):
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # What the program queued before it freed this memory may still run.
+    current.wait_stream(program)
+    # A buffer may be dropped while a copy to it is queued.
+    buffer.record_stream(current)
+    return buffer
 
 
 def _turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[_Piece]]:

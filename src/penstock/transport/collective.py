@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class GroupCollectives:
         stall_s: seconds of silence after which the others count as lost.
     """
 
-    poll_s: ClassVar[float]
+    poll_s: float
     """Seconds between two looks at a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
