@@ -44,7 +44,8 @@ def make(library: str, root: Path, gib: float) -> None:
     if library in {"transformers", "accelerate", "peft"}:
         layers = max(1, round((gib * GIB - 131e6) / 33.6e6))
         config = _llama_config(layers)
-        with _dtype(torch.bfloat16):
+        # Random values of gigabytes take minutes on a CPU.
+        with _dtype(torch.bfloat16), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.LlamaForCausalLM(config)
         model.save_pretrained(root / "model", max_shard_size=f"{max(1, int(gib * GIB / 4 / 1e6))}MB")
     if library == "peft":
@@ -150,7 +151,8 @@ def load(library: str, place: str, adapter: str, device: str) -> list[Any]:
         import transformers
 
         base = transformers.AutoModelForCausalLM.from_pretrained(place, device_map={"": device})
-        return [peft.PeftModel.from_pretrained(base, adapter)]
+        # Named, or PEFT starts CUDA for a model on the CPU too: a forked process could not use it.
+        return [peft.PeftModel.from_pretrained(base, adapter, torch_device=device)]
     import sentence_transformers
 
     return [sentence_transformers.SentenceTransformer(place, device=device)]

@@ -12,7 +12,7 @@ each device, and the model is a directory in the page cache.
     reader     one rank alone: from_pretrained(...), the others idle
     exchange   all ranks: all_gather of as many bytes, from memory to memory
     stock      all ranks: transformers' own from_pretrained; ranks of a host share their cache
-    tp         as penstock, with tp_plan="auto"; on CUDA also stock_tp
+    tp         as penstock, with tensor parallelism; on CUDA also stock_tp
 
 A repetition runs each case once, in an order drawn anew, with empty caches; a case takes as long as its slowest rank.
 The ranks begin after a barrier, with everything imported. Ratios are medians of the ratios within repetitions. The sum
@@ -69,7 +69,9 @@ def write_model(directory: Path, gib: float) -> int:
     rest = sum(p.numel() for p in one.parameters()) * 2 - layer
     config.num_hidden_layers = max(2, round((gib * (1 << 30) - rest) / layer))
     torch.set_default_dtype(torch.bfloat16)
-    model = transformers.LlamaForCausalLM(config)
+    # Random values of gigabytes take minutes on a CPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.LlamaForCausalLM(config)
     nbytes = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(directory, max_shard_size=nbytes // 8)
     return nbytes
@@ -92,22 +94,27 @@ def rank(number: int, num_ranks: int, device: str, model: str, store: str) -> No
     import torch
     import torch.distributed as dist
     import transformers
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     from penstock.integrations.transformers import from_pretrained
 
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
+    init: dict[str, Any] = {"init_method": f"tcp://{store}", "rank": number, "world_size": num_ranks}
     if device == "cuda":
+        # As torchrun sets it: transformers selects the device of a rank by it.
+        os.environ["LOCAL_RANK"] = str(number)
         torch.cuda.set_device(number)
+        init["device_id"] = torch.device("cuda", number)
     backend = "nccl" if device == "cuda" else "gloo"
-    init = {"init_method": f"tcp://{store}", "rank": number, "world_size": num_ranks}
     dist.init_process_group(backend, **init)
     model_class = transformers.LlamaForCausalLM
     place: dict[str, Any] = {"device_map": {"": number}} if device == "cuda" else {}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        case, options = asked["case"], {"cache_dir": asked["cache"]} if device == "cpu" else {}
+        case = asked["case"]
+        options: dict[str, Any] = {"cache_dir": asked["cache"]} if device == "cpu" else {}
         loaded = None
         torch.cuda.synchronize() if device == "cuda" else None
         dist.barrier()
@@ -115,9 +122,11 @@ def rank(number: int, num_ranks: int, device: str, model: str, store: str) -> No
         if case in {"penstock", "penstock_again"}:
             loaded = from_pretrained(model_class, model, group=dist.group.WORLD, **options, **place)
         elif case == "tp":
-            loaded = from_pretrained(model_class, model, group=dist.group.WORLD, tp_plan="auto", **options)
+            options["distributed_config"] = DistributedConfig(tp_size=num_ranks)
+            loaded = from_pretrained(model_class, model, group=dist.group.WORLD, **options)
         elif case == "stock_tp":
-            loaded = model_class.from_pretrained(model, tp_plan="auto", **options)
+            options["distributed_config"] = DistributedConfig(tp_size=num_ranks)
+            loaded = model_class.from_pretrained(model, **options)
         elif case == "stock":
             loaded = model_class.from_pretrained(model, **options, **place)
         elif case == "reader" and number == 0:

@@ -47,6 +47,8 @@ def options_of(kind: str, world_size: int) -> dict[str, Any]:
         "cast": {"dtype": torch.bfloat16},
         "device_map": {"device_map": {"": "cpu"}},
         "tp": {"tp_plan": "auto"},
+        # Some releases of transformers need the size too, and ignore the plan without it.
+        "tp_size": {"distributed_config": DistributedConfig(tp_size=world_size)},
         "fsdp": {"distributed_config": DistributedConfig(fsdp_size=world_size)},
     }[kind]
 
