@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.drills import drill
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden", "512", "--source-bytes", "20M", "--reps", "1", "--memory", "64M"]
 
@@ -27,6 +29,7 @@ def test_it_runs(tmp_path: Path) -> None:
     assert found[0]["of_limit"] > 0
 
 
+@drill
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "merge", "--mergekit", "/bin/false")
     assert code == 1
@@ -34,6 +37,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert ["failed" in row for row in found] == [False, True, False]
 
 
+@drill
 def test_what_there_is_no_time_for_is_left_out(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--budget-s", "1")
     assert code == 1

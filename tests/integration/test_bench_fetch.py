@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +30,7 @@ def test_a_device_that_is_none_is_told_before_processes_start() -> None:
     assert done.returncode == 2 and "'gpu' is not a device" in done.stderr
 
 
+@drill
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_has_every_row(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,7 @@ def ran(*arguments: str) -> str:
     return done.stdout
 
 
+@drill
 def test_each_case_has_its_row_in_both_states(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = ran("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))
