@@ -10,6 +10,7 @@ from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
 VERBS += ["publisher", "subscriber", "convert", "manifest", "phase", "serve_metrics", "drain", "status", "why"]
+VERBS += ["log_prob_check"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -26,7 +27,16 @@ VALUES = [
 ]
 VALUES += ["ConvertReport", "ManifestReport", "MetricsEndpoint", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
 VALUES += ["HubReporter"]
-VALUES += ["Hooks", "PublishReport", "Publisher", "Shard", "Subscriber", "UpdateReport"]
+VALUES += [
+    "Hooks",
+    "PublishReport",
+    "Publisher",
+    "Shard",
+    "StagedVersion",
+    "StoredVersion",
+    "Subscriber",
+    "UpdateReport",
+]
 ERRORS = sorted(
     name
     for name, value in vars(errors).items()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import ConnectionSettings
 from penstock.entry_points import own_version
 from penstock.errors import (
+    BaseMismatch,
     BudgetTooSmall,
     Cancelled,
     ConfigError,
@@ -37,6 +38,8 @@ from penstock.errors import (
     StaleDescriptor,
     UnknownMember,
     UnsafeFormat,
+    VersionNotLive,
+    VersionRefused,
 )
 from penstock.types import Box, DType, Manifest
 
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
         Publisher,
         PublishReport,
         Shard,
+        StagedVersion,
+        StoredVersion,
         Subscriber,
         TensorStream,
         UpdateReport,
@@ -72,6 +77,7 @@ if TYPE_CHECKING:
         load,
         load_file,
         load_into,
+        log_prob_check,
         manifest,
         phase,
         publisher,
@@ -89,6 +95,7 @@ __version__ = own_version()
 __all__ = [
     "AttachReport",
     "Attached",
+    "BaseMismatch",
     "Box",
     "BudgetTooSmall",
     "Cancelled",
@@ -129,7 +136,9 @@ __all__ = [
     "SourceStalled",
     "SourceTruncated",
     "SourceUnavailable",
+    "StagedVersion",
     "StaleDescriptor",
+    "StoredVersion",
     "Subscriber",
     "TensorStream",
     "UnknownMember",
@@ -137,6 +146,8 @@ __all__ = [
     "UpdateReport",
     "Variant",
     "VerifyReport",
+    "VersionNotLive",
+    "VersionRefused",
     "Weights",
     "WorkerSettings",
     "__version__",
@@ -148,6 +159,7 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "log_prob_check",
     "manifest",
     "phase",
     "publisher",

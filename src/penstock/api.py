@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from penstock.loader.safe_open import load_file, safe_open
     from penstock.loader.verify import InspectReport, ManifestReport, VerifyReport, inspect, manifest, verify
     from penstock.phases import phase
+    from penstock.sync.check import StagedVersion, log_prob_check
     from penstock.sync.publish.publisher import Publisher, publisher
+    from penstock.sync.receive.released import StoredVersion
     from penstock.sync.receive.subscriber import Hooks, Subscriber, subscriber
     from penstock.sync.report import PublishReport, UpdateReport
     from penstock.sync.shards import Shard
@@ -46,6 +48,8 @@ _ROOMS = {
     "PublishReport": "sync.report",
     "Publisher": "sync.publish.publisher",
     "Shard": "sync.shards",
+    "StagedVersion": "sync.check",
+    "StoredVersion": "sync.receive.released",
     "Subscriber": "sync.receive.subscriber",
     "TensorStream": "loader.load",
     "UpdateReport": "sync.report",
@@ -61,6 +65,7 @@ _ROOMS = {
     "load": "loader.load",
     "load_file": "loader.safe_open",
     "load_into": "loader.into",
+    "log_prob_check": "sync.check",
     "manifest": "loader.verify",
     "phase": "phases",
     "publisher": "sync.publish.publisher",
@@ -89,6 +94,8 @@ __all__ = [
     "PublishReport",
     "Publisher",
     "Shard",
+    "StagedVersion",
+    "StoredVersion",
     "Subscriber",
     "TensorStream",
     "UpdateReport",
@@ -104,6 +111,7 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "log_prob_check",
     "manifest",
     "phase",
     "publisher",

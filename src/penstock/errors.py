@@ -12,10 +12,13 @@ PenstockError
   IntegrityError          source       bytes differ from their digest, revision or signature
   PlanError               plan         names, shapes or dtypes of the two sides do not fit
     BudgetTooSmall                     `minimum_bytes` is the least that would do
+  BaseMismatch            plan         an adapter belongs to another base than the receiver's; names both
   DestinationError        destination
     DeviceOutOfMemory  DiskFull
   OperationFailed         config       an operation raised, or gave other tensors than it declared
   PeerLost                source       another rank or process failed or stopped answering
+  VersionRefused          source       a version of a sync was withdrawn, or its check failed; it never goes live
+  VersionNotLive          destination  a version of a sync that a request is pinned to is not the live one
   Cancelled               config       the caller cancelled, or abandoned an iterator
 
 Four are also the class of Python that a caller would catch: ConfigError is a ValueError, MissingExtra an ImportError,
@@ -225,6 +228,26 @@ class BudgetTooSmall(PlanError):
         return partial(type(self), minimum_bytes=self.minimum_bytes), (self.message,), self.__dict__
 
 
+class BaseMismatch(PenstockError):
+    """An adapter belongs to another base than the receiver's; no byte of it was read.
+
+    Attributes:
+        expected: the base that the adapter was published for.
+        found: the receiver's base.
+    """
+
+    blame: ClassVar[Blame] = "plan"
+
+    def __init__(self, message: str, *, expected: str, found: str, hint: str | None = None):
+        super().__init__(message, hint=hint)
+        self.expected = expected
+        self.found = found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = partial(type(self), expected=self.expected, found=self.found)
+        return rebuild, (self.message,), self.__dict__
+
+
 class DestinationError(PenstockError):
     """The destination could not take the bytes."""
 
@@ -243,3 +266,42 @@ class PeerLost(PenstockError):
     """Another rank or process of the same work failed or stopped answering."""
 
     blame: ClassVar[Blame] = "source"
+
+
+class VersionRefused(PenstockError):
+    """A version of a sync was withdrawn, or failed its check; it never goes live, and the version before is served.
+
+    Attributes:
+        version: the version.
+        member: the member that refused it; empty: it was not refused by one member.
+        reason: why.
+    """
+
+    blame: ClassVar[Blame] = "source"
+
+    def __init__(self, message: str, *, version: int, member: str = "", reason: str = "", hint: str | None = None):
+        super().__init__(message, hint=hint)
+        self.version = version
+        self.member = member
+        self.reason = without_secrets(reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = partial(type(self), version=self.version, member=self.member, reason=self.reason)
+        return rebuild, (self.message,), self.__dict__
+
+
+class VersionNotLive(PenstockError):
+    """The version of a sync that a request is pinned to is not the live one, or did not stay so long enough.
+
+    Attributes:
+        live: the version that is live; -1: none.
+    """
+
+    blame: ClassVar[Blame] = "destination"
+
+    def __init__(self, message: str, *, live: int, hint: str | None = None):
+        super().__init__(message, hint=hint)
+        self.live = live
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), live=self.live), (self.message,), self.__dict__

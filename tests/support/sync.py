@@ -59,13 +59,17 @@ class SyncTask:
     constants: dict[str, float] = field(default_factory=dict)
     wait_s: float = 60.0
     """How long `wait V` waits."""
+    terms: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `publish` for `together V`."""
+    refuses: tuple[int, ...] = ()
+    """Versions that the subscriber's check refuses; not empty: it has a check."""
     pause_s: float = 0.0
     """Time that each digesting of strips takes on top, at a source and a receiver: a slow rank."""
 
 
 class SyncWorker(Worker):
-    """A rank's process. Lines of input: `publish V`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
-    `spoil` (change a byte of its weights, unannounced), `digests`."""
+    """A rank's process. Lines of input: `publish V`, `together V`, `decision`, `update [V]`, `wait V`, `stage [V]`,
+    `commit`, `subscribers N`, `spoil` (change a byte of its weights, unannounced), `digests`."""
 
     room = "tests.support.sync"
 
@@ -172,6 +176,8 @@ def _work(task: SyncTask) -> None:
         common["mode"] = task.mode
     if task.tag:
         common["transforms"] = task.tag
+    if task.refuses:
+        common["hooks"] = ps.Hooks(check=lambda version, staged: "it is refused" if version in task.refuses else "")
     if task.side == "publisher":
         with ps.publisher(task.name, shards, **common) as publisher:
             say("joined", member=publisher.member.id, latest=publisher.latest)
@@ -206,11 +212,16 @@ def _publish(
     if word == "spoil":
         next(iter(shards.values())).tensor.view(-1)[0] += 1
         return {}
-    assert word == "publish" and number is not None
-    for name, tensor in part_of(task, whole(task, number)).items():
-        shards[name].tensor.copy_(tensor)
-    report = publisher.publish(number)
+    if word == "decision":
+        report = publisher.wait_decision()
+    else:
+        assert word in ("publish", "together") and number is not None
+        for name, tensor in part_of(task, whole(task, number)).items():
+            shards[name].tensor.copy_(tensor)
+        terms = {"commit": "together", **task.terms} if word == "together" else {}
+        report = publisher.publish(number, **terms)
     outcome = {
+        "outcome": report.outcome,
         "seconds": report.wall_s,
         "committed": report.committed,
         "late": report.late,
@@ -251,7 +262,12 @@ def _update(
 
 def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
     digest = digests({name: shard.tensor for name, shard in shards.items()})
-    return {"version": subscriber.version, "is_dirty": subscriber.is_dirty, "digests": digest}
+    return {
+        "version": subscriber.version,
+        "is_dirty": subscriber.is_dirty,
+        "digests": digest,
+        "prepared": subscriber.prepared,
+    }
 
 
 def work(values: dict[str, Any]) -> int:

@@ -45,6 +45,8 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
+    DecideReply,
+    DecideRequest,
     Drain,
     Fault,
     Hello,
@@ -170,6 +172,11 @@ OPERATIONS = (
         name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
         takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
+    ),
+    Operation(
+        name="decide", method="POST", path="/v1/decide", about="The decision on a version that is published together.",
+        takes=DecideRequest, gives=DecideReply, models=lambda request: (request.name,),
+        speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body),
     ),
     Operation(
         name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,

@@ -46,6 +46,8 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
+    DecideReply,
+    DecideRequest,
     Drain,
     Fault,
     Hello,
@@ -285,6 +287,10 @@ class HubClient(Closing):
     def sync(self, request: SyncRequest) -> SyncReply:
         """Return the members of a sync, with grants for some. Raises UnknownMember: see `beat`."""
         return self._request("POST", "/v1/sync", request, SyncReply)
+
+    def decide(self, request: DecideRequest) -> DecideReply:
+        """Propose or ask for the decision on a version of a sync. Raises UnknownMember: see `beat`."""
+        return self._request("POST", "/v1/decide", request, DecideReply)
 
     def complain(self, complaint: Complaint) -> None:
         """Report a source that could not be used. Raises UnknownMember: see `beat`."""

@@ -29,6 +29,8 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
+    DecideReply,
+    DecideRequest,
     Drain,
     FailureReport,
     FleetFailure,
@@ -63,6 +65,7 @@ from penstock.hub.snapshot import (
     MemberEntry,
     SnapshotCache,
     SnapshotReader,
+    decide,
     jobs_of,
     keys_of,
     record_key,
@@ -181,7 +184,10 @@ class Directory:
         # A store that lost the mark may have lost the keys of all models too.
         self._noted = {}
         if not is_fresh:
-            self.store.write("hub/quiet", b"1", ttl_s=max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S))
+            quiet_s = max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S)
+            self.store.write("hub/quiet", b"1", ttl_s=quiet_s)
+            # Until every member that lives has reported, or would be forgotten.
+            self.store.write("hub/recent", b"1", ttl_s=quiet_s + self.ttl_s)
 
     def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
         """Register a process life, or confirm that it still lives.
@@ -485,6 +491,18 @@ class Directory:
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
         return sync_members(self.store, request, self._grants())
+
+    def decide(self, request: DecideRequest) -> DecideReply:
+        """Return the decision on a version that is published together; the first proposal stands.
+
+        Raises:
+            UnknownMember: the caller is not known.
+            PermissionDenied: the caller takes no part in the sync, or proposes to commit and is not its rank 0.
+        """
+        # A store that lost its memory may have lost a commit.
+        self._mark_life(check_store=True)
+        self._known(request.member)
+        return decide(self.store, request)
 
     # Conversions.
 

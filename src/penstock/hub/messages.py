@@ -77,8 +77,9 @@ def sync_key(name: str) -> str:
 
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
-# the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats.
-PROTOCOL = "2.2"
+# the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
+# has versions that a fleet commits together.
+PROTOCOL = "2.3"
 """The version that this release speaks."""
 PROTOCOL_HEADER = "penstock-protocol"
 """The header of requests to a hub with the caller's version; releases before 2.2 send none."""
@@ -144,6 +145,8 @@ Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
 """`open`: its version can be read now. `dirty`: a direct update failed, so it serves no reader until it is whole."""
+FleetOutcome = Literal["", "committed", "withdrawn"]
+"""The decision on a version that is published together; empty: there is none."""
 
 
 # Messages of a member to the hub, and the hub's answers, in JSON.
@@ -223,6 +226,17 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
         return self.revision.startswith(revision) or self.identity.revision.startswith(revision)
 
 
+class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision on one version that is published together."""
+
+    run: Annotated[str, Meta(max_length=128)]
+    version: Version
+    outcome: FleetOutcome = ""
+    by: Annotated[str, Meta(max_length=128)] = ""
+    """The member that refused the version; empty: the version was not refused by one member."""
+    why: Annotated[str, Meta(max_length=1024)] = ""
+
+
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's state in a sync; complete, and sent with each beat."""
 
@@ -243,8 +257,23 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     """From the beginning of its last publication or update to its end."""
     pause_s: Annotated[float, Meta(ge=0)] = 0.0
     """Of it: the time in which an engine could not serve."""
+    prepared: Version = -1
+    """The version that a subscriber has staged for a decision of the fleet; -1: none."""
+    decision: FleetDecision | None = None
+    """The newest decision that this rank knows. A hub that lost its memory learns it from here."""
     grant_epoch: Count = 0
     """See `HoldingState`."""
+
+    @property
+    def fleet(self) -> str:
+        """Return for people which version it has prepared, and the newest decision; empty: nothing is together."""
+        parts = [f"prepared {self.prepared}"] if self.prepared >= 0 else []
+        decision = self.decision
+        if decision is not None:
+            by = f" by {decision.by[:8]}" if decision.by else ""
+            why = f"{by}: {decision.why}" if decision.why else by
+            parts.append(f"{decision.outcome} {decision.version}{why}")
+        return ", ".join(parts)
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,6 +439,24 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[SyncMember, ...] = ()
     is_new: bool = False
     """Whether the hub is new, so that members may be missing."""
+
+
+class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A proposal for the decision on a version that is published together. The first proposal stands."""
+
+    member: MemberId
+    name: Word
+    decision: FleetDecision
+    """`committed` may be proposed by the publishers' rank 0 alone; an empty outcome only asks."""
+
+
+class DecideReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision that stands."""
+
+    decision: FleetDecision | None = None
+    """None: there is none yet."""
+    is_past: bool = False
+    """Whether a later version was decided, and nothing is known of this one."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -596,6 +643,10 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the part that it has already."""
     without: tuple[MemberId, ...] = ()
     """Sources that it could not read."""
+    can_wait: bool = False
+    """Whether it can keep a version staged until the fleet's decision."""
+    wants_check: bool = False
+    """Whether it checks the version, and needs the values that the trainer gave for it."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -608,6 +659,14 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     part: bytes | None = None
     """None: the part that the receiver has already."""
+    decide_s: Annotated[float, Meta(ge=0)] | None = None
+    """The version is published together: seconds until its decision at the latest. None: it may go live at once."""
+    refused: FleetDecision | None = None
+    """The version was withdrawn, and must not go live."""
+    withdrawn: FleetDecision | None = None
+    """A later version was withdrawn, so that this one is the newest."""
+    check: bytes = b""
+    """Values for a check of the version, as the trainer gave them; see `sync.check`."""
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -628,6 +687,8 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
     """The newest that it began."""
     is_open: bool
     """Whether that version can be read of it now."""
+    withdrawn: FleetDecision | None = None
+    """The decision by which a version above that one was withdrawn."""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -659,12 +720,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     """-1: the present one; the receiver failed before it knew a version."""
     moved_bytes: Count = 0
-    outcome: Literal["", "committed", "failed"] = ""
+    outcome: Literal["", "committed", "failed", "prepared", "refused"] = ""
+    """`prepared`: it is staged, and its checks passed. `refused`: a check did not pass."""
     why: Annotated[str, Meta(max_length=1024)] = ""
+    is_checked: bool = False
+    """Whether a check ran on the prepared version."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's decision on the end of a live version."""
+    """Rank 0's decision on the end of a live version, or on a version that is published together."""
 
     is_over: bool
     is_begun: bool = False
@@ -672,6 +736,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     committed: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     failed: dict[str, str] = {}
+    fleet: FleetDecision | None = None
+    """Of a version that is published together, once it is over."""
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:

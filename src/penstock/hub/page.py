@@ -136,6 +136,8 @@ def _sync_row(state: SyncState) -> Row:
         "world_size": state.world_size,
         "version": state.version,
         "state": state.state,
+        "prepared": state.prepared,
+        "fleet": state.fleet,
         "nbytes": state.nbytes,
         "path": shares(state.path),
         "took_s": round(state.took_s, 3),

@@ -8,6 +8,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     complaint/KEY/OF~MEMBER   a reader's complaint of a holder
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
+    decision/KEY/RUN/VERSION  the decision on a version of a sync that is published together, for an hour
     job/JOB                   a conversion, until an hour after its last report
     undrained/MEMBER          an operator has just undone the draining of it
     failure/MEMBER            the last failures of its process, for an hour
@@ -15,6 +16,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), a snaps
     claim/KEY/CHUNKS          the table of claims of a key
     failed/MEMBER             the start of a process that failed and left
     hub/life, quiet, seed     a mark that a hub runs; that it is new; the key that it signs grants with
+    hub/recent                a mark that some members may not have reported to it yet
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
+from penstock.errors import PermissionDenied
 from penstock.hub.claims import Bools
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Complaint,
+    DecideReply,
+    DecideRequest,
     Drain,
+    FleetDecision,
     FleetFailure,
     Hello,
     HoldingState,
@@ -46,7 +52,7 @@ from penstock.hub.messages import (
     SyncState,
     sync_key,
 )
-from penstock.hub.store import Entry, Store
+from penstock.hub.store import ABSENT, Entry, Store
 from penstock.jobs.observer import JobState
 from penstock.phases import Boot
 from penstock.plan.relay import DISTRUST, Node, Relay
@@ -508,6 +514,63 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         )
     members.sort(key=lambda member: (member.since, member.member))
     return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
+
+
+DECISION_TTL_S = 3600.0
+"""How long a decision is kept: a subscriber that slept longer finds a later version decided, and takes that one."""
+_DECISION = msgspec.msgpack.Decoder(FleetDecision)
+
+
+def decide(store: Store, request: DecideRequest) -> DecideReply:
+    """Return the decision that stands on a version, which is the first proposal.
+
+    Raises:
+        PermissionDenied: the caller takes no part in the sync, or proposes to commit and is not its rank 0.
+    """
+    proposal, key = request.decision, sync_key(request.name)
+    states = {member: _SYNCED.decode(entry.value).state for member, entry in store.scan(f"sync/{key}/").items()}
+    if request.member not in states or states[request.member].name != request.name:
+        raise PermissionDenied(f"member {request.member} takes no part in the sync {request.name!r}")
+    if proposal.outcome == "committed" and request.member != proposal.run:
+        raise PermissionDenied("only rank 0 of the publishers may commit a version")
+    name = f"decision/{key}/{proposal.run}/{proposal.version}"
+    entry = store.read(name)
+    if entry is not None:
+        return DecideReply(decision=_DECISION.decode(entry.value))
+    reply = standing(proposal, states, request.member, is_recent=store.read("hub/recent") is not None)
+    if reply.decision is None or store.write(
+        name, msgspec.msgpack.encode(reply.decision), ttl_s=DECISION_TTL_S, expected=ABSENT
+    ):
+        return reply
+    # Another proposal was the first.
+    entry = store.read(name)
+    return DecideReply(decision=None if entry is None else _DECISION.decode(entry.value))
+
+
+def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: str, *, is_recent: bool) -> DecideReply:
+    """Return the decision on a version that this hub has no record of.
+
+    Args:
+        proposal: of the caller; an empty outcome only asks.
+        states: of all members of the sync, as they reported them.
+        caller: the member that proposes.
+        is_recent: the hub may have lost a record, and members that know it may not have reported yet.
+    """
+    known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
+    ours = [(member, decision) for member, decision in known if decision.run == proposal.run]
+    # The members' own knowledge first: the hub that had the record may be gone. A subscriber's own refusal is no
+    # decision of the fleet, which may have committed without it: it counts last, and not before all have reported.
+    for outcome in ("committed", "withdrawn"):
+        for member, decision in ours:
+            is_own = decision.outcome == "withdrawn" and decision.by == member
+            if (decision.version, decision.outcome) == (proposal.version, outcome) and not (is_own and is_recent):
+                return DecideReply(decision=decision)
+    if any(decision.version > proposal.version for _, decision in ours):
+        return DecideReply(is_past=True)
+    # A record may have been lost, and a subscriber that acts on it has not reported yet. Without a commit nobody acts:
+    # rank 0, which alone commits, may withdraw at any time.
+    is_safe = not is_recent or (caller == proposal.run and proposal.outcome == "withdrawn")
+    return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 
 
 def _sync_states(store: Store) -> dict[str, list[SyncState]]:

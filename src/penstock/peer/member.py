@@ -44,8 +44,11 @@ from penstock.hub.messages import (
     ClaimReply,
     ClaimRequest,
     Complaint,
+    DecideReply,
+    DecideRequest,
     Drain,
     FailureReport,
+    FleetDecision,
     Hello,
     HoldingState,
     LeaseRequest,
@@ -417,6 +420,15 @@ class Member:
         """Return the members of a sync, with grants for those named. Raises HubUnavailable."""
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
         return self._call_hub(lambda: self._hub.sync(request))
+
+    def decide(self, name: str, decision: FleetDecision) -> DecideReply:
+        """Propose a decision on a version of a sync, and return the one that stands; an empty outcome only asks.
+
+        Raises:
+            HubUnavailable: the hub did not answer; whether it has the proposal is not known.
+        """
+        request = DecideRequest(member=self.id, name=name, decision=decision)
+        return self._call_hub(lambda: self._hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> bool:
         """Report to the hub that a source could not be used; return False if the hub does not answer or refuses it.

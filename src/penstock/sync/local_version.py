@@ -19,17 +19,19 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
 from blake3 import blake3
+from msgspec import Meta
 
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips
 from penstock.digest.strip import Strips, memory_at, strip_digests
-from penstock.errors import PlanError, StaleDescriptor
-from penstock.hub.messages import NewsReply, prepare
+from penstock.errors import ConfigError, PlanError, StaleDescriptor
+from penstock.hub.messages import FleetDecision, NewsReply, prepare
 from penstock.lifecycle import Closing
 from penstock.plan.layout import Layout
 from penstock.transport.choose import Links
@@ -296,6 +298,27 @@ def locate(first: I64, start: I64, stop: I64) -> I64:
 _NAP_S = 0.0002
 
 
+MAX_METADATA_KEYS = 16
+MAX_METADATA_CHARS = 64 << 10
+"""Limits of the texts that a version carries: each source sends them with its map. An adapter's configuration, the
+largest of them so far, takes 1 to 2 KiB; one that names each of 1,000 modules takes 40 KiB."""
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise ConfigError unless these texts may go with a version."""
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise ConfigError(f"metadata of a version are texts by name, not {key!r}: {type(text).__name__}")
+        if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
+            message = f"metadata {key[:64]!r} of a version has {len(text)} characters"
+            raise ConfigError(message, hint=f"at most {MAX_METADATA_CHARS} are sent; publish a tensor instead")
+    if len(metadata) > MAX_METADATA_KEYS:
+        raise ConfigError(f"a version carries at most {MAX_METADATA_KEYS} metadata, not {len(metadata)}")
+
+
+_Text = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
+
+
 class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """The descriptors by which a peer reads one generation of a rank's memory."""
 
@@ -308,6 +331,8 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """The encoded descriptors of each region, by transport."""
     is_ready: bool = False
     """Whether all rows were ready when the map was made: bytes may be read before their digests are requested."""
+    metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
+    """Texts that the trainer published with the version."""
 
 
 prepare(VersionMap)
@@ -352,6 +377,7 @@ class LocalVersion:
         self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
         self.version: int | None = None
+        self.metadata: Mapping[str, str] = {}
         # Not the version alone: after a fence the same version may begin again, and a read across the fence is void.
         self.generation = 0
         self.changed = threading.Condition()
@@ -381,8 +407,12 @@ class LocalVersion:
             # Threads that wait for rows of the version must raise StaleDescriptor now, not at their deadline.
             self.changed.notify_all()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
         """Start a version: bytes written from now on belong to it, and no row of it is ready yet.
+
+        Args:
+            version: its number.
+            metadata: texts that receivers get before they read it.
 
         Raises:
             PlanError: the memory has another version that was not fenced.
@@ -395,6 +425,8 @@ class LocalVersion:
                     hint="fence() ends a version",
                 )
             self.version = version
+            # In the map and not in a message of its own: a receiver then has the texts of the very generation it reads.
+            self.metadata = dict(metadata or {})
             self._count()
             self.changed.notify_all()
 
@@ -447,6 +479,7 @@ class LocalVersion:
                 sizes=self.regions.sizes,
                 regions=self.regions.descriptors(),
                 is_ready=not self._not_ready[-1] and all(event.query() for event in self._events),
+                metadata=dict(self.metadata),
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
@@ -544,16 +577,24 @@ class VersionStatus:
         # No lock: the status is one immutable object, replaced as a whole.
         return self._now
 
-    def post(self, run: str, version: int, *, is_open: bool) -> None:
+    def post(self, run: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
         """Set the status, and wake the threads that wait for a newer version."""
         with self._changed:
-            self._now = NewsReply(run=run, version=version, is_open=is_open)
+            self._now = NewsReply(run=run, version=version, is_open=is_open, withdrawn=withdrawn)
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
-        """Return the status once its version is above `after`, or after `wait_s`."""
+        """Return the status once its version, or one that was withdrawn, is above `after`, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._changed:
-            while self._now.version <= after and (left := deadline - time.monotonic()) > 0:
+            while self._newest() <= after and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             return self._now
+
+    def is_past(self, version: int) -> bool:
+        """Return whether a version was begun, or withdrawn, or a later one was: it will not begin any more."""
+        return self._newest() >= version
+
+    def _newest(self) -> int:
+        withdrawn = self._now.withdrawn
+        return self._now.version if withdrawn is None else max(self._now.version, withdrawn.version)

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -62,6 +62,7 @@ from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")
+Whereabouts = Literal["there", "left", "gone"]
 
 ALIVE_S = 2.0
 """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection proves
@@ -243,10 +244,16 @@ class Membership:
                 return False
         return False
 
+    def whereabouts(self, member: str, *, max_age_s: float) -> Whereabouts:
+        """Return whether a member takes part, left the sync, or died; the list may be `max_age_s` old."""
+        known = next((other for other in self.look(max_age_s=max_age_s) if other.member == member), None)
+        if known is None:
+            return "left"
+        return "gone" if self.is_gone(known) else "there"
+
     def has_left(self, member: str, *, max_age_s: float) -> bool:
         """Return whether a member left the sync, or its process is gone; the list may be `max_age_s` old."""
-        known = next((other for other in self.look(max_age_s=max_age_s) if other.member == member), None)
-        return known is None or self.is_gone(known)
+        return self.whereabouts(member, max_age_s=max_age_s) != "there"
 
     def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply
 from penstock.plan.layout import Layout, decode, encode
@@ -27,6 +29,14 @@ LOOK_S = 0.5
 # A plan belongs to one set of sources and receivers. A few are kept because the set changes while one version is read:
 # publishers serve first, receivers after the fence. More would only keep old layouts in memory.
 _KEPT_PLANS = 4
+
+Terms = Callable[[str, PartRequest, str, int], PartReply]
+"""Returns the reply to a receiver's request without a part, from the receiver, the request, the run and the version."""
+
+
+def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+    return PartReply(version=version, run=run)
+
 
 LayoutToken = tuple[str, str]
 """A member and the digest of its layout."""
@@ -48,6 +58,7 @@ class Planner:
         version_status: this member's own versions.
         ours: returns this member's own layout, or None before it has one.
         checkpoint: returns the table that a receiver got from its planner; None: derive it from the layouts.
+        terms: returns what a receiver is told of a version besides its part: when it may go live.
         bucket_bytes: the bucket size of plans.
     """
 
@@ -58,12 +69,14 @@ class Planner:
         ours: Callable[[], Layout | None],
         *,
         checkpoint: Callable[[], TableReply | None] = lambda: None,
+        terms: Terms = _no_terms,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._membership = membership
         self._version_status = version_status
         self._ours = ours
         self._checkpoint = checkpoint
+        self._terms = terms
         self._bucket_bytes = bucket_bytes
         # Two locks: planning takes seconds and asks other members, while `_lock` guards the tables alone, so that a
         # receiver whose layout is unknown gets its answer during somebody else's plan.
@@ -89,6 +102,9 @@ class Planner:
         version = request.version if request.version >= 0 else self._newest(members)
         if version < 0:
             return PartReply(not_yet="no version is published yet")
+        terms = self._terms(asker, request, self._run(members), version)
+        if terms.not_yet or terms.refused is not None:
+            return terms
         try:
             run, holders = self._holders(members, asker, version, request)
         except StaleDescriptor:
@@ -109,7 +125,7 @@ class Planner:
             raise StaleDescriptor(message) from error
         # Megabytes, and the same for every version of a plan: sent once.
         has_part = request.have_key == plan.plan.key
-        return PartReply(version=version, run=run, key=plan.plan.key, part=None if has_part else raw)
+        return msgspec.structs.replace(terms, run=run, key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
         """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.

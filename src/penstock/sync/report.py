@@ -50,6 +50,9 @@ class PublishReport(Summarised):
     peer."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Subscriber -> reason of its failure."""
+    outcome: Literal["", "pending", "committed"] = ""
+    """Of a version that is published together: `pending` until `Publisher.wait_decision` returns. A version that was
+    withdrawn has no report, but `VersionRefused`."""
 
     def summary(self) -> str:
         """Return a summary of one or a few lines."""
@@ -60,8 +63,8 @@ class PublishReport(Summarised):
                 f", of it {self.transform_s:.3f} s for {bytes_text(self.transformed_bytes)} transformed, "
                 f"{bytes_text(self.exchanged_bytes)} from other ranks"
             )
-        if self.mode == "snapshot":
-            return f"{head}, of it {self.copy_s:.3f} s copy"
+        if self.mode == "snapshot" and self.outcome != "committed":
+            return f"{head}, of it {self.copy_s:.3f} s copy" + (", not decided yet" if self.outcome else "")
         lines = [f"{head}; {len(self.committed)} committed"]
         if self.late:
             lines.append(f"late: {', '.join(member[:8] for member in self.late)}")
@@ -103,6 +106,10 @@ class UpdateReport(Summarised):
     """Above 1: a source failed, or a newer version came, during the update."""
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
     """Path (`shm <- MEMBER`) -> bytes that came by it."""
+    ahead_bytes: int = 0
+    """Direct: bytes of the version that were staged before the pause."""
+    staging_bytes: int = 0
+    """Memory in addition to the target's own: the staging copy, or that of the bytes staged ahead; and scratch."""
 
     @property
     def gb_per_s(self) -> float:

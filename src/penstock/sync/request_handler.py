@@ -220,9 +220,7 @@ class SyncHandler:
         with served.changed:
             while served.version is None or served.version < version:
                 left = deadline - time.monotonic()
-                if self._version_status.now.version > version or (
-                    served.version is None and self._version_status.now.version == version
-                ):
+                if self._version_status.is_past(version):
                     # The version is past: it will not come, however long the peer waits.
                     break
                 if left <= 0:

@@ -6,9 +6,17 @@ import msgspec
 import pytest
 from tests.support.hubs import HubBench
 
-from penstock.errors import GrantRefused, UnknownMember
+from penstock.errors import GrantRefused, PermissionDenied, UnknownMember
 from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, Hello, SyncRequest, SyncState, sync_key
+from penstock.hub.messages import (
+    Beat,
+    DecideRequest,
+    FleetDecision,
+    Hello,
+    SyncRequest,
+    SyncState,
+    sync_key,
+)
 
 
 @pytest.fixture
@@ -74,3 +82,48 @@ def test_a_new_hub_says_that_it_may_not_have_heard_of_all(bench) -> None:
     assert ask(hub, "a").is_new
     bench.now += 2 * hub.beat_s
     assert not ask(hub, "a").is_new
+
+
+def propose(hub, member: str, outcome: str, *, version: int = 8, run: str = "a", name: str = "policy", by: str = ""):
+    decision = FleetDecision(run=run, version=version, outcome=outcome, by=by)
+    return hub.decide(DecideRequest(member=member, name=name, decision=decision))
+
+
+def test_the_first_proposal_for_a_version_stands(bench) -> None:
+    hub = bench.hub()
+    bench.join(hub, "a", "b", "c")
+    for member in ("a", "b"):
+        hub.beat(member, Beat(syncs=(state(),)))
+    assert propose(hub, "b", "").decision is None
+    assert propose(hub, "a", "committed").decision.outcome == "committed"
+    assert propose(hub, "b", "withdrawn").decision.outcome == "committed"
+    assert propose(hub, "b", "withdrawn", version=9).decision.outcome == "withdrawn"
+    assert propose(hub, "a", "committed", version=9).decision.outcome == "withdrawn"
+    with pytest.raises(PermissionDenied, match="only rank 0"):
+        propose(hub, "b", "committed", version=10)
+    with pytest.raises(PermissionDenied, match="takes no part"):
+        propose(hub, "c", "withdrawn", version=10)
+    with pytest.raises(PermissionDenied, match="takes no part"):
+        propose(hub, "b", "withdrawn", name="other")
+    with pytest.raises(UnknownMember):
+        propose(hub, "nobody", "withdrawn")
+
+
+def test_a_hub_that_lost_its_memory_learns_decisions_from_its_members(bench) -> None:
+    hub = bench.hub(fresh=False)
+    bench.join(hub, "a", "b", "c")
+    committed = FleetDecision(run="a", version=8, outcome="committed")
+    hub.beat("a", Beat(syncs=(state(),)))
+    hub.beat("b", Beat(syncs=(state(),)))
+    # Neither a commit nor another's withdrawal is safe before all have reported.
+    assert propose(hub, "a", "committed").decision is None and propose(hub, "b", "withdrawn").decision is None
+    hub.beat("c", Beat(syncs=(msgspec.structs.replace(state(version=8), decision=committed),)))
+    assert propose(hub, "b", "withdrawn").decision == committed
+    assert propose(hub, "b", "withdrawn", version=7).is_past, "version 8 of the run is decided"
+    assert propose(hub, "a", "withdrawn", version=9).decision.outcome == "withdrawn", "rank 0 alone commits"
+    begun = bench.now
+    while propose(hub, "a", "committed", version=10).decision is None:
+        bench.now += hub.beat_s
+        for member in ("a", "b", "c"):
+            hub.beat(member, Beat(syncs=(state(),)))
+    assert hub.ttl_s < bench.now - begun < 2 * hub.ttl_s, "by then each has reported, or is forgotten"

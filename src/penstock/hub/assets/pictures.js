@@ -324,7 +324,7 @@ function syncCard(name, list) {
     const behind = s.side !== "subscriber" || s.version === newest ? "" : s.version < 0 ? "not yet" : `${newest - s.version} behind`;
     body.append(element("tr", {}, ...[`${s.rank} of ${s.world_size}`, label(row), s.side].map((text) => element("td", {}, text)),
       element("td", behind ? { class: "late" } : {}, [s.version < 0 ? "none" : String(s.version), behind].filter(Boolean).join(", ")),
-      element("td", s.state === "dirty" ? { class: "bad" } : {}, s.state), element("td", {}, bytes(s.nbytes)),
+      element("td", s.state === "dirty" ? { class: "bad" } : {}, [s.state, s.fleet].filter(Boolean).join("; ")), element("td", {}, bytes(s.nbytes)),
       element("td", {}, s.took_s ? seconds(s.took_s) : ""), element("td", {}, s.side === "subscriber" && s.took_s ? seconds(s.pause_s) : ""), element("td", {}, pathText(s.path))));
   }
   const head = ["Rank", "Member", "Side", "Version", "State", "Bytes", "Took", "Pause", "Path"].map((text) => element("th", { scope: "col" }, text));

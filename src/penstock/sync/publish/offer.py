@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -209,10 +209,19 @@ class VersionSnapshot(Closing):
             self._pinned.append((registrar, arena.address))
         return Memory(address=arena.address, nbytes=memory.nbytes, owner=arena)
 
-    def snapshot(self, version: int, *, rows: I64 | None = None, stall_s: float = 30.0) -> float:
+    def snapshot(
+        self,
+        version: int,
+        *,
+        rows: I64 | None = None,
+        metadata: Mapping[str, str] | None = None,
+        stall_s: float = 30.0,
+    ) -> float:
         """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
 
         Args:
+            version: its number.
+            metadata: see `LocalVersion.begin`.
             rows: the rows of the layout that are ready after the copy; None: all.
             stall_s: the deadline for progress.
 
@@ -226,7 +235,7 @@ class VersionSnapshot(Closing):
         self.local_version.fence()
         # `meanwhile`: the device digests from its own memory while the copy engine moves the bytes to the host.
         seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
-        self.local_version.begin(version)
+        self.local_version.begin(version, metadata)
         self.local_version.ready(rows)
         return seconds
 

@@ -2,32 +2,38 @@
 
 In: live parameters, a name, a hub or none. Out: for each version a `PublishReport`, when training may go on.
 Not here: declaring tensors (`sync.shards`), the rows and copies on offer (`offer`), planning (`sync.planner`), reading
-(`sync.receive.subscriber`).
+(`sync.receive.subscriber`), the rules of a version that a fleet commits together (`sync.together`).
 
     live:      begin(v) -> receivers read the parameters themselves -> all done, or late -> fence -> training goes on
     snapshot:  fence -> copy -> begin(v) -> training goes on, receivers read the copy
+    together:  the same; rank 0 decides when the receivers have reported: live before the fence, snapshot in a thread
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
-from penstock.arguments import require_name
+from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import Cancelled, ConfigError, SourceStalled
+from penstock.errors import Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import Decision, SyncState
+from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
-from penstock.sync.local_version import LocalVersion, VersionStatus
+from penstock.sync.check import encode_values
+from penstock.sync.local_version import LocalVersion, VersionStatus, check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
@@ -36,7 +42,21 @@ from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable, declared, layout_of, to_arenas
+from penstock.sync.together import Laggards, Verdict, refusal
 from penstock.telemetry.journey import Journey
+
+Commit = Literal["each", "together"]
+"""`each`: every subscriber goes live by itself. `together`: the fleet decides once, for all."""
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A snapshot whose version is not decided yet, or was not asked about."""
+
+    report: PublishReport
+    decision: Future[Decision]
 
 
 class Publisher(Closing):
@@ -80,9 +100,16 @@ class Publisher(Closing):
         self._publishing = threading.Lock()
         self._is_closed = False
         self._version_status = VersionStatus()
+        # The status before the newest version, for a version that is withdrawn.
+        self._before = self._version_status.now
+        self._decision: FleetDecision | None = None
+        self._pending: _Pending | None = None
+        self._deciding = ThreadPoolExecutor(1, "penstock-decide")
         self._subscriber_progress = rank_group.SubscriberProgress()
         self._membership = Membership(member, name, stall_s)
-        self.planner = Planner(self._membership, self._version_status, lambda: local_version.layout)
+        self.planner = Planner(
+            self._membership, self._version_status, lambda: local_version.layout, terms=self._terms_for
+        )
         # The handler before the first report: whoever finds this rank at the hub may ask it at once.
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
@@ -93,6 +120,8 @@ class Publisher(Closing):
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
         )
         self._took_s = 0.0
+        # The texts that go with the version under way.
+        self._metadata: Mapping[str, str] = {}
         member.syncs.append(self._state)
         if rank == 0:
             self._run = member.id
@@ -126,6 +155,7 @@ class Publisher(Closing):
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
             took_s=self._took_s,
+            decision=self._decision,
         )
 
     @property
@@ -136,17 +166,48 @@ class Publisher(Closing):
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(
+        self,
+        version: int,
+        *,
+        commit: Commit = "each",
+        deadline_s: float | None = None,
+        laggards: Laggards = "leave_out",
+        check: Mapping[str, object] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> PublishReport:
         """Show a version: the parameters as they are now, on every rank.
 
         Live, it returns once the subscribers known at its start have the version, failed, or made no progress for the
         stall deadline; snapshot, once the copy is made. After it the parameters may change.
 
+        Args:
+            version: above all before it.
+            commit: `each`: a subscriber goes live when it has the version. `together`: all subscribers prepare the
+                version, and go live when rank 0 has decided so; or none does. Live, it returns after the decision;
+                snapshot, `wait_decision` does.
+            deadline_s: together: the decision comes at the latest after these seconds; None: the stall deadline.
+            laggards: together: what becomes of the version if a subscriber does not prepare it before the deadline, or
+                fails: `leave_out`: the others commit, if there is one. `withdraw`: nobody does; for engines of several
+                ranks, each of which is a subscriber.
+            check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, 1 MiB at most.
+                Together, at least one check must then pass.
+            metadata: texts by name that go with the version, the same on all ranks: `Hooks.before_read` of a subscriber
+                gets them before it reads a byte. At most 16, of 65,536 characters each.
+
         Raises:
-            ConfigError: the version does not grow, or another group publishes the name; nothing was shown.
+            ConfigError: an argument is wrong, the version does not grow, or another group publishes the name; nothing
+                was shown.
+            VersionRefused: together: the version was withdrawn, and never goes live; says why.
+            HubUnavailable: together: the hub did not record the decision; subscribers keep the version before, or learn
+                from the hub that it was committed.
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
             Cancelled: it was closed.
+
+        Order: all ranks call this with the same arguments; `check` counts on rank 0.
         """
+        terms = self._terms(commit, deadline_s, laggards, needs_check=check is not None)
+        values = encode_values(check) if check else b""
         with (
             self._publishing,
             quick_handover(),
@@ -154,13 +215,18 @@ class Publisher(Closing):
         ):
             begun = time.perf_counter()
             self._check(version)
+            self._metadata = dict(metadata or {})
+            check_metadata(self._metadata)
+            # The version before it is read until it is decided.
+            self._finish_pending()
+            self._subscriber_progress.offer_check(version, values)
             # A snapshot is read after this returns, so there is nothing to decide about.
             decision = Decision(is_over=True)
             copy_s = 0.0
             if self._snapshot is None:
-                decision = self._publish_live(version)
+                decision = self._publish_live(version, terms)
             else:
-                copy_s = self._publish_snapshot(self._snapshot, version)
+                copy_s = self._publish_snapshot(self._snapshot, version, terms)
             wall_s = self._took_s = time.perf_counter() - begun
             offer = self._offer
             report = PublishReport(
@@ -178,7 +244,10 @@ class Publisher(Closing):
                 committed=decision.committed,
                 late=decision.late,
                 failed=decision.failed,
+                outcome="" if terms is None else "committed" if decision.fleet is not None else "pending",
             )
+            if report.outcome == "pending":
+                self._pending = _Pending(report=report, decision=self._deciding.submit(self._decide_snapshot, version))
             if report.exchanged_bytes:
                 journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
             journey.outcome = publish_outcome(report)
@@ -198,27 +267,168 @@ class Publisher(Closing):
             # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
             self._run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
 
-    def _publish_live(self, version: int) -> Decision:
-        """Show the live parameters until rank 0 decides that the receivers are done; return the decision."""
-        try:
-            if self.rank != 0:
-                self._begin_live(version)
-                return rank_group.decided(self._membership, self._run, version, self._stall_s)
-            members = self._membership.look(max_age_s=rank_group.ASK_S)
-            expected = [other.member for other in members if other.state.side == "subscriber"]
-            # Before the version is announced: a receiver's first report must find a version that expects it.
+    def _terms(
+        self, commit: Commit, deadline_s: float | None, laggards: Laggards, *, needs_check: bool
+    ) -> rank_group.Together | None:
+        """Return the checked terms of a version that is published together; None: it is not."""
+        if commit not in ("each", "together"):
+            raise wrong("commit", commit, "'each' or 'together'")
+        if laggards not in ("leave_out", "withdraw"):
+            raise wrong("laggards", laggards, "'leave_out' or 'withdraw'")
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise wrong("deadline_s", deadline_s, "seconds above 0, or None for the stall deadline")
+        if commit == "each":
+            return None
+        limit_s = self._stall_s if deadline_s is None else float(deadline_s)
+        return rank_group.Together(deadline_s=limit_s, laggards=laggards, needs_check=needs_check)
+
+    def _expect(self, version: int, terms: rank_group.Together | None) -> None:
+        """As rank 0, set the subscribers whose reports count. Order: before the version is announced."""
+        # A receiver's first report must find a version that expects it.
+        members = self._membership.look(max_age_s=rank_group.ASK_S)
+        expected = [other.member for other in members if other.state.side == "subscriber"]
+        if terms is None:
             self._subscriber_progress.begin(version, expected)
-            self._begin_live(version)
-            is_gone = partial(self._membership.has_left, max_age_s=rank_group.ASK_S)
-            return self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=is_gone)
+        else:
+            self._subscriber_progress.begin_together(version, expected, terms)
+
+    def _publish_live(self, version: int, terms: rank_group.Together | None) -> Decision:
+        """Show the live parameters until rank 0 decides that the receivers are done; return the decision.
+
+        Raises:
+            VersionRefused: the version was withdrawn.
+        """
+        try:
+            if self.rank == 0:
+                self._expect(version, terms)
+            with self._dropped_on_error(version, terms):
+                self._begin_live(version)
+            if self.rank != 0:
+                decision = self._decided(version)
+            elif terms is None:
+                is_gone = partial(self._membership.has_left, max_age_s=rank_group.ASK_S)
+                decision = self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=is_gone)
+            else:
+                decision = self._coordinate(version)
         finally:
             # After an error too: the trainer goes on with the next step, and the parameters change.
             self._withdraw()
+        return self._accepted(decision)
+
+    def _coordinate(self, version: int) -> Decision:
+        """As rank 0, return the decision on a version that is published together, which the hub has recorded.
+
+        Raises:
+            HubUnavailable: it is not known whether the hub recorded the commit.
+        """
+        progress = self._subscriber_progress
+        whereabouts = partial(self._membership.whereabouts, max_age_s=rank_group.ASK_S)
+        with self._dropped_on_error(version, True):
+            verdict = progress.wait_together(version, whereabouts=whereabouts)
+        proposal = verdict.decision(self._run, version)
+        try:
+            # A withdrawal needs no record: without one nobody goes live. It is for people, and for subscribers that
+            # cannot ask this rank.
+            within_s = self._stall_s if verdict.is_commit else 0.0
+            standing = rank_group.recorded(self._membership, proposal, within_s)
+        except PenstockError as error:
+            if verdict.is_commit:
+                message = f"it is not known whether version {version} of {self.name!r} is committed: {error.message}"
+                hint = "subscribers keep the version before, or learn from the hub that it is; publish the next version"
+                raise HubUnavailable(message, hint=hint) from error
+            standing = proposal
+        return self._settle(version, verdict, standing)
+
+    def _settle(self, version: int, verdict: Verdict, standing: FleetDecision) -> Decision:
+        decision = self._subscriber_progress.settle(version, verdict, standing)
+        self._decision = standing
+        self.member.beat_now()
+        return decision
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self, version: int, terms: object) -> Iterator[None]:
+        """Withdraw a version that is published together if the block fails, so that no subscriber waits for it."""
+        try:
+            yield
+        except BaseException as error:
+            if terms is not None and self.rank == 0:
+                why = f"rank 0 failed: {str(error) or type(error).__name__}"
+                verdict = Verdict(is_commit=False, why=why)
+                # The number is used up: a subscriber may have heard that it is withdrawn.
+                self.version = version
+                self._settle(version, verdict, verdict.decision(self._run, version))
+            raise
+
+    def _accepted(self, decision: Decision) -> Decision:
+        """Return a decision that did not withdraw the version; raise VersionRefused for one that did."""
+        if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
+            raise refusal(self.name, decision.fleet)
+        return decision
+
+    def _decide_snapshot(self, version: int) -> Decision:
+        """Return the decision on a snapshot's version; a withdrawn one is no longer served."""
+        decision = self._coordinate(version) if self.rank == 0 else self._decided(version)
+        if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
+            self._withdraw()
+        return decision
+
+    def _decided(self, version: int) -> Decision:
+        """As another rank, return rank 0's decision."""
+        decision = rank_group.decided(self._membership, self._run, version, self._stall_s)
+        self._decision = decision.fleet or self._decision
+        return decision
+
+    def wait_decision(self) -> PublishReport:
+        """Return the report of the newest snapshot that was published together, once its version is decided.
+
+        Raises:
+            ConfigError: no snapshot was published together. VersionRefused, HubUnavailable, PeerLost: see `publish`.
+        """
+        pending = self._pending
+        if pending is None:
+            raise ConfigError(
+                "there is no decision to wait for", hint="publish a snapshot with commit='together' first"
+            )
+        decision = self._accepted(pending.decision.result())
+        return replace(
+            pending.report,
+            outcome="committed",
+            committed=decision.committed,
+            late=decision.late,
+            failed=decision.failed,
+        )
+
+    def _finish_pending(self) -> None:
+        """Wait until the version before is decided, which its deadline bounds: the next copy replaces its bytes."""
+        if self._pending is None:
+            return
+        wait([self._pending.decision])
+        error = self._pending.decision.exception()
+        decision = None if error is not None else self._pending.decision.result().fleet
+        if error is not None or (decision is not None and decision.outcome == "withdrawn"):
+            why = error if decision is None else refusal(self.name, decision).message
+            log.warning("the version before of %r did not go live: %s", self.name, why)
+        self._pending = None
+
+    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+        """Return what a receiver is told of a version besides its part."""
+        progress = self._subscriber_progress
+        refused = progress.refused(version)
+        if refused is not None:
+            return PartReply(version=version, run=run, refused=refused)
+        decide_s = progress.decide_s(version)
+        if decide_s is not None and not request.can_wait:
+            progress.cannot_wait(asker, version)
+            return PartReply(version=version, run=run, not_yet=f"version {version} is not decided yet")
+        check = progress.check_of(version) if request.wants_check else b""
+        later = self._version_status.now.withdrawn
+        withdrawn = later if later is not None and later.version > version else None
+        return PartReply(version=version, run=run, decide_s=decide_s, check=check, withdrawn=withdrawn)
 
     def _begin_live(self, version: int) -> None:
         """Let receivers read the parameters, and the tagged rows once they are filled."""
         local_version = self._local_version
-        local_version.begin(version)
+        local_version.begin(version, self._metadata)
         local_version.ready(self._offer.plain_rows)
         # A map made while the device still fills the rows calls them not ready, and receivers then request digests
         # before every read.
@@ -227,17 +437,23 @@ class Publisher(Closing):
         # After the announcement, so that the plain rows are read while the tagged ones are quantised.
         self._offer.fill(version, self._run, local_version.ready, stall_s=self._stall_s)
 
-    def _publish_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
+    def _publish_snapshot(self, snapshot: VersionSnapshot, version: int, terms: rank_group.Together | None) -> float:
         """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
+        if terms is not None and self.rank == 0:
+            self._expect(version, terms)
+        with self._dropped_on_error(version, terms):
+            return self._copy_snapshot(snapshot, version)
+
+    def _copy_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
         offer = self._offer
         # Host copies have the tagged rows too, so these must be complete before the copy; else they are served from the
         # device, and receivers may read the plain rows meanwhile.
         if offer.is_copied:
             offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
-            copy_s = snapshot.snapshot(version, stall_s=self._stall_s)
+            copy_s = snapshot.snapshot(version, metadata=self._metadata, stall_s=self._stall_s)
             self._announce(version)
             return copy_s
-        copy_s = snapshot.snapshot(version, rows=offer.plain_rows, stall_s=self._stall_s)
+        copy_s = snapshot.snapshot(version, rows=offer.plain_rows, metadata=self._metadata, stall_s=self._stall_s)
         self._announce(version)
         try:
             offer.fill(version, self._run, self._local_version.ready, stall_s=self._stall_s)
@@ -250,13 +466,18 @@ class Publisher(Closing):
     def _announce(self, version: int) -> None:
         """Tell receivers and the hub that the version can be read here."""
         self.version = version
+        self._before = self._version_status.now
         self._version_status.post(self._run, version, is_open=True)
         self.member.beat_now()
 
     def _withdraw(self) -> None:
-        """End the reads of the version from this rank."""
+        """End the reads of the version from this rank; after a withdrawal, announce the version before again."""
         self._local_version.fence()
-        self._version_status.post(self._run, self.version, is_open=False)
+        known, newest, withdrawn = self._decision, self.version, None
+        if known is not None and (known.run, known.version, known.outcome) == (self._run, newest, "withdrawn"):
+            # Else subscribers that ask for the newest version would ask for the one that is withdrawn.
+            newest, withdrawn = self._before.version, known
+        self._version_status.post(self._run, newest, is_open=False, withdrawn=withdrawn)
         self.member.beat_now()
 
     def wait_ranks(self) -> None:
@@ -297,6 +518,10 @@ class Publisher(Closing):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._pending is not None and self.rank == 0:
+            # Subscribers hear of it, at this rank or at the hub, before this rank is gone.
+            self._subscriber_progress.cancel(self.version, "the publisher was closed before the decision")
+            wait([self._pending.decision], self._stall_s)
         # The memory first: its owner may free it once this returns, and no peer may read it then.
         self._offer.close()
         if self._snapshot is not None:
@@ -304,6 +529,8 @@ class Publisher(Closing):
         self._local_version.close()
         self.member.leave(0.0)
         self._membership.close()
+        # Another rank asks rank 0 for the decision: closing the connections ends that.
+        self._deciding.shutdown(wait=True, cancel_futures=True)
 
 
 def publisher(

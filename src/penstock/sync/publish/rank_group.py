@@ -2,10 +2,12 @@
 
 In: the members of the sync; progress reports of receivers. Out: the run of a rank, which is the member id of its rank
 0; a `Decision` about each version; errors that name the earlier group.
-Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`).
+Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`), the rules of a
+version that a fleet commits together (`sync.together`).
 
     rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
     other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
+    together:     SubscriberProgress.begin_together .. wait_together -> record at the hub -> settle
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, PeerLost, SourceStalled
-from penstock.hub.messages import Decision, Progress, SyncMember
-from penstock.sync.membership import Membership
+from penstock.errors import ConfigError, HubUnavailable, PeerLost, SourceStalled
+from penstock.hub.messages import Decision, FleetDecision, Progress, SyncMember
+from penstock.sync.membership import Membership, Whereabouts
+from penstock.sync.together import Ballot, Laggards, Standing, Verdict
 
 # With jitter below: hundreds of ranks start together, and would ask the hub in step.
 _LOOK_S = 0.2
+# The fleet waits for the record: shorter than a look at the members.
+_RECORD_S = 0.05
 ASK_S = 1.0
 """How long one request for rank 0's decision waits there, before it is repeated."""
 
@@ -122,6 +127,26 @@ def decided(membership: Membership, run: str, version: int, stall_s: float) -> D
             )
 
 
+def recorded(membership: Membership, decision: FleetDecision, within_s: float) -> FleetDecision:
+    """As rank 0, record a decision at the hub, and return the one that stands.
+
+    Raises:
+        HubUnavailable: the hub did not answer, and whether it has the decision is not known.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            standing = membership.member.decide(membership.name, decision).decision
+            if standing is not None:
+                return standing
+        except HubUnavailable:
+            if time.monotonic() > deadline:
+                raise
+        if time.monotonic() > deadline:
+            raise HubUnavailable(f"the hub did not record a decision within {within_s:g} s")
+        time.sleep(_RECORD_S)
+
+
 def _holder(membership: Membership, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
     """Return another live member that has this rank of a run."""
     for member in members:
@@ -158,11 +183,28 @@ class _Listener:
     moved_bytes: int = -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """The terms of a version that the fleet commits together; see `Publisher.publish`."""
+
+    deadline_s: float
+    laggards: Laggards
+    needs_check: bool
+
+
 @dataclass(slots=True)
 class _Showing:
     """The state of one version while a publish waits for it."""
 
     waited: dict[str, _Listener]
+    ballot: Ballot | None = None
+    """Of a version that is published together."""
+    due: float = 0.0
+    """The time of its decision at the latest."""
+    cancelled: str = ""
+    """The reason to withdraw it now; empty: there is none."""
+    fleet: FleetDecision | None = None
+    """The decision, once it stands."""
     committed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -176,6 +218,7 @@ class _Showing:
             committed=tuple(self.committed),
             late=tuple(self.late),
             failed=dict(self.failed),
+            fleet=self.fleet,
         )
 
 
@@ -189,17 +232,29 @@ class SubscriberProgress:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shown: OrderedDict[int, _Showing] = OrderedDict()
+        self._check: tuple[int, bytes] = (-1, b"")
         self.absent: set[str] = set()
 
     def begin(self, version: int, expected: Iterable[str]) -> None:
         """Start to wait for the expected subscribers of a version."""
         now = time.monotonic()
+        # A subscriber that was late once would cost the trainer the stall deadline at every version.
+        self._show(version, _Showing({member: _Listener(now) for member in expected if member not in self.absent}))
+
+    def _show(self, version: int, showing: _Showing) -> None:
         with self._changed:
-            # A subscriber that was late once would cost the trainer the stall deadline at every version.
-            waited = {member: _Listener(now) for member in expected if member not in self.absent}
-            self._shown[version] = _Showing(waited)
+            self._shown[version] = showing
             while len(self._shown) > _KEPT:
                 self._shown.popitem(last=False)
+
+    def begin_together(self, version: int, expected: Iterable[str], terms: Together) -> None:
+        """Start to collect the reports on a version that the fleet commits together."""
+        now = time.monotonic()
+        # To withdraw with one means to wait for each, also for one that was late before.
+        voters = [member for member in expected if terms.laggards == "withdraw" or member not in self.absent]
+        ballot = Ballot.of(voters, terms.laggards, needs_check=terms.needs_check)
+        waited = {member: _Listener(now) for member in voters}
+        self._show(version, _Showing(waited, ballot=ballot, due=now + terms.deadline_s))
 
     def note_request(self, member: str) -> None:
         """Note a receiver's request for its part as a sign of life."""
@@ -221,7 +276,9 @@ class SubscriberProgress:
             if showing is None or showing.is_over:
                 return
             listener = showing.waited.get(member)
-            if progress.outcome:
+            if showing.ballot is not None and progress.outcome:
+                self._vote(showing, member, progress)
+            elif progress.outcome:
                 showing.waited.pop(member, None)
                 # A receiver may fail and succeed at a second attempt within the same publish: the last word counts.
                 showing.failed.pop(member, None)
@@ -234,6 +291,96 @@ class SubscriberProgress:
             # hangs.
             elif listener is not None and progress.moved_bytes != listener.moved_bytes:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
+
+    def _vote(self, showing: _Showing, member: str, progress: Progress) -> None:
+        """Note a report on a version that is published together. Order: the caller has the lock."""
+        assert showing.ballot is not None
+        # Subscribers that do not know such versions report `committed` when they have the bytes; they are not sent
+        # any before the decision.
+        standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
+        showing.ballot = showing.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
+        showing.waited.pop(member, None)
+        self._changed.notify_all()
+
+    def cannot_wait(self, member: str, version: int) -> None:
+        """Note that a subscriber has no staging copy in which a version could wait for its decision."""
+        why = "it cannot keep a version staged: its mode is direct, or its release is older"
+        self.note_progress(member, Progress(version=version, outcome="failed", why=why))
+
+    def cancel(self, version: int, why: str) -> None:
+        """Withdraw a version that is not decided yet."""
+        with self._changed:
+            showing = self._shown.get(version)
+            if showing is not None:
+                showing.cancelled = why
+                self._changed.notify_all()
+
+    def wait_together(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
+        """Return the verdict on a version that is published together, at its deadline at the latest."""
+        with self._changed:
+            showing = self._shown[version]
+        assert showing.ballot is not None
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                if showing.cancelled:
+                    return Verdict(is_commit=False, why=showing.cancelled)
+                verdict = showing.ballot.decide(is_due=now >= showing.due)
+                if verdict is not None:
+                    self.absent.update(verdict.late)
+                    return verdict
+                self._changed.wait(min(PROBE_S, showing.due - now))
+                now = time.monotonic()
+                silent = [name for name, listener in showing.waited.items() if now - listener.seen > PROBE_S]
+            # Without the lock, as in `wait`.
+            for member in silent:
+                place = whereabouts(member)
+                with self._changed:
+                    if place == "there" or showing.waited.pop(member, None) is None:
+                        continue
+                    # One that signed off takes no part any more; one that died did not prepare the version.
+                    if place == "left":
+                        showing.ballot = showing.ballot.without(member)
+                    else:
+                        showing.ballot = showing.ballot.reported(member, "gone", "its process is gone")
+
+    def settle(self, version: int, verdict: Verdict, decision: FleetDecision) -> Decision:
+        """Answer from now on with the decision that stands on a version."""
+        with self._changed:
+            showing = self._shown[version]
+            showing.fleet = decision
+            showing.is_over = True
+            # The version may have been withdrawn at the hub before this verdict came.
+            showing.committed = list(verdict.prepared) if decision.outcome == "committed" else []
+            showing.late = list(verdict.late)
+            showing.failed = dict(verdict.failed)
+            self._changed.notify_all()
+            return showing.decision()
+
+    def decide_s(self, version: int) -> float | None:
+        """Return the seconds until the decision on a version at the latest; None: it may go live at once."""
+        with self._changed:
+            showing = self._shown.get(version)
+            if showing is None or showing.ballot is None or showing.is_over:
+                return None
+            return max(0.0, showing.due - time.monotonic())
+
+    def offer_check(self, version: int, values: bytes) -> None:
+        """Keep the values for checks of a version, which is the newest."""
+        with self._changed:
+            self._check = version, values
+
+    def check_of(self, version: int) -> bytes:
+        """Return the values for checks of a version; empty: there are none, or the version is past."""
+        with self._changed:
+            return self._check[1] if self._check[0] == version else b""
+
+    def refused(self, version: int) -> FleetDecision | None:
+        """Return the decision by which a version was withdrawn; None: it was not."""
+        with self._changed:
+            showing = self._shown.get(version)
+            decision = None if showing is None else showing.fleet
+            return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
         """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`."""

@@ -1,9 +1,11 @@
 """An inference rank as a subscriber: it receives version after version, each complete and verified.
 
 In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
-Not here: the target's requirements and memory (`target`), reading a version (`update`), planning (`sync.planner`).
+Not here: the target's requirements and memory (`target`), reading a version (`update`), planning (`sync.planner`), the
+view of a check (`sync.check`), the rules of a version that a fleet commits together (`sync.together`).
 
-    staged:  stage(): read into a staging copy, verify | commit(): before_pause, flip, at_commit, after_resume
+    staged:  stage(): read into a staging copy, verify, check | commit(): before_pause, flip, at_commit, after_resume
+             of a version that is published together, commit() first waits for the fleet's decision
     direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; on failure: dirty
 
 One thread at a time updates. The server's threads read the version, the layout and the memory at any time: a version is
@@ -15,31 +17,38 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.arguments import require_name, require_type
+from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings, parse_bytes
+from penstock.digest.strip import Strips
 from penstock.errors import (
     BudgetTooSmall,
     Cancelled,
     ConfigError,
+    IntegrityError,
     NotFound,
+    PeerLost,
     PenstockError,
+    SourceError,
     SourceStalled,
     StaleDescriptor,
 )
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import SyncState
+from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest, SyncState
 from penstock.lifecycle import Closing
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
+from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.planner import Planner
+from penstock.sync.receive.leases import Leases
+from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, StoredVersion, fill
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.receive.update import Options, Staged, UpdateLoop
@@ -48,9 +57,11 @@ from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import to_arenas
+from penstock.sync.together import Reply, Undecided, learn, refusal
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
 from penstock.transform.formats import format_of
+from penstock.types import U64
 
 ASK_S = 1.0
 """How long one request for a newer version waits at the planner."""
@@ -62,14 +73,34 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """The callbacks of an engine around the moment a version becomes live; each is passed the version."""
+    """The callbacks of an engine around an update; each is passed the version."""
 
+    before_read: Callable[[int, Mapping[str, str]], object] | None = None
+    """Passed the version and its metadata before a byte of it is read; it refuses the version by raising."""
     before_pause: Callable[[int], object] | None = None
     """After it returns, no request may use the weights."""
     at_commit: Callable[[int], object] | None = None
     """The weights are the version's: drop the prefix cache or change its key."""
     after_resume: Callable[[int], object] | None = None
     """Requests may go on."""
+    check: Check | None = None
+    """Called with the version and its `StagedVersion` before the version may go live; needs mode `staged`. If it
+    raises, or returns False or a text, the version is refused: here, and in the fleet if it is published together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asleep:
+    """The state of a subscriber whose weights are released."""
+
+    run: str
+    version: int
+    """The version that was live."""
+    proven: list[tuple[Strips, U64]]
+    """Its strips with their verified digests."""
+    memory: ReleasedMemory | None
+    """None: the engine frees the memory, and has it again before a restore."""
+    digests: MemoryDigests | None
+    """Of the memory, where the engine brings the bytes back itself."""
 
 
 class Subscriber(Closing):
@@ -78,6 +109,7 @@ class Subscriber(Closing):
     Attributes:
         name: of the sync.
         version: the live version; -1: none yet.
+        metadata: the texts that were published with the live version.
         is_dirty: an update failed after it touched the target, which must not be used before an update succeeds.
         member: this process in the fleet.
         planner: plans for other receivers once this one has a version and no publisher lives.
@@ -99,6 +131,7 @@ class Subscriber(Closing):
         self.member = member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
         self.version = -1
+        self.metadata: Mapping[str, str] = {}
         self.is_dirty = False
         self._rank = rank
         self._world_size = world_size
@@ -113,6 +146,10 @@ class Subscriber(Closing):
         self._is_closed = False
         self._version_status = VersionStatus()
         self._membership = Membership(member, name, stall_s)
+        self._check_values: tuple[int, bytes] = (-1, b"")
+        self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
+        self._target = target
+        self._asleep: _Asleep | None = None
         self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
         # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
         self.planner = Planner(
@@ -120,6 +157,7 @@ class Subscriber(Closing):
             self._version_status,
             self._layout,
             checkpoint=lambda: self._update_loop.checkpoint,
+            terms=self._terms_for,
         )
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
@@ -138,6 +176,11 @@ class Subscriber(Closing):
         """Return the requirements of an update; None: not known before the first."""
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.wanted
+
+    @property
+    def revision(self) -> str:
+        """Return the publishers' run and the live version: equal revisions are equal bytes. Empty: none is live."""
+        return f"{self._run}:{self.version}" if self.version >= 0 else ""
 
     def _layout(self) -> Layout | None:
         buffers = self._update_loop.buffers
@@ -168,24 +211,64 @@ class Subscriber(Closing):
             path=self._path[:1024],
             took_s=self._took_s,
             pause_s=self._pause_s,
+            prepared=self.prepared,
+            decision=self._update_loop.decision,
         )
+
+    @property
+    def prepared(self) -> int:
+        """Return the version that is staged and waits for the fleet's decision; -1: none."""
+        staged = self._staged
+        return -1 if staged is None or staged.decide_by is None else staged.version
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the fleet has committed a version that is not live here, as far as this subscriber knows."""
+        known = self._update_loop.decision
+        return known is not None and known.outcome == "committed" and known.version > self.version
+
+    @contextlib.contextmanager
+    def pinned(self, version: int | None = None, *, ttl_s: float | None = None) -> Iterator[int]:
+        """Keep the live version while the block runs: a lease, for which a flip waits. Yields the version.
+
+        Args:
+            version: the version that the caller needs; None: the live one.
+            ttl_s: the lease ends after these seconds, and a flip waits no longer; None: the stall deadline.
+
+        Raises:
+            VersionNotLive: on entering, another version is live, or none. On leaving, the lease had ended, and another
+                version was installed: what the block computed may be of both.
+
+        Order: any number of threads; not from the hooks of an update.
+        """
+        with self._leases.held(version, self._stall_s if ttl_s is None else ttl_s) as live:
+            yield live
 
     def wait_version(self, version: int, timeout_s: float | None = None) -> int:
         """Wait until this version or a later one is announced, and return the announced version.
 
         Raises:
             SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
+            VersionRefused: it was withdrawn, which this subscriber had not learned yet; call again for a later version.
         """
         begun = last_answer = time.monotonic()
+        after = version - 1
         while True:
             self._check_open()
-            newest = self._update_loop.news(version - 1, ASK_S)
+            news = self._update_loop.news(after, ASK_S)
             now = time.monotonic()
-            if newest is not None:
+            if news is not None:
                 # A trainer may take hours per version: without a timeout only the silence of every planner counts.
                 last_answer = now
-                if newest >= version:
-                    return newest
+                if news.version >= version:
+                    return news.version
+                withdrawn = news.withdrawn
+                if withdrawn is not None and withdrawn.version >= version:
+                    # Told once: the next call waits for a version after it.
+                    after = withdrawn.version
+                    if (withdrawn.run, withdrawn.version) not in self._update_loop.decisions:
+                        self._update_loop.note_decision(withdrawn)
+                        raise refusal(self.name, withdrawn)
             else:
                 time.sleep(_PAUSE_S)
             waited = now - (last_answer if timeout_s is None else begun)
@@ -211,6 +294,7 @@ class Subscriber(Closing):
             ConfigError: the version is not above the live one. StaleDescriptor: it is past, and no member has it now.
             SourceError, PeerLost, IntegrityError: no source could supply it. Staged: the version before is still live.
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
+            VersionRefused: its check failed, or the fleet withdrew it; the version before is still live.
         """
         with self._updating, self._journey("update") as journey:
             with Progress(progress, self.name) as shown, shown.watching(lambda: self._update_loop.progress):
@@ -219,6 +303,152 @@ class Subscriber(Closing):
                 self._stage(version, timeout_s)
             # Outside the block: a caller's progress function that raises must not interrupt a flip.
             return _counted(journey, self._commit())
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the weights are given up, until `restore`."""
+        return self._asleep is not None
+
+    def announced(self) -> int:
+        """Return the newest version that is announced, without waiting for one; -1: none, or nobody answers."""
+        newest = self._update_loop.news(-1, 0.0)
+        return -1 if newest is None else newest.version
+
+    def release(self, *, free: bool = True, returns: bool = False) -> int:
+        """Give the weights up while the engine sleeps: `version` is -1, and nobody reads them, until `restore`.
+
+        Waits for readers (`pinned`). The staging memory is freed too.
+
+        Args:
+            free: free the memory of the tensors that a version fills; they have other addresses afterwards. False: the
+                engine frees it by its own allocator once this returns, and has it again before `restore`.
+            returns: the engine also brings the bytes back itself: digest them now, for `restore(in_place=True)`.
+
+        Returns:
+            The bytes that were freed. Memory that cannot be freed stays: host memory in an arena, for example.
+
+        Raises:
+            ConfigError: they are released already; or `free`, and no version was received yet.
+
+        Order: when the engine is idle; like an update, one thread at a time.
+        """
+        with self._updating:
+            self._check_open()
+            loop = self._update_loop
+            if self._asleep is not None:
+                raise ConfigError(f"the weights of {self.name!r} are released already", hint="call restore()")
+            if free and loop.requirements is None:
+                raise ConfigError(
+                    f"no version of {self.name!r} was received yet: it is not known what one brings back",
+                    hint="call update() first, or release(free=False)",
+                )
+            target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
+            if returns and target is None:
+                raise ConfigError(
+                    f"the target of {self.name!r} is a function, whose tensors are not digested",
+                    hint="pass the tensors to subscriber(), or call release() without returns",
+                )
+            self._leases.begin_flip()
+            try:
+                digests = MemoryDigests.of_target(target) if returns and target is not None else None
+                self._withdraw()
+                run, version, self.version = self._run, self.version, -1
+                self._staged = None
+                # Before the memory goes: a registration of memory that is unmapped cannot be ended.
+                proven = loop.free()
+                memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
+                self._asleep = _Asleep(run=run, version=version, proven=proven, memory=memory, digests=digests)
+            finally:
+                self._leases.end_flip()
+            self.member.beat_now()
+            return 0 if memory is None else memory.freed_bytes
+
+    def restore(
+        self,
+        version: int | None = None,
+        timeout_s: float | None = None,
+        *,
+        stored: StoredVersion | None = None,
+        in_place: bool = False,
+    ) -> UpdateReport:
+        """Bring a version back into released memory, verified, and make it live.
+
+        Args:
+            version, timeout_s: see `update`; None: the newest that a publisher or another subscriber has.
+            stored: where a version is if no member of the sync has one. If it is the version that was released, every
+                byte is compared with the digests of then.
+            in_place: the engine brought the bytes back: compare them with the digests of `release(returns=True)`.
+
+        Raises:
+            ConfigError: nothing is released. IntegrityError: bytes differ from their digests. DeviceOutOfMemory: see
+                `ReleasedMemory.take_back`. Others as `update`. After each of them `version` is still -1: call it again.
+        """
+        asleep = self._asleep
+        if asleep is None:
+            raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
+        if in_place:
+            with self._updating:
+                return self._restore_in_place(asleep)
+        with self._updating:
+            if asleep.memory is not None:
+                asleep.memory.take_back()
+        # A member that has the version answers at once: waiting is for callers without another source.
+        limit_s = GRACE_S if stored is not None and timeout_s is None else timeout_s
+        self._asleep = None
+        try:
+            return self.update(version, limit_s)
+        except (SourceError, PeerLost, IntegrityError) as error:
+            if stored is None:
+                raise
+            with self._updating:
+                return self._restore_stored(asleep, stored, error)
+        finally:
+            # A failure leaves it asleep: nothing in the memory may be used.
+            if self.version < 0:
+                self._asleep = asleep
+
+    def _restore_stored(self, asleep: _Asleep, stored: StoredVersion, error: PenstockError) -> UpdateReport:
+        loop, begun = self._update_loop, time.perf_counter()
+        if loop.requirements is None:
+            raise error
+        is_same = stored.version == asleep.version and bool(asleep.proven)
+        buffers = loop.allocate_again(asleep.proven if is_same else [])
+        device = torch.device(next((memory.device for memory in buffers.memories), "cpu"))
+        nbytes = fill(loop.requirements, stored.tensors(device))
+        read_s = time.perf_counter() - begun
+        if is_same and not buffers.has(asleep.proven, self.member.links):
+            message = f"the stored version {stored.version} of {self.name!r} is not the one that was live"
+            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored there")
+        buffers.install()
+        # Without the run, where nothing proves that these bytes are the trainer's: then it is not served to others.
+        why = f"version {stored.version} was read from outside of the sync: {error.message}"
+        staged = Staged(
+            version=stored.version,
+            run=asleep.run if is_same else "",
+            part=None,
+            begun=begun,
+            attempts=1,
+            nbytes=nbytes,
+            version_bytes=nbytes,
+            wire_s=read_s,
+            path=stored.weights if isinstance(stored.weights, str) else "given tensors",
+            sources={},
+            why=(why,),
+        )
+        return self._make_live(staged, begun, time.perf_counter() - begun - read_s)
+
+    def _restore_in_place(self, asleep: _Asleep) -> UpdateReport:
+        begun = time.perf_counter()
+        if asleep.digests is None:
+            raise ConfigError("the memory was not digested", hint="call release(free=False, returns=True)")
+        if not asleep.digests.is_same():
+            message = f"the engine did not bring version {asleep.version} of {self.name!r} back as it was"
+            raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
+        self._asleep = None
+        if self._update_loop.requirements is not None:
+            self._update_loop.allocate_again(asleep.proven)
+        staged = Staged(version=asleep.version, run=asleep.run, part=None, begun=begun, attempts=1, sources={})
+        return self._make_live(staged, begun, 0.0)
 
     def _journey(self, kind: str) -> Journey:
         return Journey(kind, self.name, member=self.member.id[:8])
@@ -248,10 +478,16 @@ class Subscriber(Closing):
             return staged.version
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live.
+        """Make the staged version live; one that is published together once the fleet has decided to commit it.
 
         Raises:
             ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
+            VersionRefused: the fleet withdrew the version; the version before is still live.
+            SourceStalled: the decision could not be learned; the version before is still live. The version stays
+                staged: call this again.
+            StaleDescriptor: later versions are decided already; the version before is still live.
+
+        Order: soon after `stage`: the other subscribers go live as soon as the decision is known.
         """
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
@@ -266,32 +502,152 @@ class Subscriber(Closing):
         self.member.beat_now()
         # Before the read: it overwrites the staging copy, so what was staged before must not be committed any more.
         self._staged = None
-        self._staged = self._receive(version, timeout_s, lambda announced: None)
-        return self._staged
+        staged = self._receive(version, timeout_s, lambda announced: None)
+        if staged.part is not None:
+            self._check_staged(staged)
+            if staged.decide_by is not None:
+                self._update_loop.report("prepared")
+            elif self._hooks.check is not None:
+                self._update_loop.report("committed")
+        self._staged = staged
+        if staged.decide_by is not None:
+            self.member.beat_now()
+        return staged
+
+    def _check_staged(self, staged: Staged) -> None:
+        """Run the check on a staged version.
+
+        Raises:
+            VersionRefused: it did not pass, which was reported to the planner.
+        """
+        check, buffers = self._hooks.check, self._update_loop.buffers
+        if check is None:
+            return
+        assert buffers is not None and buffers.staging_copy is not None
+        self._check_values = staged.version, staged.check
+        try:
+            model = self._target if isinstance(self._target, torch.nn.Module) else None
+            view = staged_version(
+                staged.version,
+                buffers.wanted,
+                buffers.memories,
+                buffers.staging_copy.regions.memories,
+                staged.check,
+                model,
+            )
+            why, cause = fault_of(check, view)
+        except BaseException as error:
+            self._update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
+            raise
+        if why:
+            self._update_loop.report("refused" if staged.decide_by is not None else "failed", why)
+            decision = FleetDecision(
+                run=staged.run, version=staged.version, outcome="withdrawn", by=self.member.id, why=why[:1024]
+            )
+            # Here at once, whatever the fleet decides: bytes that failed a check do not go live on this replica.
+            self._update_loop.note_decision(decision)
+            raise refusal(self.name, decision) from cause
 
     def _commit(self) -> UpdateReport:
         staged = self._staged
         if staged is None:
             raise ConfigError("nothing is staged", hint="call stage() first")
-        self._staged = None
         if staged.part is None:
+            self._staged = None
             return self._report(staged, 0.0, 0.0)
+        if staged.decide_by is not None:
+            self._await_decision(staged, staged.decide_by)
+        self._staged = None
         buffers = self._update_loop.buffers
         assert buffers is not None and buffers.staging_copy is not None
-        begun = time.perf_counter()
-        self._call(self._hooks.before_pause, staged.version)
-        # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes that
-        # peers may be reading.
-        self._withdraw()
+        self._leases.begin_flip()
         try:
-            buffers.staging_copy.flip(staged.part, stall_s=self._stall_s)
-            installed = time.perf_counter()
-            buffers.install()
-        except BaseException:
-            # Every exception, an interrupt too: some rows may have been copied.
-            self.is_dirty = True
-            raise
-        return self._make_live(staged, begun, time.perf_counter() - installed)
+            begun = time.perf_counter()
+            self._call(self._hooks.before_pause, staged.version)
+            # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes
+            # that peers may be reading.
+            self._withdraw()
+            try:
+                buffers.staging_copy.flip(staged.part, stall_s=self._stall_s)
+                installed = time.perf_counter()
+                buffers.install()
+            except BaseException:
+                # Every exception, an interrupt too: some rows may have been copied.
+                self.is_dirty = True
+                raise
+            return self._make_live(staged, begun, time.perf_counter() - installed)
+        finally:
+            self._leases.end_flip()
+
+    def _await_decision(self, staged: Staged, decide_by: float) -> None:
+        """Return once the fleet has decided to commit a version.
+
+        Raises:
+            VersionRefused: it was withdrawn. StaleDescriptor: later versions are decided. SourceStalled: nothing could
+                be learned.
+        """
+        run, version = staged.run, staged.version
+        begun = time.monotonic()
+        # Rank 0 may need as long as the stall deadline to have the decision recorded.
+        limit_s = max(0.0, decide_by - begun) + self._stall_s
+        asking = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
+        question = next(asking)
+        while True:
+            self._check_open()
+            reply = self._ask_rank_0(run, version) if question == "coordinator" else self._ask_hub(run, version)
+            try:
+                question = asking.send(reply)
+            except StopIteration as end:
+                decision: FleetDecision | Undecided = end.value
+                break
+            if reply.kind != "open" or question == "hub":
+                time.sleep(_PAUSE_S)
+        if isinstance(decision, Undecided):
+            if decision.is_past:
+                self._staged = None
+                raise StaleDescriptor(
+                    f"version {version} of {self.name!r} is past: later versions are decided", hint="update again"
+                )
+            message = f"the fleet's decision on version {version} of {self.name!r} could not be learned"
+            hint = f"version {self.version} stays live; call commit() again, or update()"
+            raise SourceStalled(f"{message}: neither rank 0 nor the hub answered for {self._stall_s:g} s", hint=hint)
+        self._update_loop.note_decision(decision)
+        if decision.outcome == "withdrawn":
+            self._staged = None
+            self.member.beat_now()
+            raise refusal(self.name, decision)
+
+    def _ask_rank_0(self, run: str, version: int) -> Reply:
+        """Return rank 0's answer about a version, which comes as soon as there is a decision."""
+        try:
+            answer: Decision = self._membership.ask(
+                run, lambda sync_client: sync_client.decision(version, ASK_S), channel="decision"
+            )
+        except PeerLost:
+            is_gone = self._membership.has_left(run, max_age_s=ASK_S)
+            return Reply(at=time.monotonic(), kind="gone" if is_gone else "silent")
+        except PenstockError:
+            return Reply(at=time.monotonic(), kind="silent")
+        # A rank 0 that does not know the version has forgotten it, among many later ones.
+        return Reply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
+
+    def _ask_hub(self, run: str, version: int) -> Reply:
+        """Propose to the hub to withdraw a version, and return what stands."""
+        why = f"subscriber {self.member.id[:8]} could not learn the decision from rank 0 of the publishers"
+        proposal = FleetDecision(run=run, version=version, outcome="withdrawn", why=why)
+        try:
+            answer = self.member.decide(self.name, proposal)
+        except PenstockError:
+            return Reply(at=time.monotonic(), kind="silent")
+        return Reply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
+
+    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+        """Return what another receiver is told of a version that this subscriber plans."""
+        known = self._update_loop.decisions.get((run, version))
+        refused = known if known is not None and known.outcome == "withdrawn" else None
+        # Live here, so it is committed; the values of its check are kept for others that check it.
+        check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
+        return PartReply(version=version, run=run, refused=refused, check=check)
 
     def _update_direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
         self._check_open()
@@ -299,6 +655,7 @@ class Subscriber(Closing):
 
         def pause(announced: int) -> None:
             if not paused:  # an update of several attempts pauses the engine once
+                self._leases.begin_flip()
                 at = time.perf_counter()
                 self._call(self._hooks.before_pause, announced)
                 # After the hook: if it raises, nothing is paused or touched.
@@ -322,12 +679,23 @@ class Subscriber(Closing):
             # Not one byte was written: the version before is intact, so the engine can go on with it.
             elif paused and not self.is_dirty and self.version >= 0:
                 self._serve()
+                self._leases.end_flip()
                 self._call(self._hooks.after_resume, self.version)
             raise
-        return self._make_live(staged, paused[0], time.perf_counter() - installed)
+        else:
+            return self._make_live(staged, paused[0], time.perf_counter() - installed)
+        finally:
+            self._leases.end_flip()
 
-    def _receive(self, version: int | None, timeout_s: float | None, before_read: Callable[[int], None]) -> Staged:
+    def _receive(
+        self,
+        version: int | None,
+        timeout_s: float | None,
+        before_read: Callable[[int], None],
+    ) -> Staged:
         """Read and verify a version; wait for one as long as `timeout_s` allows."""
+        if self._asleep is not None:
+            raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
         begun = time.monotonic()
         self._update_loop.is_touched = False
         while True:
@@ -350,8 +718,11 @@ class Subscriber(Closing):
     def _make_live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
         """Announce the version that is now in the target, resume the engine, and return the report."""
         self.version = staged.version
+        self.metadata = staged.metadata
         self._run = staged.run
         self.is_dirty = False
+        if staged.part is not None:
+            self._update_loop.note_live()
         self._path = staged.path
         self._took_s, self._pause_s = time.perf_counter() - staged.begun, time.perf_counter() - begun
         # Before requests resume: cache entries of the old weights must not be used with the new ones.
@@ -359,6 +730,8 @@ class Subscriber(Closing):
         # Before the hook, which may take long or raise: the memory has the version either way.
         self._serve()
         self.member.beat_now()
+        # Before the hook, which may run requests.
+        self._leases.end_flip()
         self._call(self._hooks.after_resume, staged.version)
         return self._report(staged, time.perf_counter() - begun, install_s)
 
@@ -366,7 +739,7 @@ class Subscriber(Closing):
         return UpdateReport(
             name=self.name,
             version=self.version,
-            revision=f"{self._run}:{self.version}",
+            revision=self.revision,
             mode=self.mode,
             nbytes=staged.nbytes,
             version_bytes=staged.version_bytes,
@@ -381,6 +754,8 @@ class Subscriber(Closing):
             nbytes_by_path=staged.nbytes_by_path,
             why=staged.why,
             attempts=staged.attempts,
+            ahead_bytes=staged.ahead_bytes,
+            staging_bytes=staged.staging_bytes,
         )
 
     def _call(self, hook: Callable[[int], object] | None, version: int) -> None:
@@ -391,11 +766,11 @@ class Subscriber(Closing):
         """Serve the live version to others, where this subscriber is a source."""
         local_version = self._local_version()
         # In direct mode the memory is registered to be read into, also where it is not to be served.
-        if local_version is None or not self._serves:
+        if local_version is None or not self._serves or not self._run:
             return
         if local_version.version is not None:
             local_version.fence()
-        local_version.begin(self.version)
+        local_version.begin(self.version, self.metadata)
         local_version.ready()
         self._version_status.post(self._run, self.version, is_open=True)
 
@@ -458,13 +833,15 @@ def subscriber(
     serve: bool = True,
     arena: bool = False,
     memory_bytes: int | str | None = None,
+    ahead_bytes: int | str | None = None,
 ) -> Subscriber:
     """Receive the versions published under a name into a live model; the publisher may be started later.
 
     Args:
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each in its own layout.
+            each in its own layout; or a function that returns these for the published tensors, which it is passed on
+            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`).
         connection: hub, token, address and transports; see `publisher`.
         arena: first move the target into one arena; see `publisher`.
         mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
@@ -478,6 +855,8 @@ def subscriber(
         hooks: the engine's callbacks around a commit.
         serve: be a source for other receivers between updates; False, where the engine changes weights in place.
         memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
+        ahead_bytes: direct: bytes of a version that are staged and verified before the engine is paused, in memory that
+            is kept; only the rest is read during the pause.
 
     Raises:
         HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
@@ -485,9 +864,10 @@ def subscriber(
     """
     require_name("name", name)
     connection = resolve_connection(connection)
-    require_type(
-        "target", target, (torch.nn.Module, Mapping), "a torch.nn.Module, or a dict of tensors or Shards by name"
-    )
+    if not isinstance(target, torch.nn.Module | Mapping) and not callable(target):
+        raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
+    if arena and not isinstance(target, torch.nn.Module | Mapping):
+        raise ConfigError("the tensors of a function are not moved into an arena", hint="place them in one there")
     if mode not in ("staged", "direct"):
         raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
     engine_rank, world_size = rank_of(rank)
@@ -497,10 +877,24 @@ def subscriber(
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
+    ahead = 0 if ahead_bytes is None else parse_bytes(ahead_bytes)
+    if ahead and mode == "staged":
+        raise ConfigError("ahead_bytes is for mode 'direct'", hint="mode 'staged' stages the whole version")
+    has_check = hooks is not None and hooks.check is not None
+    if has_check and mode == "direct":
+        raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
     options = Options(
-        staged=mode == "staged", load=load, strict=strict, transforms=transforms, serve=serve, memory_bytes=budget
+        staged=mode == "staged",
+        load=load,
+        strict=strict,
+        transforms=transforms,
+        serve=serve,
+        memory_bytes=budget,
+        ahead_bytes=ahead,
+        has_check=has_check,
+        accept=None if hooks is None else hooks.before_read,
     )
-    if arena:
+    if arena and isinstance(target, torch.nn.Module | Mapping):
         to_arenas(target)
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)

@@ -11,14 +11,15 @@ Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.pu
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.hub.messages import TableReply
-from penstock.loader.tensor import torch_dtype
+from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
@@ -29,10 +30,13 @@ from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of
 from penstock.transform.formats import Format, format_of, is_format
 from penstock.transport.choose import Links
-from penstock.types import DType, TensorTable
+from penstock.types import U64, DType, TensorTable
 
-Target = torch.nn.Module | Mapping[str, Declarable]
-"""A module whose loader is recorded, or tensors by the checkpoint's names."""
+TargetFunction = Callable[[Mapping[str, torch.Tensor]], Mapping[str, Declarable]]
+"""Returns the tensors to fill; it is passed the published ones, on the meta device."""
+
+Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
+"""A module whose loader is recorded, tensors by the checkpoint's names, or a function that returns these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +137,18 @@ def wanted_of(
         if strict:
             _check(recording, target)
         return wanted(target, recording, table, load=load, tags=tags)
-    rows = declared(target)
+    # A receiver that does not know the checkpoint before it is published makes its tensors now.
+    rows = declared(target if isinstance(target, Mapping) else target(_published(table)))
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
+
+
+def _published(table: TensorTable) -> dict[str, torch.Tensor]:
+    """Return the tensors of a table, without memory."""
+    rows = zip(table.names, table.dtypes, table.shapes, strict=True)
+    return {
+        name: torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device="meta")
+        for name, dtype, shape in rows
+    }
 
 
 def _tagged(row: Row, tag: str) -> Row:
@@ -198,7 +212,7 @@ class ReceiveBuffers:
         # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
-        self._memories = memories
+        self.memories = memories
         # Staged without `serve`, the target itself is neither read nor written to by a transport: no registration.
         self.local_version = LocalVersion(self.layout, memories, links) if serve or not staged else None
         self.staging_copy: StagingCopy | None = None
@@ -208,6 +222,18 @@ class ReceiveBuffers:
         except BaseException:
             self.close()
             raise
+
+    def has(self, proven: Iterable[tuple[Strips, U64]], links: Links) -> bool:
+        """Return whether strips of the target's memory have these digests now."""
+        # Registered for this alone: staged and not served, the target's own memory is in no transport.
+        with Regions(self.memories, links) as regions:
+            return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes of the staging copy and of scratch: memory in addition to the target's own."""
+        copied = 0 if self.staging_copy is None else self.staging_copy.regions.nbytes
+        return copied + self.wanted.scratch_bytes
 
     @property
     def into(self) -> Regions:
@@ -223,7 +249,7 @@ class ReceiveBuffers:
         self.wanted.finish()
         # The engine resumes on streams of its own: without this it could compute with weights that are still being
         # permuted or cast.
-        for device in {memory.device for memory in self._memories} - {"cpu"}:
+        for device in {memory.device for memory in self.memories} - {"cpu"}:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:

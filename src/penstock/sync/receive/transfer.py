@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -217,6 +218,10 @@ class Transfer:
         if self.delta is not None:
             self.delta.ended(report)
         return report
+
+    def summary(self, report: TransferReport) -> str:
+        """Return a line of text about how much of the version was read; empty without a delta."""
+        return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
         """Return the steps; they depend only on the plan and the sizes of regions, and are kept for the next run."""
@@ -483,21 +488,29 @@ REPORT_S = 0.5
 """Interval of reports: well below the smallest stall deadline, and cheap for a rank 0 with hundreds of receivers."""
 
 
+class Moving(Protocol):
+    """A transfer under way."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes verified so far."""
+        ...
+
+
 @contextlib.contextmanager
-def reporting_progress(membership: Membership, planner: str, version: int, transfer: Transfer) -> Iterator[None]:
-    """Report progress while the body runs; at its end, report that the version is complete and verified."""
+def reporting_progress(membership: Membership, planner: str, version: int, transfer: Moving) -> Iterator[None]:
+    """Report progress while the body runs; the outcome is reported by `report`."""
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(REPORT_S):
-            _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
+            report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
 
     # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.
     reporter = threading.Thread(target=work, name="penstock-tell", daemon=True)
     reporter.start()
     try:
         yield
-        _report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes, outcome="committed"))
     finally:
         over.set()
         reporter.join()  # so that no report of this attempt arrives after the next one has begun
@@ -508,10 +521,10 @@ def tell_failed(membership: Membership, request: tuple[str, int] | None, error: 
     if request is not None:
         planner, version = request
         # Cut to the limit of the message's field: a refused report would say nothing at all.
-        _report(membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
+        report(membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
 
 
-def _report(membership: Membership, planner: str, progress: Progress) -> None:
+def report(membership: Membership, planner: str, progress: Progress) -> None:
     """Send a report. A planner that cannot be reached counts this receiver as late; the update goes on."""
     with contextlib.suppress(PenstockError):
         membership.ask(planner, lambda sync_client: sync_client.progress(progress), channel="progress")

@@ -13,9 +13,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
+import msgspec
 import torch
 
+from penstock.digest.strip import Strips
 from penstock.errors import (
     ConfigError,
     IntegrityError,
@@ -27,14 +31,27 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply, layout_digest
+from penstock.hub.messages import (
+    FleetDecision,
+    NewsReply,
+    PartReply,
+    PartRequest,
+    Progress,
+    SyncMember,
+    TableReply,
+    layout_digest,
+)
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import WATERMARK_BYTES, Part
 from penstock.sync.membership import Membership
-from penstock.sync.receive.sources import SourceFailed, TransferReport, open_links
+from penstock.sync.receive.ahead import SplitTransfer
+from penstock.sync.receive.sources import SourceFailed, SourceLink, TransferReport, open_links
 from penstock.sync.receive.target import ReceiveBuffers, Target, shown, wanted_of
-from penstock.sync.receive.transfer import Delta, Transfer, reporting_progress, tell_failed
+from penstock.sync.receive.transfer import Delta, Transfer, report, reporting_progress, tell_failed
 from penstock.sync.recording.layout import Load
+from penstock.sync.recording.requirements import Requirements
+from penstock.sync.together import MAX_REASON_CHARS, refusal
+from penstock.types import U64
 
 TRIES = 8
 """Attempts at one update: each one leaves out one more source, or is for a newer version."""
@@ -42,6 +59,8 @@ _LOOK_S = 0.5
 """Maximum age of the member list that planners are chosen from."""
 # After a loss the member list changes within one beat of the hub: a short pause, not a back-off.
 _PAUSE_S = 0.05
+_KEPT_DECISIONS = 64
+"""Decisions that are remembered: a version that was withdrawn is past long before it is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
@@ -60,6 +79,10 @@ class Staged:
     """Bytes read: fewer than the version has, where the receiver had some of them already."""
     version_bytes: int = 0
     delta: str = ""
+    ahead_bytes: int = 0
+    """Direct: bytes that were staged before the pause."""
+    staging_bytes: int = 0
+    """Memory in addition to the target's own."""
     plan_s: float = 0.0
     wire_s: float = 0.0
     path: str = ""
@@ -68,6 +91,12 @@ class Staged:
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
     """Path (`shm <- MEMBER`) -> bytes."""
     why: tuple[str, ...] = ()
+    decide_by: float | None = None
+    """The version is published together: the time of its decision at the latest. None: it may go live at once."""
+    check: bytes = b""
+    """The trainer's values for a check, encoded."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The texts that were published with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +109,12 @@ class Options:
     transforms: str | Sequence[str] | None
     serve: bool
     memory_bytes: int | None
+    ahead_bytes: int = 0
+    """Direct: bytes that are staged before the pause."""
+    has_check: bool = False
+    """Whether versions are checked before they go live; the caller then reports the outcome."""
+    accept: Callable[[int, Mapping[str, str]], object] | None = None
+    """Passed a version and its metadata before a byte of it is read; it refuses the version by raising."""
 
     @property
     def watermark_bytes(self) -> int:
@@ -94,8 +129,11 @@ class UpdateLoop:
     Attributes:
         buffers: the memory that receives versions; None before the first update, and other buffers once a run has
             another checkpoint.
+        requirements: of the target; None before the first update. They outlive `buffers`.
         checkpoint: the checkpoint's table from the planner; None before the first update.
         is_touched: whether a transfer wrote to the target itself, since this was set to False.
+        decisions: the decisions of the fleet that are known here, by run and version, the oldest first.
+        decision: the newest of them.
 
     Args:
         membership: the members of the sync.
@@ -111,10 +149,15 @@ class UpdateLoop:
         self.buffers: ReceiveBuffers | None = None
         self.checkpoint: TableReply | None = None
         self.is_touched = False
+        self.decisions: dict[tuple[str, int], FleetDecision] = {}
+        self.decision: FleetDecision | None = None
+        # The verified strips of the live version.
+        self._live_proven: list[tuple[Strips, U64]] = []
         # The run and the table that `buffers` are for.
         self._run = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
-        self._transfer: Transfer | None = None
+        self._transfer: Transfer | SplitTransfer | None = None
+        self.requirements: Requirements | None = None
         # The planner and version of the request under way, to report a failure to.
         self._asking: tuple[str, int] | None = None
 
@@ -128,21 +171,51 @@ class UpdateLoop:
         """Return whether the memory that is served still has the bytes that were verified in it."""
         # A reader compares with digests that this process computes of its bytes as they are: bytes that an engine
         # changed in place would pass that check.
-        transfer, buffers = self._transfer, self.buffers
+        buffers = self.buffers
         local_version = None if buffers is None else buffers.local_version
-        if local_version is None or transfer is None or local_version.version is None:
+        if local_version is None or local_version.version is None:
             return True
-        return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in transfer.proven)
+        return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
 
-    def news(self, after: int, wait_s: float) -> int | None:
-        """Return the newest announced version, after at most `wait_s` if it is not above `after`; None: no planner."""
+    def note_decision(self, decision: FleetDecision) -> None:
+        """Remember a decision: the hub is told of the newest, and a withdrawn version is not read again."""
+        self.decisions.setdefault((decision.run, decision.version), decision)
+        while len(self.decisions) > _KEPT_DECISIONS:
+            self.decisions.pop(next(iter(self.decisions)))
+        self.decision = decision
+
+    def _tell_withdrawn(self, reply: PartReply) -> None:
+        """Raise VersionRefused if there is nothing to read because a version was withdrawn; once for each version."""
+        withdrawn = reply.withdrawn
+        if withdrawn is not None and (withdrawn.run, withdrawn.version) not in self.decisions:
+            self.note_decision(withdrawn)
+            raise refusal(self._membership.name, withdrawn)
+
+    def note_live(self) -> None:
+        """Note that the version of the last transfer is live now."""
+        # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
+        self._live_proven = [] if self._transfer is None else self._transfer.proven
+
+    def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
+        """Report the outcome of the last transfer to the planner that was asked; see `hub.messages.Progress`."""
+        if self._asking is not None and self._transfer is not None:
+            planner, version = self._asking
+            is_checked = outcome == "prepared" and self._options.has_check
+            moved = self._transfer.moved_bytes
+            progress = Progress(
+                version=version, moved_bytes=moved, outcome=outcome, why=why[:MAX_REASON_CHARS], is_checked=is_checked
+            )
+            report(self._membership, planner, progress)
+
+    def news(self, after: int, wait_s: float) -> NewsReply | None:
+        """Return a planner's version status, after at most `wait_s` if it is not above `after`; None: no planner."""
         for planner in self._planners():
             # The next one may still answer: during a restart the list has planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
                 # On a channel of its own: a part requested meanwhile must not wait behind this long poll.
                 return self._membership.ask(
                     planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
-                ).version
+                )
         return None
 
     def receive(
@@ -159,7 +232,7 @@ class UpdateLoop:
             version: the version to read; None: the newest.
             live: the run and version that the target has.
             is_dirty: whether the target has a mix of versions.
-            before_read: called with the version before the first byte of each attempt is read.
+            before_read: called with the version before the first byte of each attempt is read to its place.
 
         Raises:
             NotFound: nothing can be read yet. Other errors as `Subscriber.update`.
@@ -199,9 +272,9 @@ class UpdateLoop:
                 reply = self._request_part(planner, buffers, version, lost)
                 self._asking = planner.member, reply.version
                 if _is_live(reply, live, is_dirty=is_dirty):
+                    self._tell_withdrawn(reply)
                     return _nothing_read(reply, begun, attempt)
-                before_read(reply.version)
-                return self._read(planner, buffers, reply, begun, attempt)
+                return self._read(planner, buffers, reply, begun, attempt, before_read)
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
@@ -249,7 +322,10 @@ class UpdateLoop:
         """Return the receive buffers for this run's versions; allocate new ones where its checkpoint differs."""
         # A run's checkpoint does not change, so its table is requested once. A restarted trainer is a new run, usually
         # with the same table: the buffers, and the recording of the loader, stay.
-        if self.buffers is not None and self._run == planner.state.run:
+        if self.requirements is not None and self._run == planner.state.run:
+            if self.buffers is None:
+                # They were freed while the engine slept.
+                self.buffers = self._allocate(self.requirements)
             return self.buffers
         checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
         options = self._options
@@ -262,16 +338,18 @@ class UpdateLoop:
             if buffers is not None:
                 buffers.close()
                 self.buffers = None
-            buffers = ReceiveBuffers(
-                wanted_of(self._target, seen.table, options.load, strict=options.strict, tags=seen.tags),
-                self._membership.member.id,
-                self._membership.member.links,
-                staged=options.staged,
-                serve=options.serve,
-                memory_bytes=options.memory_bytes,
-            )
+            # The memory that these strips lie in may be another.
+            self._live_proven = []
+            if key != self._table:
+                # With its scratch memory.
+                self.requirements = None
+            if self.requirements is None:
+                self.requirements = wanted_of(
+                    self._target, seen.table, options.load, strict=options.strict, tags=seen.tags
+                )
+            buffers = self._allocate(self.requirements)
             # Its part and its stored digests are of the old buffers.
-            self._transfer = None
+            self._forget_transfer()
             self.buffers = buffers
         self._table = key
         self._run = planner.state.run
@@ -285,47 +363,59 @@ class UpdateLoop:
         # `have_key`: parts are megabytes, and the same for every version of a plan; the planner then sends none.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
-            version=-1 if version is None else version, digest=buffers.digest, have_key=have, without=tuple(lost)
+            version=-1 if version is None else version,
+            digest=buffers.digest,
+            have_key=have,
+            without=tuple(lost),
+            can_wait=self._options.staged,
+            wants_check=self._options.has_check,
         )
         reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.
         if reply.needs_layout:
-            full = PartRequest(
-                version=request.version,
-                digest=request.digest,
-                layout=encode(buffers.layout),
-                have_key=have,
-                without=request.without,
-            )
+            full = msgspec.structs.replace(request, layout=encode(buffers.layout))
             reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
+        # What is known here first: a withdrawn version must not go live, whatever a planner says.
+        known = self.decisions.get((reply.run, reply.version), reply.refused)
+        if known is not None and known.outcome == "withdrawn":
+            self.note_decision(known)
+            raise refusal(self._membership.name, known)
         if reply.not_yet or reply.needs_layout:
             raise NotFound(reply.not_yet or "the planner asked twice for this receiver's layout")
         if reply.part is not None:
-            self._transfer = Transfer(
-                decode(reply.part, Part),
-                buffers.into,
-                names=buffers.layout.names,
-                watermark_bytes=self._options.watermark_bytes,
-                stall_s=self._stall_s,
-                delta=Delta(),
-            )
+            self._forget_transfer()
+            self._transfer = self._transfer_of(decode(reply.part, Part), buffers)
         if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
         return reply
 
     def _read(
-        self, planner: SyncMember, buffers: ReceiveBuffers, reply: PartReply, begun: float, attempt: int
+        self,
+        planner: SyncMember,
+        buffers: ReceiveBuffers,
+        reply: PartReply,
+        begun: float,
+        attempt: int,
+        before_read: Callable[[int], None],
     ) -> Staged:
         """Read the part from its sources, and report progress to the planner meanwhile."""
         transfer = self._transfer
         assert transfer is not None
-        part = transfer.part
+        part, asked = transfer.part, time.monotonic()
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         with reporting_progress(self._membership, planner.member, reply.version, transfer):
             links = open_links(self._membership, used, reply.version, self._stall_s)
+            metadata = _metadata_of(links)
+            if self._options.accept is not None:
+                self._options.accept(reply.version, metadata)
+            if isinstance(transfer, Transfer):
+                before_read(reply.version)
             plan_s = time.perf_counter() - begun
             try:
-                report = transfer.run(links)
+                if isinstance(transfer, SplitTransfer):
+                    moved = transfer.run(links, partial(before_read, reply.version))
+                else:
+                    moved = transfer.run(links)
             except PenstockError as error:
                 # The transfer's memory is the staging copy in staged mode, which the user never sees. `mutated` is
                 # about the target: the subscriber sets it from `is_touched`.
@@ -335,27 +425,114 @@ class UpdateLoop:
                     raise SourceFailed(transfer.lost, error) from error
                 raise
         self.is_touched |= not self._options.staged
+        if reply.decide_s is None and not self._options.has_check:
+            # Before the flip: a live publish waits for the bytes alone.
+            self.report("committed")
         return Staged(
             version=reply.version,
             run=reply.run,
             part=part,
             begun=begun,
             attempts=attempt,
-            nbytes=report.moved_bytes,
-            version_bytes=report.nbytes,
-            delta=transfer.delta.summary(report) if transfer.delta is not None else "",
+            nbytes=moved.moved_bytes,
+            version_bytes=moved.nbytes,
+            delta=transfer.summary(moved),
+            ahead_bytes=transfer.ahead_bytes if isinstance(transfer, SplitTransfer) else 0,
+            staging_bytes=self._staging_bytes(buffers),
             plan_s=plan_s,
-            wire_s=report.seconds,
-            path=_path_of(report),
-            sources={link.member: link.nbytes for link in report.links},
-            nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in report.links if link.nbytes},
-            why=(*dict.fromkeys(link.why for link in report.links if link.why), *buffers.wanted.why()),
+            wire_s=moved.seconds,
+            path=_path_of(moved),
+            sources={link.member: link.nbytes for link in moved.links},
+            nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in moved.links if link.nbytes},
+            why=(*dict.fromkeys(link.why for link in moved.links if link.why), *buffers.wanted.why()),
+            decide_by=None if reply.decide_s is None else asked + reply.decide_s,
+            check=reply.check,
+            metadata=metadata,
         )
+
+    def _transfer_of(self, part: Part, buffers: ReceiveBuffers) -> Transfer | SplitTransfer:
+        options = self._options
+        if options.ahead_bytes:
+            return SplitTransfer(
+                part,
+                buffers.into,
+                ahead_bytes=options.ahead_bytes,
+                names=buffers.layout.names,
+                watermark_bytes=options.watermark_bytes,
+                stall_s=self._stall_s,
+            )
+        return Transfer(
+            part,
+            buffers.into,
+            names=buffers.layout.names,
+            watermark_bytes=options.watermark_bytes,
+            stall_s=self._stall_s,
+            delta=Delta(),
+        )
+
+    def _forget_transfer(self) -> None:
+        if isinstance(self._transfer, SplitTransfer):
+            self._transfer.close()
+        self._transfer = None
+
+    def _staging_bytes(self, buffers: ReceiveBuffers) -> int:
+        transfer = self._transfer
+        ahead = transfer.staging_bytes if isinstance(transfer, SplitTransfer) else 0
+        return ahead + buffers.staging_bytes
+
+    def _allocate(self, requirements: Requirements) -> ReceiveBuffers:
+        member, options = self._membership.member, self._options
+        return ReceiveBuffers(
+            requirements,
+            member.id,
+            member.links,
+            staged=options.staged,
+            serve=options.serve,
+            memory_bytes=options.memory_bytes,
+        )
+
+    def free(self) -> list[tuple[Strips, U64]]:
+        """End the registrations and free the staging memory; return the live version's strips and their digests.
+
+        The next update makes new ones of the same requirements.
+        """
+        proven, self._live_proven = self._live_proven, []
+        self._forget_transfer()
+        if self.buffers is not None:
+            self.buffers.close()
+            self.buffers = None
+        return proven
+
+    def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
+        """Return buffers for a version that comes from elsewhere, with the digests of its strips where they are known.
+
+        Order: after `free`, when the target has memory again.
+        """
+        assert self.requirements is not None
+        if self.buffers is None:
+            self.buffers = self._allocate(self.requirements)
+        self._live_proven = proven
+        return self.buffers
 
     def close(self) -> None:
         """End the registrations. Idempotent."""
+        self._forget_transfer()
         if self.buffers is not None:
             self.buffers.close()
+
+
+def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
+    """Return the metadata of a version, which all of its sources must agree on."""
+    metadata = [(member, link.map.metadata) for member, link in links.items()]
+    for member, texts in metadata[1:]:
+        first, expected = metadata[0]
+        if texts != expected:
+            names = sorted(name for name in {*texts, *expected} if texts.get(name) != expected.get(name))
+            raise PlanError(
+                f"{first[:8]} and {member[:8]} published one version with different metadata: {', '.join(names)}",
+                hint="all ranks of the trainer publish a version with the same metadata",
+            )
+    return metadata[0][1] if metadata else {}
 
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:

@@ -19,8 +19,9 @@ as values (`layout`), the plan of a transfer (`plan`), staging copies of live me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -262,6 +263,75 @@ class Requirements:
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
                     step.run()
+
+    def in_copy(self, moved: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Return the live tensors as an update would leave them, from rows in a copy of the memory.
+
+        Args:
+            moved: returns the tensor of the copy at the place of a tensor; None: the copy does not have its memory.
+
+        Returns:
+            The tensors by name, without those that no row fills; and the names of tensors that the loader itself fills
+            and that are therefore not known.
+
+        Order: once all rows have arrived in the copy; nothing live changes. Cost: the steps of `install` and `finish`;
+            a second tensor for each that they fill outside of the copy, or that versions fill in part.
+        """
+        if self._model is None:
+            names = Counter(row.name for row in self.rows)
+            return {
+                row.name if names[row.name] == 1 else f"{row.name}{list(row.form.box.start)}": tensor
+                for row in self.rows
+                if (tensor := moved(row.tensor)) is not None
+            }, set()
+        live = live_tensors(self._model)
+        others: dict[int, torch.Tensor] = {}
+
+        def shadow(tensor: torch.Tensor) -> torch.Tensor:
+            copied = moved(tensor)
+            if copied is not None:
+                return copied
+            # Filled from scratch alone, so its memory is no region: a copy of its storage stands for it.
+            storage = tensor.untyped_storage()
+            home = others.get(storage._cdata)
+            if home is None:
+                home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage.clone())
+                others[storage._cdata] = home
+            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return view.set_(home.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+        steps = [step for mine in self._steps.values() for step in mine] + list(self._last)
+        with torch.no_grad():
+            # Into the copy, at places where no row arrives: a flip does not copy them.
+            for step in steps:
+                replace(step, piece=shadow(step.piece), target=shadow(step.target)).run()
+            for target, value in self._constants:
+                shadow(target).fill_(value)
+            unknown = set(self.unfilled) if self.unrecorded else set()
+            tensors = {}
+            for name, tensor in live.items():
+                left = self.unfilled.get(name, 0)
+                if name in unknown or left == tensor.numel():
+                    continue
+                tensors[name] = shadow(tensor) if not left else self._partly(tensor, steps, shadow)
+        return tensors, unknown
+
+    def _partly(
+        self, tensor: torch.Tensor, steps: Sequence[_Step], shadow: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a live tensor as an update would leave it: some of its elements keep their values."""
+        whole = tensor.clone(memory_format=torch.preserve_format)
+        pieces = [row.tensor for row in self.rows[: self.num_live]]
+        pieces += [step.target if step.record is None else cut(step.target, step.record.target_box) for step in steps]
+        pieces += [target for target, _ in self._constants]
+        storage, start, stop = _span(tensor)
+        for piece in pieces:
+            of, first, last = _span(piece)
+            if of == storage and start <= first and last <= stop and whole.stride() == tensor.stride():
+                offset = (first - start) // piece.itemsize
+                into = whole.view(piece.dtype) if whole.itemsize == piece.itemsize else whole
+                torch.as_strided(into, piece.shape, piece.stride(), offset).copy_(shadow(piece))
+        return whole
 
     def finish(self) -> None:
         """Run the steps that need all tensors: the loader on unrecorded tensors, and constants.

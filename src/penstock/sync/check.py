@@ -1,0 +1,226 @@
+"""Checks of a version before it goes live: the staged weights as a check sees them, and the trainer's values for it.
+
+In: a staging copy that holds a verified version; values that a trainer gives with a publish. Out: a `StagedVersion`;
+the values as bytes and back; a ready-made check of log-probabilities.
+Not here: when a check runs and what follows from it (`receive.subscriber`, `together`).
+
+    publish(check={"tokens": ..., "log_probs": ...}) -> bytes -> StagedVersion.expected
+    staging copy -> tensors at the places of the live ones -> StagedVersion.tensors, call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from penstock.errors import MALFORMED, ConfigError, FormatError, PlanError
+from penstock.hub.messages import prepare
+from penstock.loader.tensor import dtype_of, torch_dtype
+from penstock.memory.arena import Arena
+from penstock.sync.recording.requirements import Requirements
+from penstock.transport.protocol import Memory
+from penstock.types import MIB, DType
+
+MAX_CHECK_BYTES = MIB
+"""Limit of the values of one version, which every subscriber with a check requests."""
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True):
+    """A value on the wire: a tensor, or anything that msgpack has a form for."""
+
+    plain: Any = None
+    dtype: str = ""
+    """Of a tensor; empty: it is none."""
+    shape: tuple[int, ...] = ()
+    data: bytes = b""
+
+
+prepare(dict[str, _Value])  # type: ignore[arg-type]
+
+
+def encode_values(values: Mapping[str, object]) -> bytes:
+    """Return the values of a check as bytes.
+
+    Raises:
+        ConfigError: a value is neither a tensor nor plain data, or they are too large together.
+    """
+    encoded = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().to("cpu").contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().tobytes()
+            encoded[name] = _Value(dtype=str(dtype_of(value.dtype)), shape=tuple(value.shape), data=data)
+        else:
+            encoded[name] = _Value(plain=value)
+    try:
+        raw = msgspec.msgpack.encode(encoded)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"a value for the check cannot be sent: {error}", hint="give tensors, numbers, texts, lists and dicts"
+        ) from error
+    if len(raw) > MAX_CHECK_BYTES:
+        raise ConfigError(
+            f"the values for the check have {len(raw)} bytes, above {MAX_CHECK_BYTES}", hint="give fewer tokens"
+        )
+    return raw
+
+
+def decode_values(raw: bytes) -> dict[str, Any]:
+    """Return the values of a check. FormatError: the bytes are no values."""
+    if not raw:
+        return {}
+    try:
+        decoded = msgspec.msgpack.decode(raw, type=dict[str, _Value])
+        return {name: _decoded(value) for name, value in decoded.items()}
+    except (*MALFORMED, ValueError, RuntimeError) as error:
+        raise FormatError(f"the values for the check cannot be decoded: {error}") from error
+
+
+def _decoded(value: _Value) -> Any:
+    if not value.dtype:
+        return value.plain
+    kind = torch_dtype(DType(value.dtype))
+    # A copy: torch must not write to the bytes of a message.
+    flat = (
+        torch.frombuffer(bytearray(value.data), dtype=torch.uint8) if value.data else torch.empty(0, dtype=torch.uint8)
+    )
+    return flat.view(kind).reshape(value.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedVersion:
+    """The weights of a version that is staged and not live, for a check; valid while the check runs."""
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    """Of a module: its parameters and buffers by name, as the version would leave them. Of a dict: its
+    tensors; several boxes of one tensor have the offset in their names, as in `up[4, 0]`."""
+    expected: Mapping[str, Any]
+    """The values that the trainer gave with the publish; empty: none."""
+    unknown: frozenset[str] = frozenset()
+    """Parameters that the model's loader itself fills, when the version goes live; they are not in `tensors`."""
+    model: torch.nn.Module | None = None
+    """The live module, which `call` uses for its structure."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's forward pass with the staged weights; the live ones are not touched.
+
+        Raises:
+            PlanError: the target is no module, or some of its parameters are `unknown`.
+        """
+        if self.model is None:
+            raise PlanError("the target is a dict of tensors, which has no forward pass", hint="use `tensors`")
+        if self.unknown:
+            some = ", ".join(sorted(self.unknown)[:5])
+            raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
+        with torch.no_grad():
+            return torch.func.functional_call(self.model, dict(self.tensors), args, kwargs)
+
+
+Check = Callable[[int, StagedVersion], object]
+"""Raises, or returns False or a text, if the version must not go live; returns None, True or "" if it may."""
+
+
+def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
+    """Run a check; return why the version must not go live, and the error that says so. An empty text: it may."""
+    try:
+        answer = check(staged.version, staged)
+    except Exception as error:  # noqa: BLE001 - the user's code: whatever it raises refuses the version
+        return f"{type(error).__name__}: {error}", error
+    # An empty text is the answer of a check that found nothing.
+    if answer is None or answer is True or answer == "":
+        return "", None
+    return answer if isinstance(answer, str) else f"the check returned {answer!r}", None
+
+
+def staged_version(
+    version: int,
+    requirements: Requirements,
+    live: tuple[Memory, ...],
+    copy: tuple[Memory, ...],
+    expected: bytes,
+    model: torch.nn.Module | None,
+) -> StagedVersion:
+    """Return the view of a version in the staging copy.
+
+    Args:
+        requirements: of the target.
+        live: the target's memory, region by region.
+        copy: the staging copy's memory, with the same regions.
+        expected: the trainer's values, encoded.
+        model: the target, if it is a module.
+    """
+    tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
+    return StagedVersion(
+        version=version,
+        tensors=tensors,
+        expected=decode_values(expected),
+        unknown=frozenset(unknown),
+        model=model,
+    )
+
+
+def _moved(tensor: torch.Tensor, live: tuple[Memory, ...], copy: tuple[Memory, ...]) -> torch.Tensor | None:
+    """Return the tensor of the copy at the place of a tensor of the live memory; None: it lies in no region."""
+    if not tensor.numel():
+        return tensor
+    address = tensor.data_ptr()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    nbytes = reach * tensor.itemsize
+    for region, twin in zip(live, copy, strict=True):
+        offset = address - region.address
+        if 0 <= offset <= offset + nbytes <= region.nbytes:
+            assert isinstance(twin.owner, Arena)
+            flat = twin.owner.bytes_at(offset, nbytes).view(tensor.dtype)
+            # Relative to `flat`, which is a view into the arena.
+            return torch.as_strided(flat, tensor.shape, tensor.stride(), flat.storage_offset())
+    return None
+
+
+def log_prob_check(max_difference: float, log_probs: Callable[[StagedVersion], torch.Tensor] | None = None) -> Check:
+    """Return a check for `Hooks.check`: all staged values are finite, and log-probabilities are near the trainer's own.
+
+    Args:
+        max_difference: the largest difference of one log-probability from the trainer's, in nats.
+        log_probs: returns the log-probabilities of the staged weights, in the shape of the trainer's; None: of each
+            token after the first, `[rows, length - 1]`, by a causal language model that is called with the tokens
+            `[rows, length]`, and returns logits, or an output with `logits`.
+
+    The trainer gives `publish(..., check={"tokens": ..., "log_probs": ...})`. Without that only finiteness is checked.
+    """
+    if not max_difference >= 0:
+        raise ConfigError(f"max_difference is {max_difference}", hint="give nats, 0 or more")
+
+    def check(version: int, staged: StagedVersion) -> str:
+        for name, tensor in staged.tensors.items():
+            # Codes of 8 bits and less have no `isfinite` in torch.
+            if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
+                return f"{name} has values that are not finite"
+        if "log_probs" not in staged.expected:
+            return ""
+        wanted = staged.expected["log_probs"].float()
+        ours = (log_probs or _token_log_probs)(staged).detach().float().cpu()
+        if ours.shape != wanted.shape:
+            return f"log-probabilities of shape {list(ours.shape)}, the trainer's have {list(wanted.shape)}"
+        difference = float((ours - wanted).abs().max()) if ours.numel() else 0.0
+        # Written so that a difference that is no number fails too.
+        if not difference <= max_difference:
+            return f"a log-probability differs from the trainer's by {difference:.4g}, above {max_difference:g}"
+        return ""
+
+    return check
+
+
+def _token_log_probs(staged: StagedVersion) -> torch.Tensor:
+    """Return the log-probability of each token after the first, given those before it."""
+    tokens = staged.expected["tokens"].long()
+    device = next(iter(staged.tensors.values())).device
+    output = staged.call(tokens.to(device))
+    logits = getattr(output, "logits", output)[:, :-1].float()
+    chosen = tokens[:, 1:, None].to(device)
+    log_probs: torch.Tensor = logits.log_softmax(-1).gather(-1, chosen)[..., 0]
+    return log_probs

@@ -1,0 +1,82 @@
+"""Leases on the live version: while a reader holds one, a flip waits.
+
+In: readers, which name the version they need; the flip of an update. Out: a reader sees one version from its begin to
+its end, or an error.
+Not here: the flip itself (`subscriber`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from penstock.errors import VersionNotLive
+
+
+class Leases:
+    """The leases on a subscriber's live version. Used by any number of threads.
+
+    Args:
+        live: returns the live version; -1: none that may be used.
+    """
+
+    def __init__(self, live: Callable[[], int]) -> None:
+        self._live = live
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        # By number: when the lease ends, whatever its reader does.
+        self._ends: dict[int, float] = {}
+        self._is_flipping = False
+
+    @contextlib.contextmanager
+    def held(self, version: int | None, ttl_s: float) -> Iterator[int]:
+        """Keep the live version while the block runs, at most `ttl_s`; see `Subscriber.pinned`."""
+        deadline = time.monotonic() + ttl_s
+        with self._changed:
+            # A new reader must not hold up a flip that others are waiting for.
+            while self._is_flipping and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            live = self._live()
+            if self._is_flipping or live < 0 or (version is not None and version != live):
+                why = "another version is being installed" if self._is_flipping else _named(live)
+                wanted = "a version" if version is None else f"version {version}"
+                raise VersionNotLive(f"{wanted} is not live: {why}", live=live, hint="update, or ask another replica")
+            number = next(self._numbers)
+            self._ends[number] = time.monotonic() + ttl_s
+        try:
+            yield live
+        finally:
+            with self._changed:
+                was_kept = self._ends.pop(number, None) is not None
+                self._changed.notify_all()
+        if not was_kept:
+            raise VersionNotLive(
+                f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed meanwhile",
+                live=self._live(),
+                hint="discard what was computed; pass a longer ttl_s",
+            )
+
+    def begin_flip(self) -> None:
+        """Wait until no reader has a lease, or their leases have ended; new readers wait until `end_flip`."""
+        with self._changed:
+            self._is_flipping = True
+            while self._ends:
+                left = max(self._ends.values()) - time.monotonic()
+                if left <= 0:
+                    # Their readers are told when they are done.
+                    self._ends.clear()
+                    return
+                self._changed.wait(left)
+
+    def end_flip(self) -> None:
+        """Let readers in again. Idempotent."""
+        with self._changed:
+            self._is_flipping = False
+            self._changed.notify_all()
+
+
+def _named(live: int) -> str:
+    return "there is none" if live < 0 else f"version {live} is"

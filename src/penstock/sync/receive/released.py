@@ -1,0 +1,224 @@
+"""The memory of a target while its engine sleeps, and versions that come back from outside of the sync.
+
+In: a target with its requirements. Out: freed storages, and later the same tensors with memory again; a version's
+tensors from storage, a keeper or a fleet, in the rows that the sync would fill.
+Not here: when it happens, and what may be served (`subscriber`).
+
+    storages of filled tensors --free--> no memory --take_back--> memory with any values
+    tensors that no version fills, in these storages: kept on the host meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.digest.strip import Strips
+from penstock.errors import DestinationError, DeviceOutOfMemory, PlanError
+from penstock.loader.load import stream
+from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.memory.arena import ALIGN_BYTES
+from penstock.sync.local_version import digesters_of
+from penstock.sync.receive.target import Target
+from penstock.sync.recording.layout import cut
+from penstock.sync.recording.requirements import Requirements
+from penstock.sync.shards import Declarable, Row, declared
+from penstock.transport.protocol import Memory
+from penstock.types import I64, Box, DType
+
+_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersion:
+    """A version outside of the sync, for `Subscriber.restore`."""
+
+    version: int
+    weights: str | Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """A URI as `penstock.stream` takes it; or a function that returns pairs of name and tensor under the checkpoint's
+    names, as of a keeper (`attach`) or a fleet (`join`)."""
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors; those of a URI on a device."""
+        if isinstance(self.weights, str):
+            with stream(self.weights, device) as tensors:
+                yield from tensors
+        else:
+            yield from self.weights()
+
+
+class ReleasedMemory:
+    """The storages of a target that were freed.
+
+    Attributes:
+        freed_bytes: bytes that were freed.
+        kept_bytes: bytes of tensors that a version fills and whose memory cannot be freed: host memory that others may
+            map, and storages with bytes that are not the target's.
+
+    Args:
+        target: the subscriber's.
+        requirements: of the target.
+    """
+
+    def __init__(self, target: Target, requirements: Requirements) -> None:
+        filled, others = _sorted_out(target, requirements)
+        self._kept_tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self.freed_bytes = self.kept_bytes = 0
+        for storage, mine in filled.values():
+            nbytes = storage.nbytes()
+            beside = others.get(storage.data_ptr(), [])
+            # A storage may have bytes of somebody else, which no version brings back; an arena has gaps.
+            covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *beside))
+            if not storage.resizable() or covered < nbytes:
+                self.kept_bytes += nbytes
+                continue
+            self._kept_tensors += [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in beside]
+            self._storages.append((storage, nbytes))
+            self.freed_bytes += nbytes
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage, _ in self._storages):
+            # To the device, not only to torch's cache: the memory is for another process.
+            torch.cuda.empty_cache()
+
+    def take_back(self) -> None:
+        """Allocate the storages again. Idempotent.
+
+        Raises:
+            DeviceOutOfMemory, DestinationError: there is not enough memory; call it again when there is.
+        """
+        for storage, nbytes in self._storages:
+            if storage.nbytes() == nbytes:
+                continue
+            try:
+                storage.resize_(nbytes)
+            except torch.OutOfMemoryError as error:
+                message = f"{storage.device} has no room for {nbytes} bytes of released weights"
+                raise DeviceOutOfMemory(message, mutated=True, hint="free memory there, and restore again") from error
+            except RuntimeError as error:
+                # Torch's allocator of host memory has no error of its own.
+                raise DestinationError(f"no host memory for {nbytes} bytes: {error}", mutated=True) from error
+        with torch.no_grad():
+            for tensor, value in self._kept_tensors:
+                tensor.copy_(value)
+
+
+def _sorted_out(
+    target: Target, requirements: Requirements
+) -> tuple[dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]], dict[int, list[torch.Tensor]]]:
+    """Return the storages of tensors that a version fills, by address, and the other tensors, by storage."""
+    filled: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]] = {}
+    others: dict[int, list[torch.Tensor]] = {}
+    seen: set[tuple[int, int, int]] = set()
+
+    def note(tensor: torch.Tensor, *, is_filled: bool) -> None:
+        storage = tensor.untyped_storage()
+        # Tied tensors have one memory under several names.
+        key = storage.data_ptr(), int(tensor.storage_offset()), tensor.numel()
+        if tensor.numel() and key not in seen:
+            seen.add(key)
+            if is_filled:
+                filled.setdefault(storage.data_ptr(), (storage, []))[1].append(tensor)
+            else:
+                others.setdefault(storage.data_ptr(), []).append(tensor)
+
+    if isinstance(target, torch.nn.Module):
+        for name, tensor in _tensors(target):
+            # Buffers that are not persistent are in no checkpoint, and no loader fills them.
+            note(tensor, is_filled=name is not None and name not in requirements.unfilled)
+    for row in requirements.rows:
+        note(row.tensor, is_filled=True)
+    return filled, others
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Yield parameters and buffers by name; without a name those that the state dict leaves out."""
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in layer._parameters.items():
+            if tensor is not None:
+                yield f"{dot}{name}", tensor
+        for name, tensor in layer._buffers.items():
+            if tensor is not None:
+                yield (None if name in layer._non_persistent_buffers_set else f"{dot}{name}"), tensor
+
+
+class MemoryDigests:
+    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
+        self._digests = self._now()
+
+    @classmethod
+    def of_target(cls, target: torch.nn.Module | Mapping[str, Declarable]) -> MemoryDigests:
+        """Return the digests of a subscriber's target."""
+        if isinstance(target, torch.nn.Module):
+            return cls(tensor for _, tensor in _tensors(target))
+        return cls(row.tensor for row in declared(target))
+
+    def is_same(self) -> bool:
+        """Return whether every byte is as it was."""
+        return self._digests == self._now()
+
+    def _now(self) -> list[list[int]]:
+        memories = _memories(self._tensors)
+        digesters = digesters_of(memories)
+        return [digesters[memory.device].digests(memory, _whole(memory)).tolist() for memory in memories]
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    found: dict[int, Memory] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
+        found.setdefault(memory.address, memory)
+    # In the order of the tensors: an engine may bring the bytes back at other addresses.
+    return list(found.values())
+
+
+def _whole(memory: Memory) -> Strips:
+    def column(number: int) -> I64:
+        return np.array([number], np.int64)
+
+    return Strips(at=column(0), run_bytes=column(memory.nbytes), num_rows=column(1), pitch=column(memory.nbytes))
+
+
+@torch.no_grad()
+def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Copy a checkpoint's tensors into the rows that a sync would fill; return the bytes.
+
+    Raises:
+        PlanError: a tensor is missing, or has another dtype or shape than the publishers'.
+
+    Order: `Requirements.install` and `finish` follow, as after an update.
+    """
+    rows: dict[str, list[Row]] = {}
+    for row in requirements.rows:
+        rows.setdefault(row.name, []).append(row)
+    nbytes = 0
+    for name, tensor in tensors:
+        for row in rows.pop(name, ()):
+            row.tensor.copy_(_part(row, tensor))
+            nbytes += row.tensor.numel() * row.tensor.itemsize
+    if rows:
+        more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
+        raise PlanError(f"the stored version lacks {', '.join(list(rows)[:_LISTED])}{more}", mutated=True)
+    return nbytes
+
+
+def _part(row: Row, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a checkpoint's tensor that a row has."""
+    form = row.form
+    wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
+    if (tensor.dtype, tuple(tensor.shape)) != wanted:
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise PlanError(f"stored as {found}, published as {wanted[0]} {list(wanted[1])}", tensor=row.name, mutated=True)
+    # Boxes count elements, and torch counts two of F4 as one.
+    if form.dtype is DType.F4 and form.box != Box.full(form.shape):
+        raise PlanError("a part of a tensor of F4 cannot be restored from storage", tensor=row.name, mutated=True)
+    return tensor if form.dtype is DType.F4 else cut(tensor, form.box)

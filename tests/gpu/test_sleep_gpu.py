@@ -1,0 +1,132 @@
+"""Weights on a device are freed while an engine sleeps, and come back whole; bytes are staged ahead of a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.sync import SyncTask, SyncWorker, whole
+
+import penstock as ps
+from penstock.errors import IntegrityError, VersionNotLive
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+DEVICE = "cuda:0"
+NUM_LAYERS, WIDTH = 32, 1024
+NBYTES = NUM_LAYERS * WIDTH * WIDTH * 4
+SETTINGS = ps.ConnectionSettings(stall_s=20.0)
+
+
+class Model(torch.nn.Module):
+    """Layers, and a buffer that no version brings back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False, device=DEVICE) for _ in range(NUM_LAYERS)
+        )
+        self.register_buffer("angles", torch.arange(64.0, device=DEVICE), persistent=False)
+
+    def has(self, task: SyncTask, version: int) -> bool:
+        """Whether every bit is the version's."""
+        live = dict(self.named_parameters())
+        return all(torch.equal(live[name].cpu(), one) for name, one in whole(task, version).items())
+
+
+class Trainer:
+    """A trainer in a process of its own, on the same device."""
+
+    def __init__(self, stack: ExitStack, directory: Path, *, arena: bool) -> None:
+        self.task = SyncTask(
+            side="publisher",
+            mode="snapshot",
+            device=DEVICE,
+            num_layers=NUM_LAYERS,
+            rows=WIDTH,
+            columns=WIDTH,
+            dtype="float32",
+            options={"arena": arena},
+            environ={"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"},
+        )
+        self._process = stack.enter_context(SyncWorker(self.task))
+        self._process.say_until("joined", timeout_s=90)
+
+    def publish(self, version: int) -> None:
+        assert "error" not in self._process.ask(f"publish {version}", timeout_s=90)
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack]:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_the_device_has_the_memory_while_the_engine_sleeps(
+    stack: ExitStack, tmp_path: Path, mode: str, arena: bool
+) -> None:
+    trainer, served = Trainer(stack, tmp_path, arena=arena), Model()
+    engine = stack.enter_context(
+        ps.subscriber("policy", served, mode=mode, arena=arena, connection=SETTINGS, rank=(0, 1))
+    )
+    trainer.publish(1)
+    engine.update()
+    assert served.has(trainer.task, 1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    assert engine.release() >= NBYTES
+    # With a staging copy twice as much.
+    assert before - torch.cuda.memory_reserved() >= 0.9 * NBYTES * (2 if mode == "staged" else 1)
+    with pytest.raises(VersionNotLive), engine.pinned():
+        pass
+    # The memory is used by others meanwhile, who leave their bytes in it.
+    litter = [torch.full((WIDTH, WIDTH), float("nan"), device=DEVICE) for _ in range(2 * NUM_LAYERS)]
+    del litter
+    trainer.publish(2)
+    report = engine.restore()
+    assert (report.version, engine.version, report.nbytes) == (2, 2, NBYTES)
+    assert served.has(trainer.task, 2)
+    assert torch.equal(served.angles, torch.arange(64.0, device=DEVICE))
+    trainer.publish(3)
+    assert engine.update().version == 3
+    assert served.has(trainer.task, 3)
+
+
+def test_an_engine_that_brings_its_bytes_back(stack: ExitStack, tmp_path: Path) -> None:
+    trainer, served = Trainer(stack, tmp_path, arena=True), Model()
+    engine = stack.enter_context(ps.subscriber("policy", served, connection=SETTINGS, rank=(0, 1)))
+    trainer.publish(1)
+    engine.update()
+    engine.release(free=False, returns=True)
+    spoilt = served.layers[7].weight
+    with torch.no_grad():
+        spoilt[5, 5] += 1.0
+    with pytest.raises(IntegrityError):
+        engine.restore(in_place=True)
+    assert engine.version == -1
+    with torch.no_grad():
+        spoilt.copy_(whole(trainer.task, 1)["layers.7.weight"])
+    assert engine.restore(in_place=True).version == 1
+    assert served.has(trainer.task, 1)
+
+
+def test_bytes_that_are_staged_ahead(stack: ExitStack, tmp_path: Path) -> None:
+    trainer, served, seen = Trainer(stack, tmp_path, arena=True), Model(), []
+    ahead = NBYTES // 2 + 12345
+    # On the device's own memory, as it was when the pause began.
+    hooks = ps.Hooks(before_pause=lambda version: seen.append(version == 1 or served.has(trainer.task, version - 1)))
+    engine = stack.enter_context(
+        ps.subscriber("policy", served, mode="direct", ahead_bytes=ahead, hooks=hooks, connection=SETTINGS, rank=(0, 1))
+    )
+    for version in (1, 2, 3):
+        trainer.publish(version)
+        report = engine.update()
+        assert (report.version_bytes, served.has(trainer.task, version)) == (NBYTES, True)
+        assert ahead - 4096 <= report.ahead_bytes <= ahead
+        assert report.staging_bytes <= ahead
+    assert seen == [True, True, True]

@@ -1,0 +1,268 @@
+"""Weights that are given up while an engine sleeps come back whole and verified, and nothing else is ever served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.integration.conftest import Host
+
+import penstock as ps
+from penstock.errors import ConfigError, IntegrityError, PlanError, VersionNotLive
+
+SETTINGS = ps.ConnectionSettings(stall_s=5.0)
+"""The hub is that of the host, started by `hub`."""
+
+
+class Model(torch.nn.Module):
+    """Layers, a transposed one that its loader fills from scratch memory, and a buffer that no checkpoint has."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(32, 48)
+        self.second = torch.nn.Linear(48, 16)
+        self.turned = torch.nn.Parameter(torch.randn(16, 8))
+        self.register_buffer("angles", torch.arange(48.0), persistent=False)
+
+    def load_weights(self, weights) -> None:
+        live = dict(self.named_parameters())
+        for name, tensor in weights:
+            live[name].data.copy_(tensor.t() if name == "turned" else tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) + self.angles) @ self.turned
+
+
+def checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    """What a trainer has of a version."""
+    shapes = {name: one.shape for name, one in Model(0).named_parameters()} | {"turned": (8, 16)}
+    chance = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+
+
+def loaded(seed: int) -> Model:
+    model = Model(seed)
+    model.load_weights(checkpoint(seed).items())
+    return model
+
+
+X = torch.linspace(-1, 1, 32)[None]
+
+
+class Fleet:
+    """A trainer and an engine in this process."""
+
+    def __init__(self, stack: ExitStack, mode: str) -> None:
+        self.weights = checkpoint(1)
+        self.trainer = stack.enter_context(ps.publisher("policy", self.weights, connection=SETTINGS, mode="snapshot"))
+        self.model = Model(99)
+        self.engine = stack.enter_context(
+            ps.subscriber("policy", self.model, connection=SETTINGS, mode=mode, rank=(0, 1))
+        )
+        self.publish(1)
+        self.engine.update()
+
+    def publish(self, version: int) -> None:
+        for name, tensor in checkpoint(version).items():
+            self.weights[name].copy_(tensor)
+        self.trainer.publish(version)
+
+    def answer(self) -> torch.Tensor:
+        """Of a request, if the engine takes one."""
+        with self.engine.pinned(ttl_s=5.0), torch.no_grad():
+            return self.model(X).clone()
+
+    def serves(self, version: int) -> None:
+        assert self.engine.version == version
+        with torch.no_grad():
+            assert torch.equal(self.answer(), loaded(version)(X))
+            assert not torch.equal(self.answer(), loaded(version + 1)(X))
+
+    def refuses(self) -> None:
+        assert self.engine.version == -1
+        with pytest.raises(VersionNotLive, match="there is none"):
+            self.answer()
+
+
+@pytest.fixture
+def hub(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that outlives the trainer."""
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(host.directory))
+    monkeypatch.setenv("PENSTOCK_HUB", host.start_hub()[1])
+
+
+@pytest.fixture(params=["staged", "direct"])
+def fleet(request: pytest.FixtureRequest, hub: None) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(stack, request.param)
+
+
+def storages(model: torch.nn.Module) -> list[int]:
+    return [one.untyped_storage().nbytes() for one in model.parameters()]
+
+
+def test_released_weights_have_no_memory_and_come_back_from_the_trainer(fleet: Fleet) -> None:
+    fleet.serves(1)
+    sizes = storages(fleet.model)
+    with pytest.raises(ConfigError, match="not released"):
+        fleet.engine.restore()
+    freed = fleet.engine.release()
+    assert (storages(fleet.model), freed) == ([0] * len(sizes), sum(sizes))
+    fleet.refuses()
+    with pytest.raises(ConfigError, match="restore"):
+        fleet.engine.update()
+    with pytest.raises(ConfigError, match="already"):
+        fleet.engine.release()
+    report = fleet.engine.restore()
+    assert (report.version, report.nbytes, storages(fleet.model)) == (1, sum(sizes), sizes)
+    fleet.serves(1)
+    # The trainer's newest version, published meanwhile; and updates go on after it.
+    fleet.engine.release()
+    fleet.publish(2)
+    assert fleet.engine.restore().version == 2
+    fleet.serves(2)
+    fleet.publish(3)
+    assert fleet.engine.update().version == 3
+    fleet.serves(3)
+
+
+def test_released_weights_come_back_from_another_engine(fleet: Fleet) -> None:
+    with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
+        peer.update()
+        fleet.trainer.close()
+        fleet.engine.release()
+        report = fleet.engine.restore(timeout_s=10.0)
+        assert report.sources == {peer.member.id: report.nbytes}
+        fleet.serves(1)
+        assert torch.equal(other.turned, fleet.model.turned)
+
+
+def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.trainer.close()
+    fleet.engine.release()
+    with pytest.raises(ps.PenstockError):
+        fleet.engine.restore(timeout_s=0.5)
+    fleet.refuses()  # the memory is there again, with any values
+    assert all(storages(fleet.model))
+    # Another version than it says: found by the digests of the one that was live.
+    save_file(checkpoint(7), tmp_path / "wrong.safetensors")
+    wrong = ps.StoredVersion(version=1, weights=str(tmp_path / "wrong.safetensors"))
+    with pytest.raises(IntegrityError, match="is not the one that was live"):
+        fleet.engine.restore(stored=wrong)
+    fleet.refuses()
+    lacking = ps.StoredVersion(version=1, weights=lambda: [("turned", checkpoint(1)["turned"])])
+    with pytest.raises(PlanError, match="lacks"):
+        fleet.engine.restore(stored=lacking)
+    fleet.refuses()
+    save_file(checkpoint(1), tmp_path / "right.safetensors")
+    right = ps.StoredVersion(version=1, weights=str(tmp_path / "right.safetensors"))
+    report = fleet.engine.restore(stored=right)
+    assert "outside of the sync" in report.why[0]
+    fleet.serves(1)
+    # It is a source again: its bytes are proven to be those of the run.
+    with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
+        assert peer.update(timeout_s=10.0).sources.keys() == {fleet.engine.member.id}
+        assert torch.equal(other.turned, fleet.model.turned)
+
+
+def test_another_version_from_storage_is_used_and_not_served_to_others(fleet: Fleet) -> None:
+    fleet.trainer.close()
+    fleet.engine.release()
+    report = fleet.engine.restore(stored=ps.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
+    assert report.path == "given tensors"
+    fleet.serves(4)
+    with (
+        ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as peer,
+        pytest.raises(ps.PenstockError),
+    ):
+        peer.update(timeout_s=0.5)
+
+
+def test_an_engine_that_brings_its_bytes_back_itself(fleet: Fleet) -> None:
+    saved = {name: one.detach().clone() for name, one in fleet.model.named_parameters()}
+
+    def poison() -> None:
+        with torch.no_grad():
+            for one in fleet.model.parameters():
+                one.fill_(float("nan"))
+
+    assert fleet.engine.release(free=False, returns=True) == 0
+    poison()  # as an allocator that unmaps and maps
+    fleet.refuses()
+    with pytest.raises(IntegrityError, match="as it was"):
+        fleet.engine.restore(in_place=True)
+    fleet.refuses()
+    with torch.no_grad():
+        for name, one in fleet.model.named_parameters():
+            one.copy_(saved[name])
+    report = fleet.engine.restore(in_place=True)
+    assert (report.version, report.nbytes) == (1, 0)
+    fleet.serves(1)
+    # Nothing brings them back: the sync does.
+    fleet.engine.release(free=False)
+    poison()
+    with pytest.raises(ConfigError, match="not digested"):
+        fleet.engine.restore(in_place=True)
+    fleet.engine.restore()
+    fleet.serves(1)
+
+
+def test_a_release_before_the_first_version_needs_the_engine_to_free(hub: None) -> None:
+    with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
+        with pytest.raises(ConfigError, match="no version"):
+            engine.release()
+        engine.release(free=False)
+        with ps.publisher("policy", checkpoint(1), connection=SETTINGS, mode="snapshot", rank=(0, 1)) as trainer:
+            trainer.publish(1)
+            assert engine.restore(timeout_s=10.0).version == 1
+
+
+def test_a_released_source_is_given_up_by_its_readers(fleet: Fleet) -> None:
+    """A peer's update goes to the trainer, and not to memory that was freed."""
+    fleet.engine.release()
+    with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
+        assert peer.update().sources.keys() == {fleet.trainer.member.id}
+        assert torch.equal(other.turned, loaded(1).turned)
+
+
+def test_bytes_that_are_staged_ahead_shorten_the_pause(hub: None) -> None:
+    weights, seen = {f"layers.{i}.w": torch.zeros(256, 256) for i in range(8)}, []
+    mine = {name: torch.ones_like(one) for name, one in weights.items()}
+    nbytes = 8 * 256 * 256 * 4
+    hooks = ps.Hooks(before_pause=lambda version: seen.append({float(one.max()) for one in mine.values()}))
+    with (
+        ps.publisher("policy", weights, connection=SETTINGS, mode="snapshot", rank=(0, 1)) as trainer,
+        ps.subscriber(
+            "policy", mine, connection=SETTINGS, mode="direct", ahead_bytes="1M", hooks=hooks, rank=(0, 1)
+        ) as engine,
+    ):
+        for version in (1, 2, 3):
+            for one in weights.values():
+                one.fill_(version + 1)
+            trainer.publish(version)
+            report = engine.update()
+            assert (report.ahead_bytes, report.staging_bytes, report.version_bytes) == (1 << 20, 1 << 20, nbytes)
+            # Not a byte of the live weights had changed when the pause began.
+            assert seen[-1] == {float(version)}
+            assert all(bool((one == version + 1).all()) for one in mine.values())
+        with ps.subscriber("policy", other := {k: torch.zeros_like(v) for k, v in mine.items()}, rank=(0, 1)) as peer:
+            trainer.close()
+            # Its memory is what was verified, also the bytes that were copied there: it serves them.
+            assert peer.update(timeout_s=10.0).sources.keys() == {engine.member.id}
+            assert all(torch.equal(other[name], one) for name, one in mine.items())
+    with pytest.raises(ConfigError, match="ahead_bytes"):
+        ps.subscriber("policy", mine, mode="staged", ahead_bytes="1M")
+
+
+def test_what_is_announced_is_known_without_waiting(fleet: Fleet) -> None:
+    assert (fleet.engine.announced(), fleet.engine.is_released) == (1, False)
+    fleet.engine.release()
+    fleet.publish(2)
+    assert (fleet.engine.announced(), fleet.engine.is_released) == (2, True)
+    fleet.trainer.close()
+    assert fleet.engine.announced() == -1

@@ -1,0 +1,278 @@
+"""The decision on a version for the whole fleet: every order of events, with losses, deaths and a hub that forgets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+
+from penstock.errors import VersionRefused
+from penstock.hub.messages import FleetDecision, SyncState
+from penstock.hub.snapshot import standing
+from penstock.sync.together import Ballot, Reply, Undecided, learn, refusal
+
+RUN, VERSION = "zero", 7
+OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
+
+
+def test_the_verdict_of_every_set_of_votes() -> None:
+    for laggards in ("leave_out", "withdraw"):
+        for votes in itertools.product((*OUTCOMES, "waiting"), repeat=3):
+            ballot = Ballot.of(["a", "b", "c"], laggards)
+            for member, vote in zip("abc", votes, strict=True):
+                ballot = ballot.reported(member, vote, f"{vote} {member}") if vote != "waiting" else ballot
+            bad = {"failed", "gone", "late"} & set(votes)
+            now, due = ballot.decide(is_due=False), ballot.decide(is_due=True)
+            assert due is not None
+            if "refused" in votes:
+                assert now == due and not due.is_commit
+                assert due.by == "abc"[votes.index("refused")] and due.why == f"refused {due.by}"
+            elif "waiting" in votes:
+                assert (now is None) == (laggards == "leave_out" or not bad)
+                assert set(due.late) == {m for m, vote in zip("abc", votes, strict=True) if vote in ("waiting", "late")}
+                assert due.is_commit == (laggards == "leave_out" and "prepared" in votes)
+            else:
+                assert now == due
+                assert due.is_commit == ("prepared" in votes and (laggards == "leave_out" or not bad))
+            if due.is_commit:
+                assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
+
+
+def test_a_refusal_stays_and_the_last_of_other_reports_counts() -> None:
+    ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
+    assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
+    ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")
+    assert ballot.decide(is_due=False).by == "b"
+
+
+def test_one_that_joins_in_the_middle_holds_up_nothing_but_may_refuse() -> None:
+    ballot = Ballot.of(["a"], "withdraw").reported("new", "failed", "x").reported("a", "prepared")
+    assert ballot.decide(is_due=False).prepared == ("a",)
+    assert ballot.reported("new", "prepared").decide(is_due=False).prepared == ("a", "new")
+    assert ballot.reported("new", "refused", "bad").decide(is_due=False).by == "new"
+
+
+def test_one_that_signs_off_takes_no_part_any_more() -> None:
+    ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "prepared").without("b")
+    assert ballot.decide(is_due=False).is_commit
+    assert Ballot.of([], "withdraw").decide(is_due=False).is_commit, "nobody can disagree"
+
+
+def test_values_for_a_check_need_a_check() -> None:
+    ballot = Ballot.of(["a", "b"], "leave_out", needs_check=True).reported("a", "prepared")
+    unchecked = ballot.reported("b", "prepared").decide(is_due=False)
+    assert not unchecked.is_commit and "no prepared subscriber checks" in unchecked.why
+    assert ballot.reported("b", "prepared", is_checked=True).decide(is_due=False).is_commit
+    assert not ballot.decide(is_due=True).is_commit, "the subscriber that checks is late"
+
+
+def test_the_error_names_the_replica_and_the_reason() -> None:
+    decision = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn", by="abcdefghij", why="not finite")
+    with pytest.raises(
+        VersionRefused, match="version 7 of 'policy' was refused by subscriber abcdefgh: not finite"
+    ) as e:
+        raise refusal("policy", decision)
+    assert (e.value.version, e.value.member, e.value.reason) == (7, "abcdefghij", "not finite")
+
+
+# -- A subscriber that waits.
+
+COMMITTED = FleetDecision(run=RUN, version=VERSION, outcome="committed")
+WITHDRAWN = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn")
+
+
+def ends(replies: list[Reply]) -> tuple[list[str], FleetDecision | Undecided | None]:
+    """Return the questions asked, and the end."""
+    asking = learn(0.0, limit_s=10.0, stall_s=5.0)
+    questions = [next(asking)]
+    for reply in replies:
+        try:
+            questions.append(asking.send(reply))
+        except StopIteration as end:
+            return questions, end.value
+    return questions, None
+
+
+def test_a_subscriber_asks_rank_0_while_that_answers() -> None:
+    replies = [Reply(at=at) for at in (1.0, 2.0, 3.0)]
+    assert ends([*replies, Reply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
+
+
+def test_a_silent_rank_0_has_the_stall_deadline_and_a_dead_one_has_none() -> None:
+    silent = [Reply(at=2.0), Reply(at=6.9, kind="silent"), Reply(at=7.1, kind="silent")]
+    assert ends(silent)[0] == ["coordinator"] * 3 + ["hub"]
+    assert ends([*silent, Reply(at=7.2, decision=WITHDRAWN)])[1] == WITHDRAWN
+    assert ends([Reply(at=1.0, kind="gone"), Reply(at=1.1, decision=COMMITTED)]) == (["coordinator", "hub"], COMMITTED)
+
+
+def test_a_rank_0_that_never_decides_is_asked_no_longer_than_its_limit() -> None:
+    questions, end = ends([Reply(at=9.0), Reply(at=10.5), Reply(at=10.6, decision=WITHDRAWN)])
+    assert (questions[-1], end) == ("hub", WITHDRAWN)
+
+
+def test_without_any_answer_the_wait_ends_by_the_stall_deadline() -> None:
+    replies = []
+    for at in range(1, 8):
+        replies += [Reply(at=float(at), kind="gone"), Reply(at=at + 0.5, kind="silent")]
+    questions, end = ends(replies)
+    assert end == Undecided(is_past=False) and len(questions) == 10, "at 5.5 s"
+    assert ends([Reply(at=1.0, kind="gone"), Reply(at=1.1, kind="past")])[1] == Undecided(is_past=True)
+
+
+# -- The whole protocol: all that can happen, in every order, of a coordinator, a hub and subscribers.
+
+
+@dataclass(frozen=True)
+class Subscriber:
+    vote: str = ""  # sent, and perhaps not delivered
+    knows: str = ""  # the decision that it acts on; it is live where that is "committed"
+    is_alive: bool = True
+    is_reported: bool = False  # to the present hub
+
+
+@dataclass(frozen=True)
+class World:
+    laggards: str
+    subscribers: tuple[Subscriber, ...]
+    delivered: tuple[str, ...]  # the votes that rank 0 has; "" none
+    phase: str = "collecting"  # "proposing", "committed", "withdrawn", "dead"
+    record: str = ""
+    is_recent: bool = False
+    num_restarts: int = 0
+    is_zero_reported: bool = False
+
+
+def hub(world: World, outcome: str, caller: str) -> tuple[World, str]:
+    """Return the world after a proposal at the hub, and the answer; by the hub's own rules."""
+    if world.record:
+        return world, world.record
+    states = {}
+    for i, one in enumerate(world.subscribers):
+        by = str(i) if one.vote == "refused" else ""
+        known = FleetDecision(run=RUN, version=VERSION, outcome=one.knows, by=by)
+        known = known if one.knows and one.is_reported else None
+        states[str(i)] = SyncState(name="policy", side="subscriber", decision=known)
+    if world.is_zero_reported and world.phase in ("committed", "withdrawn"):
+        known = FleetDecision(run=RUN, version=VERSION, outcome=world.phase)
+        states[RUN] = SyncState(name="policy", side="publisher", decision=known)
+    proposal = FleetDecision(run=RUN, version=VERSION, outcome=outcome)
+    reply = standing(proposal, states, caller, is_recent=world.is_recent)
+    assert not reply.is_past
+    found = "" if reply.decision is None else reply.decision.outcome
+    return replace(world, record=found), found
+
+
+def changed(world: World, i: int, **changes) -> World:
+    some = list(world.subscribers)
+    some[i] = replace(some[i], **changes)
+    return replace(world, subscribers=tuple(some))
+
+
+def following(world: World) -> Iterator[World]:
+    """Yield every world that may follow; a message that is lost is an event that does not happen."""
+    for i, one in enumerate(world.subscribers):
+        if not one.is_alive:
+            continue
+        yield changed(world, i, is_alive=False)
+        if not one.vote:
+            yield from (changed(world, i, vote=vote) for vote in ("prepared", "failed"))
+            # As in `Subscriber`: a replica whose check failed never goes live, whatever the fleet decides.
+            yield changed(world, i, vote="refused", knows="withdrawn")
+        elif world.phase == "collecting" and world.delivered[i] != one.vote:
+            delivered = (*world.delivered[:i], one.vote, *world.delivered[i + 1 :])
+            yield replace(world, delivered=delivered)
+        if one.vote == "prepared" and not one.knows:
+            if world.phase in ("committed", "withdrawn"):
+                yield changed(world, i, knows=world.phase)
+            # It gave rank 0 up, rightly or not; the answer may be lost.
+            after, found = hub(world, "withdrawn", str(i))
+            yield after
+            if found:
+                yield changed(after, i, knows=found)
+        if not one.is_reported or one.knows:
+            yield changed(world, i, is_reported=True)
+    if world.phase != "dead":
+        yield replace(world, phase="dead", is_zero_reported=False)
+        if not world.is_zero_reported:
+            yield replace(world, is_zero_reported=True)
+    if world.phase == "collecting":
+        ballot = Ballot.of(map(str, range(len(world.subscribers))), world.laggards)
+        for i, vote in enumerate(world.delivered):
+            ballot = ballot.reported(str(i), vote) if vote else ballot
+        for is_due in (False, True):
+            verdict = ballot.decide(is_due=is_due)
+            if verdict is not None:
+                yield replace(world, phase="proposing" if verdict.is_commit else "withdrawn")
+    if world.phase == "proposing":
+        after, found = hub(world, "committed", RUN)
+        yield after  # the answer is lost, and rank 0 asks again, or dies
+        if found:
+            yield replace(after, phase=found)
+    if world.num_restarts < 1:
+        unreported = tuple(replace(one, is_reported=False) for one in world.subscribers)
+        yield replace(world, record="", is_recent=True, num_restarts=1, subscribers=unreported, is_zero_reported=False)
+    if world.is_recent:
+        # The hub is no longer new when each that lives has reported.
+        everyone = all(one.is_reported for one in world.subscribers if one.is_alive)
+        if everyone and (world.is_zero_reported or world.phase == "dead"):
+            yield replace(world, is_recent=False)
+
+
+def fault(world: World) -> str:
+    # The dead serve nothing, and come back as others.
+    alive = [(one, vote) for one, vote in zip(world.subscribers, world.delivered, strict=True) if one.is_alive]
+    if all(one.knows != "committed" for one, _ in alive):
+        return ""
+    # A replica that refused late, after the fleet had committed without it, is behind: it says so, and stays alone.
+    if any(one.knows == "withdrawn" and one.vote != "refused" for one, _ in alive):
+        return "one is live, and another was told that the version is withdrawn"
+    if world.phase == "withdrawn":
+        return "one is live, and rank 0 says that the version is withdrawn"
+    if "refused" in world.delivered:
+        return "one is live with a version whose refusal rank 0 had"
+    if world.laggards == "withdraw" and any(vote != "prepared" for vote in world.delivered):
+        return "one is live without all"
+    return ""
+
+
+@pytest.mark.parametrize("laggards", ["leave_out", "withdraw"])
+def test_no_two_subscribers_ever_act_on_different_decisions(laggards: str) -> None:
+    first = World(laggards=laggards, subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
+    seen, front, num_live = {first}, [first], 0
+    while front:
+        world = front.pop()
+        assert not fault(world), f"{fault(world)}: {world}"
+        num_live += all(one.knows == "committed" for one in world.subscribers)
+        for after in following(world):
+            if after not in seen:
+                seen.add(after)
+                front.append(after)
+    assert len(seen) > 10_000 and num_live, "the model reaches a commit on all"
+
+
+def test_the_model_finds_a_hub_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is able to fail: a hub that withdraws although it may have lost a commit is found."""
+    first = World(laggards="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
+
+    careful = standing
+
+    def careless(*arguments, is_recent: bool):
+        return careful(*arguments, is_recent=False)
+
+    monkeypatch.setitem(hub.__globals__, "standing", careless)
+    seen, front, faults = {first}, [first], set()
+    while front and not faults:
+        world = front.pop()
+        faults |= {fault(world)} - {""}
+        fresh = set(following(world)) - seen
+        seen |= fresh
+        front += fresh
+    assert faults
+
+
+def test_a_decision_survives_the_wire() -> None:
+    state = SyncState(name="policy", side="subscriber", prepared=8, decision=COMMITTED)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=SyncState) == state
