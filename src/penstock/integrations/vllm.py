@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from urllib.parse import quote
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
-from penstock.integrations import replica, vllm_patches
+from penstock.integrations import replica, vllm_patches, vllm_sleep
 from penstock.phases import Phases
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ def register() -> None:
     vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
     vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
     vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
+    vllm_sleep.protect_engine(EngineCore, LOAD_FORMAT)
+    vllm_sleep.protect_workers(WorkerBase, LOAD_FORMAT)
+    # Only the process of the HTTP routes has it, and has imported it by now: the others need not.
+    if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
+        vllm_patches.name_newest_adapter(routes.OpenAIServingModels)
 
 
 def _loader_class() -> type[Any]:

@@ -1,4 +1,4 @@
-"""Changes to vLLM's own classes: prefix caches by version, replies in step, phases, object stores as models.
+"""Changes to vLLM's own classes: prefix caches by version, replies in step, phases, object stores as models, adapters.
 
 In: classes of vLLM. Out: the same classes, with methods wrapped, for one load format or weight-transfer backend: others
 are left alone. vLLM need not be installed to import this.
@@ -125,6 +125,41 @@ class _ReplyQueue:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+ADAPTERS = "penstock-adapters-"
+"""Beginning of the name of a directory that has the versions of an adapter (`adapter.AdapterDirectory`)."""
+
+
+def name_newest_adapter(models: type[Any]) -> None:
+    """Let requests name an adapter without its version: `policy` is the newest `policy@N` that Penstock has loaded."""
+    # Clients of RL frameworks have one name for the model. vLLM has no second name for an adapter, and to load each
+    # version under one name would give requests that run another version's weights.
+    if hasattr(models, "_penstock_names_newest"):
+        return
+    models._penstock_names_newest = True
+    load, unload = models.load_lora_adapter, models.unload_lora_adapter
+
+    @functools.wraps(load)
+    async def load_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        answer = await load(self, request, *arguments, **named)
+        loaded = self.lora_requests.get(request.lora_name)
+        short, mark, _ = request.lora_name.rpartition("@")
+        if isinstance(answer, str) and mark and loaded is not None and ADAPTERS in loaded.lora_path:
+            self.lora_requests[short] = loaded
+        return answer
+
+    @functools.wraps(unload)
+    async def unload_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        short = request.lora_name.rpartition("@")[0]
+        newest = self.lora_requests.get(short)
+        answer = await unload(self, request, *arguments, **named)
+        if isinstance(answer, str) and newest is not None and newest.lora_name == request.lora_name:
+            self.lora_requests.pop(short, None)
+        return answer
+
+    models.load_lora_adapter = load_lora_adapter
+    models.unload_lora_adapter = unload_lora_adapter
 
 
 STEPS = {

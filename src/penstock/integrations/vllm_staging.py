@@ -26,7 +26,11 @@ _LISTED = 10
 
 
 class StagingModel(torch.nn.Module):
-    """A vLLM model's weights as its loader fills them, under the model's names, in an arena of their own."""
+    """A vLLM model's weights as its loader fills them, under the model's names, in an arena of their own.
+
+    Attributes:
+        device: of the arena.
+    """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
         """Allocate the weights on `device`: as many bytes as they had before vLLM post-processed them.
@@ -43,11 +47,25 @@ class StagingModel(torch.nn.Module):
         formats = {name: _loader_format(name, layer) for name, layer in model.named_modules()}
         nbytes = needed_bytes(_span_bytes(form) for forms in formats.values() for form in forms.values())
         arena = Arena.allocate(nbytes, device)
+        self.device = torch.device(arena.device)
+        self._storage = arena.bytes_at(0, nbytes).untyped_storage()
+        self._nbytes = self._storage.nbytes()
         self._layers = [
             _Layer(name, layer, _made_real(self, name, formats[name], arena))
             for name, layer in model.named_modules()
             if formats[name]
         ]
+
+    def free(self) -> None:
+        """Free the memory, whose contents are lost, until `allocate`. Idempotent."""
+        # Host memory cannot be freed in place: other processes may map it.
+        if self._storage.resizable():
+            self._storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory that `free` has freed. Idempotent."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Run the model's own loader into the staging model, and return what it returns.
@@ -115,6 +133,22 @@ class StagingModel(torch.nn.Module):
             if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
                 experts.process_weights_after_loading(layer.live)
 
+    def not_installed(self, wanted: Requirements) -> list[torch.nn.Parameter]:
+        """Return the serving model's parameters that `install` leaves as they are."""
+        from vllm.model_executor.model_loader.reload import meta
+
+        sources = self._sources(self.unfilled(wanted))
+        # vLLM processes a layer as a whole and copies all of it, except tensors that it never moves.
+        rewritten = {
+            id(tensor)
+            for layer in self._layers
+            if layer.is_among(sources)
+            for name, tensor in layer.live._parameters.items()
+            if name not in meta.SKIP_LOAD_TENSORS or layer.name_of(name) in sources
+        }
+        (model,) = self._model
+        return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
+
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return the source of each tensor that is filled: its own of the staging model, or that of a tied tensor."""
         # A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself, so each
@@ -152,6 +186,10 @@ class _Layer:
         for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
+
+    def name_of(self, name: str) -> str:
+        """Return a tensor's name in the model."""
+        return self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
         """Return whether an update fills a tensor of this layer, so that it is processed again."""

@@ -7,6 +7,7 @@ Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix ca
     /start_weight_update
     /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
     /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
+    /sleep, /wake_up                           frees the staging model; brings a version back (`vllm_sleep`)
 
 Every step ends alike on all workers of an engine: each says whether it failed (`_agreed`), and one failure is raised by
 all. Otherwise some workers would serve another version than the rest.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from penstock import api
 from penstock.config import ConnectionSettings
-from penstock.errors import ConfigError, PeerLost
+from penstock.errors import ConfigError, NotFound, PeerLost
 from penstock.hub.auth import first_token
 from penstock.integrations.vllm import vllm_logger
 from penstock.integrations.vllm_staging import StagingModel
@@ -81,7 +83,12 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker's end of a sync. vLLM creates it after the model was loaded, and calls it from one thread."""
+    """A worker's end of a sync. vLLM creates it after the model was loaded, and calls it from one thread.
+
+    Attributes:
+        installed: the version that was installed last; -1: none.
+        num_installed: the number of versions that were installed.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -104,6 +111,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._landed: int | None = None
         self._may_load = False
         self._strict = True
+        self.installed = -1
+        self.num_installed = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Subscribe to a sync, instead of the one before.
@@ -194,11 +203,62 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         subscriber, staging = self._parts()
         if self._landed is None:
             raise ConfigError("no version was received since the update was started", hint="call /update_weights")
+        self._install(subscriber, staging, self._landed)
+
+    def _install(self, subscriber: Any, staging: StagingModel, version: int) -> None:
         began = time.monotonic()
         with _agreed():
             staging.install(subscriber.wanted)
+        self.installed = version
+        self.num_installed += 1
         took_s = time.monotonic() - began
-        vllm_logger().info("penstock: version %d of %s installed in %.3f s", self._landed, subscriber.name, took_s)
+        vllm_logger().info("penstock: version %d of %s installed in %.3f s", version, subscriber.name, took_s)
+
+    def fall_asleep(self) -> None:
+        """Free the staging model, if it is in the device's memory."""
+        if self._joined is None:
+            return
+        subscriber, staging = self._joined
+        if self._receiving is not None:
+            # It writes to the staging model. A failure of it is no concern any more: the version is read anew.
+            wait([self._receiving[1]])
+            self._receiving = None
+        self._landed = None
+        # A staging model in the memory of the host stays, and is served to others: the weights come back from it.
+        if staging.device.type != self.device.type or subscriber.is_released:
+            return
+        if subscriber.version >= 0:
+            freed = subscriber.release()
+            vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
+        else:
+            staging.free()
+
+    def not_installed(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that no version fills, which a sleep of level 2 would lose."""
+        if self._joined is None or self.installed < 0:
+            return []
+        subscriber, staging = self._joined
+        return staging.not_installed(subscriber.wanted)
+
+    def bring_back(self) -> None:
+        """Receive the newest version into the staging model and install it. Collective.
+
+        Raises:
+            ConfigError: the worker has left the sync. PenstockError: no member has a version; call it again.
+        """
+        with _agreed():
+            subscriber, staging = self._parts()
+        # One version on all workers, although each may have heard of another one.
+        known = max(subscriber.announced(), subscriber.version)
+        version = max(int(text) for text in _gathered(str(known)))
+        if version < 0:
+            raise NotFound(
+                f"no version of {subscriber.name!r} is announced", hint="start the trainer, and call /wake_up again"
+            )
+        with set_current_vllm_config(self.vllm_config):
+            with _agreed():
+                self._receive(UpdateInfo(version=version))
+            self._install(subscriber, staging, version)
 
     def shutdown(self) -> None:
         """Unsubscribe; the model keeps its version."""
@@ -221,9 +281,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # The current device is a setting of the thread, and this may be the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        # Already received if another worker failed and the call is repeated.
+        # Already received if another worker failed and the call is repeated, or in host memory all the time.
         if subscriber.version != info.version or subscriber.is_dirty:
-            report = subscriber.update(info.version, timeout_s=info.timeout_s)
+            staging.allocate()
+            receive = subscriber.restore if subscriber.is_released else subscriber.update
+            report = receive(info.version, timeout_s=info.timeout_s)
             vllm_logger().info("penstock: %s", report.summary())
         staging.check(subscriber.wanted, strict=self._strict)
 

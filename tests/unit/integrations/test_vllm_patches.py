@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 
 from penstock import phases
-from penstock.integrations.vllm_patches import receive_all_replies, report_phases, salt_of, salt_requests
+from penstock.integrations.vllm_patches import (
+    name_newest_adapter,
+    receive_all_replies,
+    report_phases,
+    salt_of,
+    salt_requests,
+)
 from penstock.phases import BootRecord
 
 
@@ -249,3 +256,43 @@ def test_a_worker_that_fails_says_in_which_step(worker_class: type[Worker], reco
 def test_workers_of_other_load_formats_report_nothing(worker_class: type[Worker], record: BootRecord) -> None:
     worker_class("auto").compile_or_warm_up_model()
     assert record.snapshot() is None
+
+
+class Models:
+    """What of vLLM's table of adapters matters: each is loaded and unloaded by its own name."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+
+    async def load_lora_adapter(self, request: Any, base_model_name: str | None = None) -> Any:
+        if "refused" in request.lora_path:
+            return SimpleNamespace(error=request.lora_path)
+        self.lora_requests[request.lora_name] = request
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        del self.lora_requests[request.lora_name]
+        return "Success"
+
+
+def test_the_newest_version_of_an_adapter_has_the_short_name() -> None:
+    name_newest_adapter(Models)
+    name_newest_adapter(Models)
+    models = Models()
+
+    def request(name: str, path: str = "/dev/shm/penstock-adapters-1/x") -> Any:
+        return SimpleNamespace(lora_name=name, lora_path=path)
+
+    def names() -> dict[str, str]:
+        return {name: one.lora_name for name, one in models.lora_requests.items()}
+
+    asyncio.run(models.load_lora_adapter(request("p@1")))
+    asyncio.run(models.load_lora_adapter(request("p@2")))
+    assert names() == {"p@1": "p@1", "p@2": "p@2", "p": "p@2"}
+    asyncio.run(models.load_lora_adapter(request("p@3", "/dev/shm/penstock-adapters-1/refused")))
+    asyncio.run(models.load_lora_adapter(request("other@3", "/adapters/theirs")))
+    assert names() == {"p@1": "p@1", "p@2": "p@2", "p": "p@2", "other@3": "other@3"}
+    asyncio.run(models.unload_lora_adapter(request("p@1")))
+    assert names()["p"] == "p@2"
+    asyncio.run(models.unload_lora_adapter(request("p@2")))
+    assert names() == {"other@3": "other@3"}

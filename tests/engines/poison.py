@@ -1,0 +1,38 @@
+"""An extension of vLLM's workers that does to weights what a sleep of level 2 does on a GPU: they are any values.
+
+vLLM's CPU workers ignore sleep, so a test destroys the weights itself. Buffers stay, as vLLM brings these back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Poison:
+    """See the module; mixed into a worker by `--worker-extension-cls`."""
+
+    def poison(self) -> int:
+        """Destroy all weights; return how many tensors and packed layers that were."""
+        count = 0
+        for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+            for parameter in layer._parameters.values():
+                if parameter is not None and parameter.numel():
+                    parameter.data.copy_(torch.randn_like(parameter.float()).to(parameter.dtype))
+                    count += 1
+            # The CPU backend keeps the weights of linear layers packed, out of reach: they are scaled instead.
+            if (linear := vars(layer).get("cpu_linear")) is not None:
+                layer.cpu_linear = _scaled(linear)
+                count += 1
+        return count
+
+    def staging_versions(self) -> int:
+        """Return the version in the staging model."""
+        subscriber, _ = self.weight_transfer_engine._joined  # type: ignore[attr-defined]
+        version: int = subscriber.version
+        return version
+
+
+def _scaled(linear: Any) -> Any:
+    return lambda x, weight, bias: linear(x, weight, bias) * -3.0 + 1.0

@@ -1,0 +1,189 @@
+"""An engine that wakes from sleep serves whole weights or nothing, whatever was left in its memory.
+
+vLLM's CPU workers ignore `sleep` and `wake_up`, so `poison` destroys the weights while the engine sleeps. vLLM's own
+allocator, which unmaps memory of a GPU, is not run here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.engines.test_vllm_sync import PROMPT, TRAINER, Trainer, trainer
+from tests.engines.vllm_server import Server, serving
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 8
+SNAPSHOTS = TRAINER.replace("connection=", 'mode="snapshot", connection=')
+
+
+class Engine:
+    """A server of two workers, and what each version of the weights makes it say."""
+
+    def __init__(self, server: Server, llama: Path) -> None:
+        self.server, self._llama = server, llama
+        self._pool = ThreadPoolExecutor(4)
+
+    @cache  # noqa: B019
+    def expected(self, version: int | None) -> list[int]:
+        """The tokens of transformers with a version's weights; None: with those of the files."""
+        model = transformers.LlamaForCausalLM.from_pretrained(self._llama, dtype=torch.float32)
+        if version is not None:
+            torch.manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(0, 0.3)
+        told = model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        tokens: list[int] = told[0, len(PROMPT) :].tolist()
+        return tokens
+
+    def tokens(self) -> list[int]:
+        found = self.server.post(
+            "/v1/completions", model=self.server.model, prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0,
+            ignore_eos=True, return_token_ids=True,
+        )  # fmt: skip
+        tokens: list[int] = found["choices"][0]["token_ids"]
+        return tokens
+
+    def asking(self) -> Future[list[int]]:
+        """A request that is sent now and answered when the engine can."""
+        return self._pool.submit(self.tokens)
+
+    def version(self) -> str:
+        version: str = self.server.get("/weight_info")["weight_version"]
+        return version
+
+    def poison(self) -> None:
+        told = self.server.post("/collective_rpc", method="poison")["results"]
+        # Embeddings, norms, and two layers of four packed matrices, on each of two workers.
+        assert [int(count) > 8 for count in told] == [True, True]
+
+    def sleep(self, level: int = 2) -> None:
+        """Sleep, and lose the weights."""
+        self.server.post(f"/sleep?level={level}")
+        assert self.version() == "none"
+        self.poison()
+
+    def serves(self, version: int | None, name: str) -> None:
+        assert self.version() == name
+        assert self.tokens() == self.expected(version)
+
+    def send(self, from_: Trainer, version: int) -> None:
+        """Have the engine install a version by vLLM's routes."""
+        from_.tell("publish", version)
+        from_.answer("publish")
+        self.server.post("/start_weight_update")
+        self.server.post("/update_weights", update_info={"version": version})
+        self.server.post("/finish_weight_update", weight_version=str(version))
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{ROOT}:{before}"
+    try:
+        options = ["--skip-tokenizer-init", "--worker-extension-cls", "tests.engines.poison.Poison"]
+        # Of the host's memory, on the CPU.
+        options += ["--gpu-memory-utilization", "0.3"]
+        with serving(llama, runtime, tmp_path_factory.mktemp("server"), num_workers=2, options=options) as server:
+            yield Engine(server, llama)
+    finally:
+        os.environ["PYTHONPATH"] = before
+
+
+def test_weights_are_back_before_the_first_request(engine: Engine, llama: Path, runtime: str, tmp_path: Path) -> None:
+    server = engine.server
+    assert len({tuple(engine.expected(version)) for version in (None, 1, 2, 5, 6, 7, 8)}) == 7
+    # Before any version of a trainer: the weights of the start, by the engine's own loader.
+    engine.serves(None, "default")
+    engine.sleep()
+    assert server.post("/wake_up")["status"] == "awake"
+    engine.serves(None, "default")
+
+    server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 5.0})
+    with trainer(SNAPSHOTS, runtime, tmp_path, str(llama)) as first:
+        first.answer("LATEST")
+        for version in (1, 2):
+            engine.send(first, version)
+            engine.serves(version, str(version))
+
+        # A request that comes meanwhile waits; nothing but /wake_up lets it through.
+        engine.sleep()
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"]
+        waiting = engine.asking()
+        status, said = server.ask("/resume")
+        assert (status, "sleeps" in str(said)) == (500, True), said
+        assert not waiting.done()
+        assert server.post("/wake_up")["status"] == "awake"
+        assert waiting.result(60) == engine.expected(2)
+        engine.serves(2, "2")
+
+        # The trainer's newest version.
+        engine.sleep()
+        first.tell("publish", 5)
+        first.answer("publish")
+        server.post("/wake_up")
+        engine.serves(5, "5")
+
+        # A trainer that sends between the tags: its version, and no other first.
+        engine.sleep()
+        waiting = engine.asking()
+        assert server.post("/wake_up?tags=weights")["status"] == "sleeping"
+        assert engine.version() == "none"
+        engine.send(first, 6)
+        assert not waiting.done()
+        assert server.post("/wake_up?tags=kv_cache")["status"] == "awake"
+        assert waiting.result(60) == engine.expected(6)
+        engine.serves(6, "6")
+
+        # Nobody has a version: the engine goes on sleeping, and wakes by the next trainer.
+        engine.sleep()
+        waiting = engine.asking()
+        os.killpg(first.process.pid, signal.SIGKILL)
+        first.process.wait(timeout=60)
+        status, said = server.ask("/wake_up")
+        assert status == 500, said
+        assert engine.version() == "none"
+        assert not waiting.done()
+    with trainer(SNAPSHOTS, runtime, tmp_path, str(llama)) as second:
+        second.answer("LATEST")
+        second.tell("publish", 7)
+        second.answer("publish")
+        assert server.post("/wake_up")["status"] == "awake"
+        assert waiting.result(60) == engine.expected(7)
+        engine.serves(7, "7")
+
+        # Level 1: the bytes that vLLM copied back are those of before, or they are not used.
+        server.post("/sleep?level=1")
+        assert engine.version() == "none"
+        server.post("/wake_up")
+        engine.serves(7, "7")
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], "not received anew"
+        engine.sleep(level=1)
+        server.post("/wake_up")
+        engine.serves(7, "7")
+        assert "not those of before" in server.log.read_text()
+
+        # Updates go on, and the test can fail: destroyed weights give other tokens.
+        engine.send(second, 8)
+        engine.serves(8, "8")
+        engine.poison()
+        server.post("/pause")
+        server.post("/resume")
+        assert engine.tokens() != engine.expected(8)

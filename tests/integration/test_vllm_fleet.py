@@ -1,0 +1,104 @@
+"""Several engines behind one client: over a real sync, with engines that have vLLM's four routes and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.integrations.vllm_fleet import FleetClient
+
+
+class Engine:
+    """The routes of `vllm_sync` around a subscriber: receive into a staging tensor, install it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.staging, self.live = torch.zeros(64), torch.zeros(64)
+        self.listen, self.weight_version = "", ""
+        self.is_updating, self.is_broken = False, False
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.listen = info.get("listen", "")
+        self._subscriber = self._stack.enter_context(
+            ps.subscriber(
+                info["name"], {"w": self.staging}, mode="direct", connection=ps.ConnectionSettings(stall_s=5.0)
+            )
+        )
+
+    def start_weight_update(self) -> None:
+        assert not self.is_updating, "vLLM refuses a second update"
+        self.is_updating = True
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if self.is_broken:
+            # As vLLM: an update that failed is ended.
+            self.is_updating = False
+            raise RuntimeError("no room")
+        self._subscriber.update(info["version"])
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        assert self.is_updating
+        self.is_updating = False
+        self.live.copy_(self.staging)
+        self.weight_version = weight_version
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def send(publisher: ps.Publisher, weights: torch.Tensor, fleet: FleetClient, version: int) -> None:
+    weights.fill_(version)
+    publisher.publish(version)
+    fleet.start_weight_update()
+    fleet.update_weights({"version": version})
+    fleet.finish_weight_update(weight_version=str(version))
+
+
+def test_all_servers_install_a_version_or_none_does(stack: ExitStack) -> None:
+    weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b", "c")}
+    publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
+    fleet = FleetClient(engines, init_info={"b": {"listen": "127.0.0.1:0"}})
+    stack.callback(fleet.close)
+    fleet.init_weight_transfer_engine({"name": "served"})
+    assert [engine.listen for engine in engines.values()] == ["", "127.0.0.1:0", ""]
+    send(publisher, weights, fleet, 1)
+    assert {(float(engine.live[0]), engine.weight_version) for engine in engines.values()} == {(1.0, "1")}
+    engines["b"].is_broken = True
+    with pytest.raises(ps.VersionRefused, match="version 2 was withdrawn from all 3 servers: b: no room") as caught:
+        send(publisher, weights, fleet, 2)
+    assert (caught.value.version, caught.value.member) == (2, "b")
+    with pytest.raises(ps.ConfigError, match="no server has received a version"):
+        fleet.finish_weight_update(weight_version="2")
+    assert {float(engine.live[0]) for engine in engines.values()} == {1.0}
+    # The servers whose update is still open are not asked to start another.
+    engines["b"].is_broken = False
+    send(publisher, weights, fleet, 3)
+    assert {(float(engine.live[0]), engine.weight_version) for engine in engines.values()} == {(3.0, "3")}
+
+
+def test_a_server_that_fails_is_left_out_where_that_is_asked_for(stack: ExitStack) -> None:
+    weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b")}
+    publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
+    fleet = FleetClient(engines, laggards="leave_out")
+    stack.callback(fleet.close)
+    fleet.init_weight_transfer_engine({"name": "served"})
+    engines["a"].is_broken = True
+    send(publisher, weights, fleet, 1)
+    assert (float(engines["a"].live[0]), float(engines["b"].live[0])) == (0.0, 1.0)
+    assert fleet.left_out == {"a": "no room"}
+    engines["b"].is_broken = True
+    with pytest.raises(ps.VersionRefused, match="a: no room; b: no room"):
+        send(publisher, weights, fleet, 2)
+    engines["a"].is_broken = engines["b"].is_broken = False
+    send(publisher, weights, fleet, 3)
+    assert {float(engine.live[0]) for engine in engines.values()} == {3.0} and not fleet.left_out
+    with pytest.raises(ps.ConfigError, match="without servers"):
+        FleetClient({})
