@@ -1,7 +1,7 @@
 """Ranks of TRL's AsyncGRPOTrainer that send versions to a vLLM server by the trainer's own step, without training.
 
     python trl_syncs.py model WHERE
-    torchrun --nproc-per-node 2 trl_syncs.py sync WHERE URL [--whole]
+    torchrun --nproc-per-node 2 trl_syncs.py sync WHERE URL [--whole | --lora]
 
 TRL 1.16 trains on CUDA only: its attention comes from the package `kernels`.
 """
@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 
@@ -54,7 +55,7 @@ def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     return [0.0 for _ in completions]
 
 
-def sync(directory: Path, url: str, *, attached: bool) -> None:
+def sync(directory: Path, url: str, *, attached: bool, lora: bool) -> None:
     """Send three versions; print the largest difference of log-probabilities after each."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
@@ -80,6 +81,7 @@ def sync(directory: Path, url: str, *, attached: bool) -> None:
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "w3"}]]}),
         processing_class=transformers.AutoTokenizer.from_pretrained(directory),
         weight_transfer=transfer,
+        peft_config=peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None,
     )
     if attached:
         transfer.attach(trainer)
@@ -93,7 +95,8 @@ def sync(directory: Path, url: str, *, attached: bool) -> None:
         torch.manual_seed(version)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.normal_(0, 0.3)
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.3)
         trainer._sync_weight()
         if is_main:
             print(json.dumps({"version": trainer.model_version, "difference": difference(model, directory, url)}))
@@ -124,12 +127,13 @@ def main() -> None:
     parser.add_argument("what", choices=["model", "sync"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, which is merged at the source")
     parser.add_argument("--whole", action="store_true", help="send whole tensors from one process, without attach")
     args = parser.parse_args()
     if args.what == "model":
         write_model(args.directory)
     else:
-        sync(args.directory, args.url, attached=not args.whole)
+        sync(args.directory, args.url, attached=not args.whole, lora=args.lora)
 
 
 if __name__ == "__main__":

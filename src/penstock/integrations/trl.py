@@ -28,6 +28,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from penstock.errors import ConfigError
+from penstock.integrations.lora_merge import MergedTensors
 from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
 
 VERSIONS = ("1.16",)
@@ -74,6 +75,7 @@ class PenstockWeightTransfer:
         self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
         self._info = info
         self._kept: dict[str, torch.Tensor] = {}
+        self._merged: MergedTensors | None = None
 
     def attach(self, trainer: Any) -> None:
         """Have a trainer publish the shards of every rank; call it on all ranks, before `train`.
@@ -134,16 +136,16 @@ class PenstockWeightTransfer:
         model = accelerator.unwrap_model(trainer.model)
         accelerator.wait_for_everyone()
         barrier = time.time()
-        is_peft = async_grpo_trainer.is_peft_model(model)
-        # The server has the base model's tensors only, so the adapter is added to them while they are copied.
-        if is_peft:
-            model.merge_adapter()
-        try:
+        # The server has the base model's tensors only. The adapter is merged in buffers beside them: PEFT's own merge
+        # and unmerge would leave a rounding error in the base at every step.
+        if async_grpo_trainer.is_peft_model(model):
+            if self._merged is None:
+                self._merged = MergedTensors(model)
+            self._merged.refresh()
+            engine = self._engine(self._merged.published)
+        else:
             engine = self._engine(dict(async_grpo_trainer._iter_vllm_named_params(model)))
-            engine.stage()
-        finally:
-            if is_peft:
-                model.unmerge_adapter()
+        engine.stage()
         received = time.time()
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

@@ -1,0 +1,102 @@
+"""A trainer publishes its LoRA adapter alone; a real vLLM server has its log-probabilities after each version."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.vllm_server import serving
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SCRIPT = Path(__file__).with_name("adapter_syncs.py")
+LORA = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16")
+ADAPTER_BYTES = 2 * 8 * (4 * 128 + 2 * 64 + 128 * 6 + 2 * 128) * 4
+"""Of two layers, rank 8, float32: A is [8, in], B is [out, 8]."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    written = [sys.executable, str(Path(__file__).with_name("trl_syncs.py")), "model", str(directory)]
+    subprocess.run(written, check=True, timeout=300)
+    return directory
+
+
+def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
+    """What rank 0 of two says."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(SCRIPT),
+            *arguments,
+        ],
+        env={**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_vllm_in_this_process_has_each_version(model: Path, runtime: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "llm", str(model)],
+        env={**environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"version"')]
+    assert [seen["loaded"] for seen in said] == [
+        ["in-process@1"],
+        ["in-process@1", "in-process@2"],
+        ["in-process@2", "in-process@3"],
+    ]
+    assert all(seen["difference"] < 1e-3 for seen in said), said
+
+
+def test_merged_from_the_shards_of_two_ranks(model: Path, runtime: str) -> None:
+    versions = run_ranks(runtime, "merge", str(model))
+    assert [seen["version"] for seen in versions] == [1, 2]
+    assert all(seen["merged"] < 1e-6 for seen in versions), versions
+
+
+def test_the_server_has_each_version_of_the_adapter(
+    model: Path, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    with serving(model, runtime, tmp_path, num_workers=2, name=str(model), options=LORA) as server:
+        said = run_ranks(runtime, "serve", str(model), server.url)
+    *versions, other_base, too_large, closed, moved = said
+    assert [seen["version"] for seen in versions] == [1, 2, 3]
+    for seen in versions:
+        same = max(seen[name] for name in ("new", "pinned", "before", "base"))
+        assert same < 1e-3 < 1e-2 < seen["other"], said
+        assert seen["nbytes"] <= ADAPTER_BYTES
+    assert "BaseMismatch" in other_base["refused"]
+    assert "base 2" in other_base["refused"] and "base 1" in other_base["refused"]
+    assert "DestinationError" in too_large["refused"] and "max_lora_rank" in too_large["refused"]
+    assert (other_base["version"], too_large["version"]) == (3, -1)
+    assert max(other_base["kept"], too_large["kept"]) < 1e-3
+    assert closed == {"closed": 404}
+    # The server's own weights were updated too, and an adapter of the new base is served on them.
+    assert moved["base"] == "base:5" and max(moved["new"], moved["adapter"]) < 1e-3, moved

@@ -1,0 +1,350 @@
+"""A LoRA adapter of PEFT syncs by itself, for one base: into PEFT's models, directories for engines, merged weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.conftest import Host
+
+import penstock as ps
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+peft = pytest.importorskip("peft", minversion="0.21")
+
+from penstock.integrations.adapter import AdapterDirectory, base_identity  # noqa: E402 - after what it needs
+from penstock.integrations.adapter import adapter_subscriber as plain_subscriber  # noqa: E402
+from penstock.integrations.lora_merge import merged_publisher, merging_subscriber  # noqa: E402
+from penstock.integrations.lora_server import SglangServer, VllmServer, serve_adapter  # noqa: E402
+from penstock.integrations.peft import (  # noqa: E402
+    adapter_config,
+    adapter_publisher,
+    adapter_subscriber,
+    adapter_tensors,
+)
+
+# PEFT 0.21 asks transformers 5.23 by a name that it renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+PROMPT = torch.tensor([[1, 5, 9, 200, 17]])
+MODULES = ["q_proj", "v_proj", "down_proj"]
+ADAPTER_BYTES = 2 * 8 * ((64 + 64) + (64 + 32) + (96 + 64)) * 4
+
+
+def base_model(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def model(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The base with an adapter of random values."""
+    chosen = {"r": 8, "lora_alpha": 16, "target_modules": MODULES} | options
+    made = peft.get_peft_model(base_model(dtype), peft.LoraConfig(**chosen), autocast_adapter_dtype=False)
+    return fill(made, seed)
+
+
+@torch.no_grad()
+def fill(made: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    for tensor in adapter_tensors(made).values():
+        tensor.copy_(torch.randn(tensor.shape) * 0.1)
+    return made
+
+
+@torch.no_grad()
+def logits(made: Any) -> torch.Tensor:
+    return made(PROMPT).logits
+
+
+def test_a_model_of_peft_receives_the_adapter_alone(host: Host) -> None:
+    trained, served, other_alpha = model(1), model(2), model(2, lora_alpha=32)
+    base = {name: one.clone() for name, one in served.state_dict().items() if "lora_" not in name}
+    with (
+        adapter_publisher("a", trained, base="b1") as publisher,
+        adapter_subscriber("a", served, base="b1") as subscriber,
+        adapter_subscriber("a", other_alpha, base="b1") as unlike,
+        adapter_subscriber("a", model(2, r=4), base="b1") as smaller,
+    ):
+        for version in (1, 2, 3):
+            fill(trained, version)
+            publisher.publish(version)
+            report = subscriber.update()
+            assert (report.version, report.version_bytes) == (version, ADAPTER_BYTES)
+            assert torch.equal(logits(served), logits(trained))
+        assert subscriber.config["lora_alpha"] == 16 and sorted(subscriber.config["target_modules"]) == sorted(MODULES)
+        with pytest.raises(ps.PlanError, match="lora_alpha: published 16, here 32"):
+            unlike.update()
+        with pytest.raises(ps.PlanError, match=r"r: published 8, here 4|lora_A"):
+            smaller.update()
+        assert torch.equal(logits(other_alpha), logits(model(2, lora_alpha=32)))
+    assert all(torch.equal(one, base[name]) for name, one in served.state_dict().items() if name in base)
+
+
+def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
+    trained, served = model(1), model(2)
+    before = {name: one.clone() for name, one in adapter_tensors(served).items()}
+    bases = ["b1", "b2"]
+    with (
+        adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
+        adapter_subscriber("a", served, base=lambda: bases[1]) as subscriber,
+        ps.subscriber("a", before, strict=False) as plain,
+    ):
+        publisher.publish(1)
+        with pytest.raises(ps.BaseMismatch, match="for the base b1, and the base here is b2") as caught:
+            subscriber.update()
+        assert (caught.value.expected, caught.value.found, caught.value.mutated) == ("b1", "b2", False)
+        assert torch.equal(logits(served), logits(model(2))) and subscriber.version == -1
+        bases[1] = "b1"
+        subscriber.stage()
+        bases[1] = "b3"  # the receiver's base moved after the version was staged
+        with pytest.raises(ps.BaseMismatch):
+            subscriber.commit()
+        assert torch.equal(logits(served), logits(model(2)))
+        bases[:] = "b3", "b3"
+        publisher.publish(2)
+        assert subscriber.update().version == 2 and subscriber.base == "b3"
+        assert plain.update().version == 2  # the tensors, for who asks for no adapter
+    with (
+        ps.publisher("whole", {"w": torch.zeros(4)}, mode="snapshot") as whole,
+        plain_subscriber("whole", base="b1") as subscriber,
+    ):
+        whole.publish(1)
+        with pytest.raises(ps.PlanError, match="no base and no configuration"):
+            subscriber.update()
+
+
+def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
+    trained, served = model(1), model(2)
+    base = dict(base_model().state_dict())
+    received = {name: torch.zeros_like(one) for name, one in base.items()}
+    with (
+        ps.publisher("base", base, mode="snapshot") as bases,
+        ps.subscriber("base", received) as here,
+        adapter_publisher("a", trained, base=bases) as publisher,
+        adapter_subscriber("a", served, base=here) as subscriber,
+    ):
+        with pytest.raises(ps.ConfigError, match="base of the adapter has no version yet"):
+            publisher.publish(1)
+        bases.publish(4)
+        publisher.publish(1)
+        with pytest.raises(ps.BaseMismatch, match="for the base base:4, and the base here is none"):
+            subscriber.update()
+        report = here.update()
+        assert base_identity(report) == base_identity(here) == base_identity(bases) == "base:4"
+        assert subscriber.update().version == 1
+    with pytest.raises(ps.ConfigError, match="base is 7"):
+        base_identity(7)  # type: ignore[arg-type]
+
+
+def test_directories_are_those_of_peft_and_never_change(host: Host, tmp_path: Path) -> None:
+    trained = model(1)
+    with (
+        adapter_publisher("team/a", trained, base="b1") as publisher,
+        plain_subscriber("team/a", base="b1") as received,
+        AdapterDirectory(received, tmp_path, keep=2) as files,
+    ):
+        with pytest.raises(ps.ConfigError, match="no version"):
+            files.write()
+        written = []
+        for version in (1, 2, 3):
+            fill(trained, version)
+            publisher.publish(version)
+            received.update()
+            written.append(files.write())
+            assert files.write() == written[-1]
+            loaded = peft.PeftModel.from_pretrained(base_model(), written[-1])
+            assert torch.equal(logits(loaded), logits(trained))
+        assert [path.exists() for path in written] == [False, True, True]
+        # Nothing half written is left.
+        assert len(list(written[-1].parent.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+class Engine:
+    """An engine in memory that serves what it has read of each directory."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.refuses = ""
+
+    def load(self, name: str, directory: Path) -> None:
+        from safetensors.torch import load_file
+
+        if self.refuses:
+            raise ps.DestinationError(self.refuses)
+        self.adapters[name] = load_file(directory / "adapter_model.safetensors")
+
+    def unload(self, name: str) -> None:
+        del self.adapters[name]
+
+
+def test_an_engine_has_each_version_under_a_name_of_its_own(host: Host) -> None:
+    trained, engine, bases = model(1), Engine(), ["b1"]
+    with (
+        adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
+        serve_adapter("a", engine, base=lambda: bases[0], served_name="policy") as served,
+    ):
+        for version in (1, 2, 3):
+            fill(trained, version)
+            publisher.publish(version)
+            served.update()
+            assert (served.name, served.version) == (f"policy@{version}", version)
+            found = engine.adapters[served.name]
+            assert all(torch.equal(found[name], one) for name, one in adapter_tensors(trained).items())
+        assert list(engine.adapters) == ["policy@2", "policy@3"]
+        engine.refuses = "no room"
+        publisher.publish(4)
+        with pytest.raises(ps.DestinationError, match="no room"):
+            served.update()
+        assert served.version == 3
+        engine.refuses = ""
+        served.update()
+        assert list(engine.adapters) == ["policy@3", "policy@4"]
+        # The engine's base moves: nothing of the old one may be served on it.
+        bases[0] = "b2"
+        assert not served.check_base()
+        assert (engine.adapters, served.version) == ({}, -1)
+        publisher.publish(5)
+        served.update()
+        assert list(engine.adapters) == ["policy@5"]
+    assert engine.adapters == {}
+
+
+@pytest.fixture
+def routes() -> Iterator[tuple[str, list[tuple[str, Any]], list[int]]]:
+    """A server's URL, what it was asked, and the status of its next answers."""
+    asked: list[tuple[str, Any]] = []
+    answers: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.path, body))
+            status = answers.pop(0) if answers else 200
+            said = json.dumps({"success": status == 200, "error_message": "rank too large"}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked, answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_routes_of_servers(routes: tuple[str, list[tuple[str, Any]], list[int]]) -> None:
+    """As vLLM 0.32 and SGLang 0.5.23 have them; vLLM's are run in `make test-engines`."""
+    url, asked, answers = routes
+    for server, prefix in ((VllmServer(url), "/v1"), (SglangServer(url), "")):
+        server.load("p@1", Path("/there"))
+        server.unload("p@1")
+        assert asked == [
+            (f"{prefix}/load_lora_adapter", {"lora_name": "p@1", "lora_path": "/there"}),
+            (f"{prefix}/unload_lora_adapter", {"lora_name": "p@1"}),
+        ]
+        answers.append(400)
+        with pytest.raises(ps.DestinationError, match=r"answered 400 .* p@2: .*rank too large"):
+            server.load("p@2", Path("/there"))
+        asked.clear()
+    with pytest.raises(ps.DestinationError, match="did not answer"):
+        VllmServer("http://127.0.0.1:9").load("p@1", Path("/there"))
+
+
+def merged_by_peft(trained: Any) -> dict[str, torch.Tensor]:
+    import copy
+
+    return dict(copy.deepcopy(trained).merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_at_the_source_and_at_the_receiver(host: Host, dtype: torch.dtype) -> None:
+    trained, here = model(1, dtype), base_model(dtype)
+    whole = {name: torch.zeros_like(one) for name, one in here.state_dict().items()}
+    start = {name: one.clone() for name, one in trained.state_dict().items() if "lora_" not in name}
+    pauses: list[int] = []
+    hooks = ps.Hooks(before_pause=pauses.append)
+    with (
+        merged_publisher("whole", trained, mode="snapshot") as source,
+        ps.subscriber("whole", whole) as receiver,
+        adapter_publisher("a", trained, base="b1") as publisher,
+        merging_subscriber("a", here, base="b1", hooks=hooks, pristine="cpu") as merging,
+    ):
+        places = {name: one.data_ptr() for name, one in here.state_dict().items()}
+        for version in range(1, 7):
+            fill(trained, version)
+            source.publish(version)
+            publisher.publish(version)
+            receiver.update()
+            merging.update()
+            true = merged_by_peft(trained)
+            state = here.state_dict()
+            tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+            for name, one in true.items():
+                assert torch.equal(whole[name], state[name])  # one implementation
+                assert torch.allclose(state[name].float(), one.float(), atol=tolerance, rtol=tolerance), name
+            assert torch.allclose(logits(here), logits(trained), atol=0.05 if dtype is torch.bfloat16 else 1e-4)
+        assert pauses == [1, 2, 3, 4, 5, 6]
+        # No error of a version is left in the next: the sixth is what a merge into a fresh base gives.
+        fresh = base_model(dtype)
+        with merging_subscriber("a", fresh, base="b1") as other:
+            other.update()
+        assert all(torch.equal(one, here.state_dict()[name]) for name, one in fresh.state_dict().items())
+        assert {name: one.data_ptr() for name, one in here.state_dict().items()} == places
+        merging.restore()
+        assert all(torch.equal(one, here.state_dict()[name]) for name, one in base_model(dtype).state_dict().items())
+    assert all(torch.equal(one, start[name]) for name, one in trained.state_dict().items() if name in start)
+
+
+def test_merged_weights_that_others_changed_are_not_merged_again(host: Host) -> None:
+    trained, here, bases = model(1), base_model(), ["b1"]
+    with (
+        adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
+        merging_subscriber("a", here, base=lambda: bases[0]) as merging,
+    ):
+        publisher.publish(1)
+        merging.update()
+        with torch.no_grad():
+            here.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+        publisher.publish(2)
+        with pytest.raises(ps.BaseMismatch, match=r"1 merged weights were changed .*layers\.0\.self_attn\.q_proj"):
+            merging.update()
+        assert (merging.version, merging.is_dirty) == (1, False)
+        # A new base is said to be one: its values are what is merged into.
+        fresh = base_model()
+        here.load_state_dict(fresh.state_dict())
+        bases[0] = "b2"
+        publisher.publish(3)
+        merging.update()
+        assert torch.allclose(logits(here), logits(trained), atol=1e-4)
+
+
+def test_adapters_that_cannot_be_merged_or_are_none(host: Host) -> None:
+    with pytest.raises(ps.ConfigError, match="DoRA"):
+        merged_publisher("a", model(1, use_dora=True))
+    with pytest.raises(ps.ConfigError, match="LlamaForCausalLM has no adapter 'default'"):
+        adapter_publisher("a", base_model(), base="b1")
+    with pytest.raises(ps.ConfigError, match="no adapter 'other'; its adapters: default"):
+        adapter_tensors(model(1), "other")
+    assert adapter_config(model(1))["inference_mode"] is True
