@@ -141,9 +141,10 @@ fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (FUZZ_S=60
 	@mkdir -p .cache/fuzz
 	@$(PY) tests/hostile/fuzz_header.py -max_total_time=$(FUZZ_S) -artifact_prefix=.cache/fuzz/ $(ARGS)
 
-test-engines: $(READY)  ## vLLM, transformers and SGLang in their own environments (gigabytes)
+test-engines: $(READY)  ## vLLM, transformers, SGLang and verl in their own environments (gigabytes)
 	@scripts/test_engines.sh $(ARGS)
 	@scripts/test_sglang.sh $(ARGS)
+	@scripts/test_verl.sh $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need CUDA
 	@$(PY) -m pytest -m 'gpu or gpus' $(ARGS) $(TESTS)

@@ -9,15 +9,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.engines.sglang_loads import environment
 
+import penstock as ps
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
@@ -57,6 +59,28 @@ def write_plan(directory: Path, cases: Mapping[str, Case]) -> Path:
     return plan
 
 
+@contextmanager
+def published(model: Path, name: str) -> Iterator[None]:
+    """Publish a model's weights as version 0, from two ranks that have half of the rows each."""
+    whole = load_file(model / "model.safetensors")
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            rows = {key: slice(len(value) * rank // 2, len(value) * (rank + 1) // 2) for key, value in whole.items()}
+            shards = {
+                key: ps.Shard(
+                    tensor=value[rows[key]].clone(),
+                    global_shape=tuple(value.shape),
+                    offset=(rows[key].start, *(0 for _ in value.shape[1:])),
+                )
+                for key, value in whole.items()
+            }
+            ranks.append(stack.enter_context(ps.publisher(name, shards, mode="snapshot", rank=(rank, 2))))
+        for publisher in ranks:
+            publisher.publish(0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def done(
     llama: Path, sharded_llama: Path, make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -84,9 +108,17 @@ def done(
         "updated": (str(other), "penstock", {"fleet": "replicas"}, str(llama)),
         "updated by URI": (str(other), "penstock", {}, "hf://org/llama"),
         "not updated": (str(llama), "penstock", {}, str(broken)),
+        "updated by sync": (str(other), "penstock", {}, "sync://policy/0"),
+        "not updated by sync": (str(llama), "penstock", {}, "sync://policy"),
     }
-    with HuggingFaceServer({"org/llama": {file.name: file.read_bytes() for file in llama.iterdir()}}) as hub:
-        environ = {**os.environ, **environment(directory, hub.url), "PENSTOCK_RUNTIME_DIR": str(runtime)}
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("PENSTOCK_RUNTIME_DIR", str(runtime))
+        stack.enter_context(published(llama, "policy"))
+        hub = stack.enter_context(
+            HuggingFaceServer({"org/llama": {file.name: file.read_bytes() for file in llama.iterdir()}})
+        )
+        environ = {**os.environ, **environment(directory, hub.url)}
         process = subprocess.run(
             [sys.executable, str(PROGRAM), str(write_plan(directory, cases))],
             env=environ,
@@ -109,7 +141,10 @@ def assert_equal(state: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize(
     "case",
-    ["local", "shards", "uri", "fleet", "no keeper", "runai", "updated", "updated by URI", "not updated"],
+    [
+        *("local", "shards", "uri", "fleet", "no keeper", "runai", "updated", "updated by URI", "not updated"),
+        *("updated by sync", "not updated by sync"),
+    ],
 )
 def test_the_parameters_are_those_of_the_default_loader(case: str, done: dict) -> None:
     true = done["states"]["default"]
@@ -119,8 +154,9 @@ def test_the_parameters_are_those_of_the_default_loader(case: str, done: dict) -
 
 def test_an_update_says_whether_it_was_made(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
-    assert [".pt True" in line for line in said] == [True, True, False]
+    assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
+    assert "the path names no version of a sync" in said[4], said[4]
 
 
 def test_a_truncated_file_is_a_typed_error_that_names_it(done: dict) -> None:

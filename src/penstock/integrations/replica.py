@@ -304,14 +304,12 @@ def join(
     """
     from penstock import api
 
-    # One port cannot be bound by every rank of the host: the others take any free one.
-    listen = options.listen
-    if listen is not None and rank:
-        listen = f"{listen.rpartition(':')[0]}:0"
     try:
         return api.join(
             options.fleet,
-            connection=ConnectionSettings(hub=options.hub, token=options.token(), listen=listen),
+            connection=ConnectionSettings(
+                hub=options.hub, token=options.token(), listen=listen_of(options.listen, rank)
+            ),
             max_bytes_per_s=options.max_bytes_per_s,
             **arguments,
         )
@@ -320,6 +318,11 @@ def join(
         place = uris if isinstance(uris, str) else f"{len(uris)} files, {uris[0]} first"
         log.warning("penstock: reading from storage, %s, instead of fleet %s: %s", place, options.fleet, error)
         return None
+
+
+def listen_of(listen: str | None, rank: int) -> str | None:
+    """Return the address where a rank listens: only rank 0 can bind the given port, the others take a free one."""
+    return listen if listen is None or not rank else f"{listen.rpartition(':')[0]}:0"
 
 
 def tensors(

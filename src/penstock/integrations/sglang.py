@@ -1,9 +1,12 @@
-"""SGLang's `--load-format penstock`: weights of any URI through `penstock.stream`, a fleet or a keeper.
+"""SGLang's `--load-format penstock`: weights of any URI through `penstock.stream`, a fleet, a keeper or a sync.
 
 In: SGLang's plugin entry points call `register` and `register_runai` in each of its processes;
 `--model-loader-extra-config` carries options. Out: a load format, whose loader is a subclass of SGLang's default one.
 Not here: mapping names, quantisation and checks of the model, which stay with SGLang; reading from a keeper, fleet or
-storage, and the options (`replica`).
+storage, and the options (`replica`); receiving versions (`received`).
+
+New weights come by SGLang's `/update_weights_from_disk`: from a path, from any URI, or from a trainer that publishes
+them (`sync://NAME/VERSION`). The model is not changed before all ranks have received and verified such a version.
 
 SGLang takes a directory or a name of Hugging Face. For any other URI its configuration and tokenizer are downloaded
 once, before the first process starts, and SGLang is given that directory; a file in it names the weights' URI, which
@@ -26,8 +29,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Settings
+from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, FormatError, NotFound
+from penstock.hub.auth import first_token
 from penstock.integrations import replica
 from penstock.storage import is_remote, pinned
 from penstock.storage.locate import display, model_name
@@ -35,10 +39,14 @@ from penstock.storage.locate import display, model_name
 if TYPE_CHECKING:
     import torch
 
+    from penstock.integrations.received import ReceivedVersions
+
 LOAD_FORMAT = "penstock"
 LOGGER = "penstock.sglang"
 VERSIONS = ("0.5.23",)
 """Versions of SGLang that this was run with."""
+SYNC = "sync://"
+"""Begin of the path of an update whose weights a trainer publishes."""
 _QUANTISED_WHILE_LOADED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
 """Values of `--quantization` for which `get_model_loader` chooses another loader. Source: SGLang 0.5.23."""
 _WEIGHTS_FILE = ".penstock-weights.json"
@@ -229,6 +237,20 @@ def _loader_class() -> type[Any]:
             if options.get("keeper") and (not self._options or getattr(source.model_config, "is_draft_model", False)):
                 # The name is that of the weights at the start, of the target.
                 options = {name: value for name, value in options.items() if name != "keeper"}
+            if source.model_or_path.startswith(SYNC):
+                tensors = iter(_of_sync(source.model_or_path, options).items())
+            else:
+                tensors = self._checkpoint(source, resolved_source, options)
+            if self.load_config.draft_model_idx is not None:
+                return iter(self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx))
+            if not self._begun:
+                self.counter_before_loading_weights = self._begun = time.perf_counter()
+            return ((source.prefix + name, tensor) for name, tensor in tensors)
+
+        def _checkpoint(
+            self, source: Any, resolved_source: Any, options: Mapping[str, Any]
+        ) -> Iterator[tuple[str, torch.Tensor]]:
+            """Return the tensors of a checkpoint, the first of which has arrived."""
             streamed = Streamed.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
                 # An update's path. At the start, URIs were replaced by directories.
@@ -240,12 +262,7 @@ def _loader_class() -> type[Any]:
             model = source.model_or_path if streamed is None else streamed.model
             log = sglang_logger()
             # With its first tensor, so that an update from a path with nothing in it fails before the model is changed.
-            tensors = _begun(replica.checkpoint(files, None, options, place, model=model, log=log, progress=None))
-            if self.load_config.draft_model_idx is not None:
-                return iter(self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx))
-            if not self._begun:
-                self.counter_before_loading_weights = self._begun = time.perf_counter()
-            return ((source.prefix + name, tensor) for name, tensor in tensors)
+            return _begun(replica.checkpoint(files, None, options, place, model=model, log=log, progress=None))
 
         def _uri(self, source: Any, streamed: Streamed) -> str:
             """Return the URI of a source's weights."""
@@ -278,6 +295,43 @@ def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
     return chain(list(islice(tensors, 1)), tensors)
 
 
+_receivers: dict[str, ReceivedVersions] = {}
+"""This process's subscriptions, by name: they keep their memory, and serve other receivers, until the process ends."""
+
+
+def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a version that a trainer publishes, once all ranks have received and verified it.
+
+    Raises:
+        ConfigError: the path names no sync, or no version: all ranks must receive the same one.
+        PenstockError: as `ReceivedVersions.receive`.
+    """
+    from penstock.integrations.received import ReceivedVersions
+
+    name, _, version = path.removeprefix(SYNC).partition("/")
+    if not name or not version.isdecimal():
+        raise ConfigError("the path names no version of a sync", uri=path, hint=f"give {SYNC}NAME/VERSION")
+    if name not in _receivers:
+        rank = _rank()
+        group = _parallel_group()
+        _receivers[name] = ReceivedVersions(
+            name,
+            connection=ConnectionSettings(
+                hub=options.get("hub"),
+                token=first_token(options.get("token_file")),
+                listen=replica.listen_of(options.get("listen"), rank),
+            ),
+            device=options.get("device", "cpu"),
+            rank=(0, 1) if group is None else (group.rank_in_group, group.world_size),
+            group=None if group is None else group.cpu_group,
+        )
+    receiver = _receivers[name]
+    tensors = receiver.receive(int(version))
+    assert receiver.report is not None
+    sglang_logger().info("penstock: %s", receiver.report.summary())
+    return tensors
+
+
 def _published_extra() -> Mapping[str, Any]:
     """Return the `--model-loader-extra-config` that this process of SGLang was started with."""
     from sglang.srt.runtime_context import get_model
@@ -303,7 +357,13 @@ def _device() -> str:
 
 def _group() -> Any:
     """Return the tensor-parallel group, whose ranks read the same weights; None when there is one rank."""
+    group = _parallel_group()
+    return None if group is None else group.device_group
+
+
+def _parallel_group() -> Any:
+    """Return SGLang's tensor-parallel group; None when there is one rank."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
-    return group.device_group if group.world_size > 1 else None
+    return group if group.world_size > 1 else None

@@ -1,0 +1,146 @@
+"""verl's own workers and manager send versions by `checkpoint_engine.backend: penstock`, on the CPU.
+
+The trainer is verl's ActorRolloutRefWorker with its FSDP engine, on two ranks. The receivers are its rollout workers
+with an adapter that keeps digests, or a real vLLM server of verl's class, whose workers receive by themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.engines.trl_syncs import write_model
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+]
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dense")
+    write_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def experts(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose sizes no number of ranks divides, and whose experts transformers packs."""
+    directory = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=33,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=48,
+        num_experts=5,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    for file in (*dense.glob("tokenizer*"), *dense.glob("*.jinja")):
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+@pytest.mark.parametrize(("package", "release"), [("openrlhf", "0.11.2"), ("areal", "1.0.4")])
+def test_a_patch_applies_to_the_released_package(package: str, release: str, tmp_path: Path) -> None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip(f"{package} is not installed")
+    assert metadata.version(package) == release
+    shutil.copytree(spec.submodule_search_locations[0], tmp_path / package)
+    patch = HERE.parents[1] / "examples" / "rl" / "patches" / f"{package}-{release}.patch"
+    done = subprocess.run(["patch", "-p1", "-i", str(patch)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "fuzz" not in done.stdout
+    for line in done.stdout.splitlines():
+        compile((tmp_path / line.removeprefix("patching file ")).read_text(), line, "exec")
+
+
+def run(program: str, runtime: str, *arguments: str) -> dict[str, list[dict[str, Any]]]:
+    """Run a program of verl's workers; return what it printed, by the first word of each line."""
+    environ = {
+        **os.environ,
+        "PENSTOCK_RUNTIME_DIR": runtime,
+        # The platform of the CPU, and the name under which verl's FSDP engine is registered.
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CACHE_ROOT": f"{runtime}/cache",
+    }
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    said: dict[str, list[dict[str, Any]]] = {}
+    for line in done.stdout.splitlines():
+        word, _, rest = line.partition(" ")
+        if word in ("STEP", "KILLED"):
+            said.setdefault(word, []).append(json.loads(rest))
+    return said
+
+
+def assert_three_versions(steps: list[Mapping[str, Any]], *, is_sharded: bool) -> None:
+    assert [step["penstock/version"] for step in steps] == [0, 1, 2]
+    assert all(step["same"] == [True, True] for step in steps), steps
+    assert all(step["penstock/sharded"] == is_sharded for step in steps), steps
+
+
+def test_another_release_of_verl_is_refused(runtime: str) -> None:
+    code = "import verl; verl.__version__ = '0.8.0'; import penstock.integrations.verl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "ConfigError: verl 0.8.0 is not one of 0.9" in done.stderr, done.stderr[-2000:]
+
+
+def test_shards_are_published_and_a_trainer_killed_while_they_are_read_changes_nothing(
+    experts: Path, runtime: str
+) -> None:
+    said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
+    assert_three_versions(said["STEP"], is_sharded=True)
+    # The names of the checkpoint: each expert by itself, where the module has 25 packed tensors.
+    assert said["STEP"][0]["tensors"] == 51
+    (end,) = said["KILLED"]
+    assert end["untouched"] == [True, True], end
+    assert end["trainers"] == ["PeerLost", "killed"], end
+    assert all(error in ("PeerLost", "SourceStalled", "StaleDescriptor") for error in end["receivers"]), end
+
+
+def test_whole_tensors_are_shared_and_a_killed_receiver_keeps_the_other_on_its_version(
+    dense: Path, runtime: str
+) -> None:
+    # Adapters, which verl merges while it gathers.
+    lora = {"lora_rank": 8, "lora": {"merge": True}}
+    said = run("verl_syncs.py", runtime, str(dense), json.dumps({"killed": "receiver", "stall_s": 5, "actor": lora}))
+    assert_three_versions(said["STEP"], is_sharded=False)
+    (end,) = said["KILLED"]
+    assert end["untouched"] == [True], end
+    assert end["receivers"] == ["PeerLost", "killed"], end
+
+
+def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, runtime: str) -> None:
+    steps = run("verl_vllm_syncs.py", runtime, str(dense))["STEP"]
+    assert [step["penstock/version"] for step in steps] == [0, 1, 2]
+    assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
