@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_sync --out benchmarks/results/h200x4_202611     four GPUs, 64 GB, under 150 s
     python -m benchmarks.bench_sync --small                                    the CPU, gloo, 64 MB
+    python -m benchmarks.bench_sync --rows together                            one version for the fleet, beside others
 
 Ranks are processes that live through the run (`sync_worker`): the first half trainers, the others engines. Values
 change from version to version; after each kind of row some tensors are compared, bit for bit, outside of the clock.
@@ -69,22 +70,22 @@ class SyncBench(Bench):
             raise Failed("; ".join(faults))
         return said
 
-    def open(self, mode: str, source: str, replica: str = "device") -> None:
+    def open(self, mode: str, source: str, replica: str = "device", ahead: float = 0.0) -> None:
         """Publishers and subscribers of what was made."""
         self.version = 0
         self.send(self.trainers, "publish_as", hub=self.hub, mode=source, replica=replica)
-        self.send(self.engines, "subscribe", hub=self.hub, mode=mode)
+        self.send(self.engines, "subscribe", hub=self.hub, mode=mode, ahead=ahead)
 
     def close(self) -> None:
         self.ask(range(self.asked.world_size), "end_sync")
 
-    def step(self) -> dict[str, Any]:
+    def step(self, commit: str = "each") -> dict[str, Any]:
         """One version."""
         self.version, self.turn = self.version + 1, self.turn + 1
         for rank in self.engines:
             self.pipes[rank].send(("update", {"version": self.version}))
         for rank in self.trainers:
-            self.pipes[rank].send(("publish", {"version": self.version}))
+            self.pipes[rank].send(("publish", {"version": self.version, "commit": commit}))
         said = self.heard([*self.trainers, *self.engines])  # of all, also where one failed: what is asked next is apart
         published, updated = said[: len(self.trainers)], said[len(self.trainers) :]
         if any(one["bad"] for one in published):
@@ -127,10 +128,13 @@ def spread(found: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(found):.1f} ms ({1e3 * min(found):.1f}-{1e3 * max(found):.1f})"
 
 
-def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, replica: str = "device") -> None:
-    """Some versions one way; a row of their seconds."""
-    bench.open(mode, source, replica)
+def versions(
+    bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, replica: str = "device", ahead: float = 0.0
+) -> None:
+    """Some versions one way; a row of their seconds, and one of the pause and the memory."""
+    bench.open(mode, source, replica, ahead)
     name = f"{kind}, {source}{' to pinned host memory' if replica == 'cpu' else ''}, {mode}"
+    name += f" with {ahead:.0%} ahead" if ahead else ""
     try:
         first, second = bench.step(), bench.step()  # in the second an engine finds out what changes
         steady = [bench.step() for _ in range(bench.asked.reps)]
@@ -156,9 +160,48 @@ def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, r
         f"{into}; update's {told} ms; publish returned after {spread([one['published_s'] for one in steady])}; "
         f"first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; {count} tensors alike; {path}",
     )
-    if mode == "staged":
+    what = "flip and hooks" if mode == "staged" else "reads of the rest, and the copy of what was staged"
+    bench.row(
+        f"{name}: pause",
+        "<= 100 ms for 32 GB" if mode == "staged" else "",
+        spread([one["pause_s"] for one in updates]),
+        f"{what}; {updates[-1]['staging_bytes'] / 1e9:.3g} GB of staging memory beside {each / 1e9:.3g} GB of weights",
+    )
+
+
+def together(bench: SyncBench) -> None:
+    """Versions that all engines commit together, in turns with versions that each takes by itself."""
+    nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
+    for source in ("live", "snapshot"):
+        attempt(bench, f"together, {source}", lambda s=source: _in_turns(bench, nbytes, s))
+
+
+def _in_turns(bench: SyncBench, nbytes: int, source: str) -> None:
+    bench.open("staged", source)
+    turns: dict[str, list[dict[str, Any]]] = {"each": [], "together": []}
+    try:
+        # The first two versions record and measure; see `versions`.
+        for _ in range(2):
+            bench.step()
+        for _ in range(2 * bench.asked.reps):
+            for commit, found in turns.items():
+                found.append(bench.step(commit))
+        bench.ask(bench.engines, "check", turn=bench.turn, count=6)
+    finally:
+        bench.close()
+    bench.samples.append({"row": f"together, {source}", "nbytes": nbytes, "turns": turns})
+    pauses = {kind: [one["pause_s"] for turn in found for one in turn["updated"]] for kind, found in turns.items()}
+    walls = {kind: [turn["wall_s"] for turn in found] for kind, found in turns.items()}
+    apart = [max(e["ended"] for e in turn["updated"]) - min(e["ended"] for e in turn["updated"])
+             for turn in turns["together"]]  # fmt: skip
+    for what, goal, found in (("pause", "at most 5 ms more", pauses), ("a version", "", walls)):
+        more = statistics.median(found["together"]) - statistics.median(found["each"])
         bench.row(
-            f"{name}: pause", "<= 100 ms for 32 GB", spread([one["pause_s"] for one in updates]), "flip and hooks"
+            f"together, {source}, staged: {what}",
+            goal,
+            spread(found["together"]),
+            f"{1e3 * more:+.1f} ms beside {spread(found['each'])} where each engine commits by itself, in turns; "
+            f"{len(bench.engines)} engines, the last went live {spread(apart)} after the first",
         )
 
 
@@ -198,7 +241,33 @@ def llama(bench: SyncBench) -> None:
     nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
     for mode, source in (("direct", "live"), ("staged", "live"), ("staged", "snapshot")):
         attempt(bench, f"llama, {source}, {mode}", lambda m=mode, s=source: versions(bench, "llama", nbytes, m, s))
+    for ahead in (0.25, 0.5, 0.75):
+        attempt(
+            bench,
+            f"llama, snapshot, direct with {ahead:.0%} ahead",
+            lambda share=ahead: versions(bench, "llama", nbytes, "direct", "snapshot", ahead=share),
+        )
     attempt(bench, "llama, broadcast packed", lambda: beside(bench, "llama", nbytes, "packed", bench.asked.reps))
+
+
+def sleep(bench: SyncBench) -> None:
+    """Engines give their weights up and take them back from the trainer's snapshot, all at once."""
+    bench.make("llama", bench.asked.bytes_of["llama"])
+    for mode in ("staged", "direct"):
+        bench.open(mode, "snapshot")
+        try:
+            bench.step()
+            turns = [bench.ask(bench.engines, "sleep_and_wake") for _ in range(bench.asked.reps + 1)][1:]
+            bench.samples.append({"row": f"sleep, {mode}", "turns": turns})
+            bench.ask(bench.engines, "check", turn=bench.turn, count=12)
+        finally:
+            bench.close()
+        every = [one for turn in turns for one in turn]
+        rate = rates([one["nbytes"] / one["restore_s"] / 1e9 for one in every])
+        given = every[0]["given_back"]
+        where = f"; {given / 1e9:.3g} GB given back to the device" if given else ""
+        bench.row(f"sleep, {mode}: release", "", spread([one["release_s"] for one in every]), f"per engine{where}")
+        bench.row(f"sleep, {mode}: restore", "", spread([one["restore_s"] for one in every]), f"{rate} into each")
 
 
 def fp8(bench: SyncBench) -> None:
@@ -279,6 +348,8 @@ def attempt(bench: SyncBench, name: str, part: Callable[[], object]) -> None:
 PARTS: dict[str, Callable[[SyncBench], None]] = {
     "limits": limits,
     "llama": llama,
+    "together": together,
+    "sleep": sleep,
     "fp8": fp8,
     "moe": moe,
     "host": host,

@@ -116,16 +116,18 @@ class Worker:
         )
         return time.perf_counter() - begun
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """A step of training, near enough, then publish it."""
+    def publish(self, version: int, commit: str = "each") -> dict[str, Any]:
+        """A step of training, near enough, then publish it; of a version for the fleet, wait for the decision too."""
         from benchmarks.sync_model import advance
 
         for one in self.flat:
             advance(one)
         self.sync()
         begun = time.perf_counter()
-        report = self.end.publish(version)
+        report = self.end.publish(version, commit=commit)
         ended = time.perf_counter()
+        if report.outcome == "pending":
+            report = self.end.wait_decision()
         return {
             "begun": begun,
             "ended": ended,
@@ -190,9 +192,11 @@ class Worker:
         if not self.small:
             torch.cuda.empty_cache()
 
-    def subscribe(self, hub: str, mode: str, rank: int, world_size: int) -> None:
+    def subscribe(self, hub: str, mode: str, ahead: float, rank: int, world_size: int) -> None:
+        """Be a subscriber; `ahead` is the share of a version that is staged before the pause of direct mode."""
         import penstock
 
+        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self.end = penstock.subscriber(
             NAME,
             self.model,
@@ -200,7 +204,26 @@ class Worker:
             mode=mode,
             transforms=self.tag,
             rank=(rank, world_size),
+            ahead_bytes=int(ahead * nbytes) or None,
         )
+
+    def sleep_and_wake(self) -> dict[str, Any]:
+        """Give the weights up, and bring the newest version back."""
+        before = self._used_bytes()
+        begun = time.perf_counter()
+        freed = self.end.release()
+        slept = time.perf_counter()
+        used = self._used_bytes()
+        report = self.end.restore()
+        ended = time.perf_counter()
+        names = ("nbytes", "plan_s", "wire_s", "path")
+        told = {"release_s": slept - begun, "restore_s": ended - slept, "freed": freed, "given_back": before - used}
+        return told | {name: getattr(report, name) for name in names}
+
+    def _used_bytes(self) -> int:
+        import torch
+
+        return 0 if self.small else int(torch.cuda.memory_reserved())
 
     def update(self, version: int) -> dict[str, Any]:
         """Wait for a version, take it."""
@@ -209,6 +232,7 @@ class Worker:
         report = self.end.update(version)
         ended = time.perf_counter()
         names = ("nbytes", "wall_s", "plan_s", "wire_s", "install_s", "pause_s", "path", "attempts", "why")
+        names += ("ahead_bytes", "staging_bytes")
         return {"heard": heard, "ended": ended} | {name: getattr(report, name) for name in names}
 
     def check(self, turn: int, count: int) -> int:

@@ -8,7 +8,7 @@ from tests.chaos.fleets import ClockRound, FleetRound, HubRound, RedisRound
 from tests.chaos.harness import Round
 from tests.chaos.keepers import KeeperRound
 from tests.chaos.strangers import StrangerRound
-from tests.chaos.syncs import SyncRound
+from tests.chaos.syncs import SyncRound, TogetherRound
 
 KINDS: dict[str, type[Round]] = {
     one.kind: one
@@ -19,13 +19,14 @@ KINDS: dict[str, type[Round]] = {
         RedisRound,
         ClockRound,
         SyncRound,
+        TogetherRound,
         ConvertRound,
         StrangerRound,
         StorageRound,
     )
 }
 ORDER = ("fetch", "sync", "convert", "hub", "fetch", "storage", "keeper", "redis", "sync", "fetch", "convert", "clock",
-         "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis")  # fmt: skip
+         "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis", "together")  # fmt: skip
 """How kinds follow each other: a fifth are plain fetches."""
 
 

@@ -1,6 +1,7 @@
 """Rounds of a sync: trainer ranks publish, subscribers update, some are killed or stopped; then a version for the rest.
 
-In: a round. Out: its violations: a torn or wrong version, an error that says less than it should, a hang.
+In: a round. Out: its violations: a torn or wrong version, an error that says less than it should, a hang; of versions
+that are published together also subscribers on different versions, and one on a version that was withdrawn.
 Not here: fleets that fetch a checkpoint (`fleets`).
 """
 
@@ -10,12 +11,16 @@ import signal
 import time
 from typing import Any
 
-from tests.chaos.harness import HASTY, Round
+from tests.chaos.harness import HASTY, STALL_S, Round
 from tests.support.fleet import Worker
 from tests.support.sync import SyncTask, SyncWorker, truth
 
 REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
 """What may be said of a version that could not be had or shown."""
+DEADLINE_S = 4.0
+"""Of a decision: the versions take some tenths of a second."""
+SLACK_S = 10.0
+"""For a machine that is busy."""
 ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
 
 
@@ -171,3 +176,120 @@ class SyncRound(Round):
             self.step(publishers, subscribers, 3)
             self.all_have(publishers, subscribers, 3)
         return publishers, subscribers
+
+
+class TogetherRound(SyncRound):
+    """A sync round whose versions the fleet commits together; some have a replica whose check refuses version 2."""
+
+    kind = "together"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        rng = self.rng
+        self.tag = ""
+        self.num_subscribers = rng.choice([2, 3, 4])
+        self.modes = ["staged"] * self.num_subscribers
+        self.laggards = rng.choice(["leave_out", "withdraw"])
+        self.refuser = rng.randrange(self.num_subscribers) if rng.random() < 0.25 else -1
+        self.hits = sorted(
+            (rng.random() ** 2 * 1.2, rng.choice(ROLES), rng.choice(["kill", "kill", "stop", "pause"]))
+            for _ in range(rng.choice([0, 1, 1, 2, 2]))
+        )
+
+    def __str__(self) -> str:
+        refuser = f", {self.refuser} refuses 2" if self.refuser >= 0 else ""
+        return f"together, {self.laggards}{refuser}: {super().__str__()}"
+
+    def rank(self, side: str, **task: Any) -> SyncWorker:
+        if side == "publisher":
+            task["terms"] = {"laggards": self.laggards, "deadline_s": DEADLINE_S}
+        elif task.get("name") is None and task["rank"] == self.refuser:
+            task["refuses"] = (2,)
+        return super().rank(side, **task)
+
+    def step(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+        for one in publishers:
+            one.send(f"together {version}")
+        for one in subscribers:
+            one.send(f"wait {version}")
+            one.send("update")
+
+    def decided(self, publishers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
+        """What the publishers that live say of the decision."""
+        said = []
+        for one in publishers:
+            if one not in self.lost:
+                found = self.done(one, f"together {version}")
+                if found.get("outcome") == "pending":
+                    one.send("decision")
+                    found = self.done(one, "decision")
+                said.append(found)
+        return said
+
+    def all_have(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+        for worker in subscribers:
+            said = self.done(worker, "update")
+            if "error" in said:
+                self.violate("unexpected error", f"update to {version}: {said['error']}: {said['message']}")
+            self.check(worker, said, {version})
+        for said in self.decided(publishers, version):
+            if said.get("outcome") != "committed":
+                self.violate("unexpected error", f"together {version}: {said}")
+
+    def judge(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+        """All that live settle on one version: the one before, or the new one where it was not withdrawn."""
+        begun, told = time.monotonic(), {}
+        alive = [one for one in subscribers if one not in self.lost]
+        for worker in alive:
+            told[worker] = self.done(worker, "update")
+        ends = self.decided(publishers, 2)
+        if (took_s := time.monotonic() - begun) > DEADLINE_S + 3 * STALL_S + SLACK_S:
+            self.violate("hang", f"the last of all was done after {took_s:.1f} s")
+        outcomes = {said["outcome"] for said in ends if "error" not in said}
+        errors = {said["error"] for said in ends if "error" in said}
+        if unknown := errors - REFUSALS - {"VersionRefused"}:
+            self.violate("unexpected error", f"together 2: {unknown}: {ends}")
+        # Once more: one that was late, or learned nothing, takes what the fleet has decided.
+        versions = {}
+        for worker in alive:
+            for said in (told[worker], None):
+                if said is None:
+                    worker.send("update")
+                    said = self.done(worker, "update")
+                if said.get("error", "VersionRefused") not in REFUSALS | {"VersionRefused"}:
+                    self.violate("unexpected error", f"update: {said['error']}: {said['message']}")
+            worker.send("digests")
+            versions[worker] = self.check(worker, self.done(worker, "digests"), {1, 2})
+        refuser = subscribers[self.refuser] if self.refuser >= 0 else None
+        if refuser in versions and 2 in versions.values():
+            # The fleet may commit without a replica that was late or failed; it then refuses the version by itself.
+            member = refuser.said["joined"]["member"]  # type: ignore[union-attr]
+            if not any(member in (*said.get("late", ()), *said.get("failed", ())) for said in ends):
+                self.violate("withdrawn version", "it is live although a replica refused it")
+            told.pop(refuser)  # type: ignore[arg-type]
+            versions.pop(refuser)  # type: ignore[arg-type]
+        if self.laggards == "leave_out":
+            # One that did not prepare it, and says so, may stay behind: these are ranks of one engine, each with its
+            # own part, and where a publisher died no member has those bytes. One that prepared the version may not.
+            for worker, said in told.items():
+                is_left_out = said.get("error") in REFUSALS and "could not be learned" not in said["message"]
+                if is_left_out and versions[worker] == 1:
+                    versions.pop(worker)
+        if len(set(versions.values())) > 1:
+            self.violate("mixed fleet", f"{sorted(versions.values())}; publishers: {ends}; {list(told.values())}")
+        is_withdrawn = "VersionRefused" in errors or any(
+            said.get("error") == "VersionRefused" for said in told.values()
+        )
+        if 2 in versions.values() and is_withdrawn:
+            self.violate("withdrawn version", f"{sorted(versions.values())}; publishers: {ends}; {list(told.values())}")
+        self.outcome.faults["decision: " + ("committed" if 2 in versions.values() else "withdrawn or none")] += 1
+        if "committed" in outcomes and 1 in versions.values():
+            self.violate("mixed fleet", f"said to be committed, and {sorted(versions.values())} live")
+
+    def go_on(
+        self, publishers: list[SyncWorker], subscribers: list[SyncWorker]
+    ) -> tuple[list[SyncWorker], list[SyncWorker]]:
+        if self.lost:
+            # The dead are listed for as long: a version that all must have would be withdrawn for them.
+            time.sleep(HASTY["penstock.hub.local_hub.TTL_S"] + 1.0)
+        return super().go_on(publishers, subscribers)

@@ -15,6 +15,8 @@ from tests.chaos.harness import Outcome
 COUNTED = (
     "wrong bytes",
     "torn version",
+    "mixed fleet",
+    "withdrawn version",
     "hang",
     "untyped error",
     "unexpected error",

@@ -30,7 +30,7 @@ def test_no_row_prints_a_figure_that_was_not_measured() -> None:
 def test_the_page_has_every_row(tmp_path: Path) -> None:
     # Two of each side take twice the time, of which most is imports.
     world_size = 4 if os.environ.get("DRILLS") == "all" else 2
-    rows = "limits,llama,fp8,moe,host"  # the last part is a broadcast that moe measures too
+    rows = "limits,llama,together,sleep,fp8,moe,host"  # the last part is a broadcast that moe measures too
     what = [
         "--small",
         "--total-gb",
@@ -52,6 +52,10 @@ def test_the_page_has_every_row(tmp_path: Path) -> None:
     page = (tmp_path / "sync.md").read_text(encoding="utf-8")
     assert "not measured" not in page, page + done.stderr[-2000:]
     for row in ("llama, live, direct", "llama, live, staged: pause", "llama, snapshot, staged", "moe, live, direct"):
+        assert row in page
+    for row in ("together, live, staged: pause", "together, snapshot, staged: a version"):
+        assert row in page
+    for row in ("direct with 50% ahead: pause", "GB of staging memory beside", "sleep, staged: restore"):
         assert row in page
     for row in ("fp8, live, direct: a version", "fp8: gloo broadcast, packed, then quantised", "quantised within"):
         assert row in page
