@@ -33,6 +33,7 @@ from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, FormatError, NotFound
 from penstock.hub.auth import first_token
 from penstock.integrations import replica
+from penstock.integrations.sglang_sleep import SchedulerSleep
 from penstock.storage import is_remote, pinned
 from penstock.storage.locate import display, model_name
 
@@ -85,6 +86,7 @@ def register() -> None:
     add_load_format_choices([LOAD_FORMAT])
     register_resolution_hook("handle_model_source_paths")(_give_directory)
     HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
+    SchedulerSleep(LOAD_FORMAT).register()
 
 
 def register_runai() -> None:
