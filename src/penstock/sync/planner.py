@@ -99,10 +99,14 @@ class Planner:
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
         members = self._membership.look(max_age_s=LOOK_S)
-        version = request.version if request.version >= 0 else self._newest(members)
-        if version < 0:
+        versions = [request.version] if request.version >= 0 else self._newest_first(members)
+        if not versions:
             return PartReply(not_yet="no version is published yet")
-        terms = self._terms(asker, request, self._run(members), version)
+        for version in versions:
+            terms = self._terms(asker, request, self._run(members), version)
+            # A member's last heartbeat may name a version that was withdrawn since: the one before it is the newest.
+            if terms.refused is None:
+                break
         if terms.not_yet or terms.refused is not None:
             return terms
         try:
@@ -179,12 +183,14 @@ class Planner:
             return self._version_status.now.run
         return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
 
-    def _newest(self, members: Sequence[SyncMember]) -> int:
-        """Return the newest version of the run that a member has; -1: none."""
+    def _newest_first(self, members: Sequence[SyncMember]) -> list[int]:
+        """Return the versions of the run that members have, the newest first."""
         # By all members: this one may be a receiver that is behind others.
         run = self._run(members)
-        reported = [member.state.version for member in members if member.state.run == run]
-        return max([self._version_status.now.version, *reported])
+        versions = {member.state.version for member in members if member.state.run == run}
+        return sorted(
+            {version for version in (self._version_status.now.version, *versions) if version >= 0}, reverse=True
+        )
 
     def _holders(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest

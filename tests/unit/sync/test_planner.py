@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
-from penstock.hub.messages import PartRequest, SyncMember, SyncState
+from penstock.hub.messages import FleetDecision, PartReply, PartRequest, SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part
 from penstock.sync.local_version import VersionStatus
@@ -118,6 +118,24 @@ def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Gr
         with pytest.raises(PlanError, match="BF16"):
             ask(planner, bad)
         assert decode(ask(planner, other).part, Part).nbytes == 128
+
+
+def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
+    group: Group, version_status: VersionStatus
+) -> None:
+    decision = FleetDecision(run="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
+
+    def terms(asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+        return PartReply(version=version, run=run, refused=decision if version == 4 else None)
+
+    planner = Planner(group, version_status, lambda: group.layouts["p0"], terms=terms)  # type: ignore[arg-type]
+    group.add(layout("s9"), side="subscriber", run="p0", version=4, state="idle")
+    joins = layout("s0")
+    group.add(joins, side="subscriber")
+    reply = ask(planner, joins)
+    assert (reply.version, reply.refused) == (3, None) and decode(reply.part, Part).nbytes == 128
+    # Requested by its number, it is refused.
+    assert ask(planner, joins, 4).refused == decision
 
 
 def test_a_layout_of_another_member_is_refused(planner: Planner) -> None:
