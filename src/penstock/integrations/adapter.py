@@ -348,7 +348,8 @@ class AdapterDirectory(Closing):
     def _place(self) -> Path:
         if self._own is None:
             if self._root is None:
-                memory = Path("/dev/shm")
+                # Only the parent of a directory that `mkdtemp` makes.
+                memory = Path("/dev/shm")  # nosec B108
                 root = memory if os.access(memory, os.W_OK) else private_directory()
             else:
                 root = self._root
