@@ -198,7 +198,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * ENGINE_START_S))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print(json.dumps({"event": "rank", "rank": rank, "pid": os.getpid()}), flush=True)
+    write_line({"event": "rank", "rank": rank, "pid": os.getpid()})
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     for layer in model.model.layers:
@@ -246,7 +246,13 @@ def train(args: argparse.Namespace) -> None:
 def say(**facts: Any) -> None:
     """Tell the process that started the ranks."""
     if dist.get_rank() == 0:
-        print(json.dumps(facts | {"time": time.time()}), flush=True)
+        write_line(facts | {"time": time.time()})
+
+
+def write_line(facts: dict[str, Any]) -> None:
+    """Write a line in one piece: all ranks write to one pipe, and `print` writes the end of a line by itself."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
 
 
 def save_checkpoint(model: Any, optimizer: Any, directory: Path, step: int) -> None:
