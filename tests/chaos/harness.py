@@ -77,6 +77,8 @@ class Outcome:
     description: str = ""
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    results: Counter[str] = field(default_factory=Counter)
+    """What came of the faults, where both ways are right: such as a version that is committed or withdrawn."""
     violations: list[Violation] = field(default_factory=list)
     weight_bytes: int = 0
     """Of a model that was read from storage once by a fleet; 0: storage is not counted in this round."""

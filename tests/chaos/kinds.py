@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.chaos.adapters import AdapterRound
 from tests.chaos.conversions import ConvertRound
 from tests.chaos.downloads import StorageRound
 from tests.chaos.fleets import ClockRound, FleetRound, HubRound, RedisRound
@@ -20,13 +21,15 @@ KINDS: dict[str, type[Round]] = {
         ClockRound,
         SyncRound,
         TogetherRound,
+        AdapterRound,
         ConvertRound,
         StrangerRound,
         StorageRound,
     )
 }
 ORDER = ("fetch", "sync", "convert", "hub", "fetch", "storage", "keeper", "redis", "sync", "fetch", "convert", "clock",
-         "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis", "together")  # fmt: skip
+         "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis", "together",
+         "adapters")  # fmt: skip
 """How kinds follow each other: a fifth are plain fetches."""
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.chaos.harness import HASTY, STALL_S, Round
 from tests.support.fleet import Worker
 from tests.support.sync import SyncTask, SyncWorker, truth
 
-REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
+REFUSALS = frozenset(
+    {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
+)
 """What may be said of a version that could not be had or shown."""
 DEADLINE_S = 4.0
 """Of a decision: the versions take some tenths of a second."""
@@ -29,6 +31,7 @@ class SyncRound(Round):
 
     kind = "sync"
     at_once = 2
+    refusals: ClassVar[frozenset[str]] = REFUSALS
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -48,7 +51,8 @@ class SyncRound(Round):
         return "; ".join([sides] + [f"{who} {how} at {at:.2f} s" for at, who, how in self.hits])
 
     def rank(self, side: str, **task: Any) -> SyncWorker:
-        options: dict[str, Any] = {"arena": True}
+        # Tensors of an adapter are a receiver's own.
+        options: dict[str, Any] = {} if side == "subscriber" and "base" in task else {"arena": True}
         connection = {"transports": [self.transport]}
         if self.tag:
             task |= {"rows": 300, "columns": 384}
@@ -134,6 +138,9 @@ class SyncRound(Round):
         for worker in subscribers:
             if worker not in self.lost:
                 have[worker.said["joined"]["member"]] = self.check(worker, self.done(worker, "update"), {1, 2})
+        self.judge_publishers(publishers, have)
+
+    def judge_publishers(self, publishers: list[SyncWorker], have: dict[str, int]) -> None:
         for worker in publishers:
             if worker not in self.lost:
                 said = self.done(worker, "publish 2")
@@ -146,7 +153,7 @@ class SyncRound(Round):
     def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
         """Return the version that a subscriber has, whole; 0 where it knows that it is dirty."""
         if "error" in said:
-            if said["error"] not in REFUSALS:
+            if said["error"] not in self.refusals:
                 self.violate("unexpected error", f"update: {said['error']}: {said['message']}")
             is_touched = said["mutated"]
             worker.send("digests")
@@ -282,7 +289,7 @@ class TogetherRound(SyncRound):
         )
         if 2 in versions.values() and is_withdrawn:
             self.violate("withdrawn version", f"{sorted(versions.values())}; publishers: {ends}; {list(told.values())}")
-        self.outcome.faults["decision: " + ("committed" if 2 in versions.values() else "withdrawn or none")] += 1
+        self.outcome.results["decision: " + ("committed" if 2 in versions.values() else "withdrawn or none")] += 1
         if "committed" in outcomes and 1 in versions.values():
             self.violate("mixed fleet", f"said to be committed, and {sorted(versions.values())} live")
 

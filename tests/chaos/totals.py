@@ -17,6 +17,7 @@ COUNTED = (
     "torn version",
     "mixed fleet",
     "withdrawn version",
+    "adapter on another base",
     "hang",
     "untyped error",
     "unexpected error",
@@ -34,9 +35,10 @@ COUNTED = (
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return all counts as plain values."""
-    faults, violations = Counter[str](), Counter[str]()
+    faults, results, violations = Counter[str](), Counter[str](), Counter[str]()
     for one in outcomes:
         faults.update(one.faults)
+        results.update(one.results)
         violations.update(found.kind for found in one.violations)
     counted = [one for one in outcomes if one.weight_bytes]
     calm = [one for one in counted if not one.num_deaths]
@@ -46,6 +48,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "num_rounds": len(outcomes),
         "num_faults": sum(faults.values()),
         "faults": dict(sorted(faults.items())),
+        "results": dict(sorted(results.items())),
         "storage_factor_without_deaths": max((one.served_bytes / one.weight_bytes for one in calm), default=None),
         "storage_rounds_without_deaths": len(calm),
         "storage_factor_with_deaths": max(
@@ -74,6 +77,7 @@ def lines(found: dict[str, Any], seed: int) -> list[str]:
     rounds = ", ".join(f"{count} {kind}" for kind, count in found["rounds"].items())
     written = [f"rounds              {found['num_rounds']} ({rounds})", f"faults              {found['num_faults']}"]
     written += [f"  {kind:<32} {count}" for kind, count in found["faults"].items()]
+    written += [f"{kind:<34} {count}" for kind, count in found["results"].items()]
     for name in ("without", "with"):
         factor, count = found[f"storage_factor_{name}_deaths"], found[f"storage_rounds_{name}_deaths"]
         if factor is not None:

@@ -61,6 +61,8 @@ class SyncTask:
     """How long `wait V` waits."""
     terms: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `publish` for `together V`."""
+    base: str = ""
+    """Of the adapter that the versions are; empty: they are no adapter. `base B` changes it."""
     refuses: tuple[int, ...] = ()
     """Versions that the subscriber's check refuses; not empty: it has a check."""
     pause_s: float = 0.0
@@ -69,7 +71,7 @@ class SyncTask:
 
 class SyncWorker(Worker):
     """A rank's process. Lines of input: `publish V`, `together V`, `decision`, `update [V]`, `wait V`, `stage [V]`,
-    `commit`, `subscribers N`, `spoil` (change a byte of its weights, unannounced), `digests`."""
+    `commit`, `subscribers N`, `spoil` (change a byte of its weights, unannounced), `digests`; of adapters `base B`."""
 
     room = "tests.support.sync"
 
@@ -178,30 +180,47 @@ def _work(task: SyncTask) -> None:
         common["transforms"] = task.tag
     if task.refuses:
         common["hooks"] = ps.Hooks(check=lambda version, staged: "it is refused" if version in task.refuses else "")
+    base = _Base(task.base)
     if task.side == "publisher":
         with ps.publisher(task.name, shards, **common) as publisher:
             say("joined", member=publisher.member.id, latest=publisher.latest)
-            _obey(lambda word, number: _publish(task, publisher, shards, word, number))
+            _obey(base, lambda word, number: _publish(task, publisher, shards, base, word, number))
+    elif task.base:
+        from penstock.integrations.adapter import adapter_subscriber
+
+        with adapter_subscriber(task.name, base=lambda: base.identity, target=shards, **common) as received:
+            say("joined", member=received.subscriber.member.id)
+            _obey(base, lambda word, number: _update(task, received.subscriber, shards, word, number))
     else:
         with ps.subscriber(task.name, shards, **common) as subscriber:
             say("joined", member=subscriber.member.id)
-            _obey(lambda word, number: _update(task, subscriber, shards, word, number))
+            _obey(base, lambda word, number: _update(task, subscriber, shards, word, number))
     say("left")
 
 
-def _obey(answer: Any) -> None:
-    """Lines of input, one after the other, until they end."""
+@dataclass(slots=True)
+class _Base:
+    """The base of this rank's adapter."""
+
+    identity: str
+
+
+def _obey(base: _Base, answer: Any) -> None:
+    """Do what each line of input says, one after the other, until they end."""
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
         try:
-            found = answer(word, int(number) if number else None)
+            if word == "base":
+                base.identity, found = number, {}
+            else:
+                found = answer(word, int(number) if number else None)
         except PenstockError as error:
             found = {"error": type(error).__name__, "message": str(error), "mutated": error.mutated}
         say(f"{line.strip()} done", **found)
 
 
 def _publish(
-    task: SyncTask, publisher: Publisher, shards: dict[str, Shard], word: str, number: int | None
+    task: SyncTask, publisher: Publisher, shards: dict[str, Shard], base: _Base, word: str, number: int | None
 ) -> dict[str, Any]:
     if word == "subscribers":
         publisher.wait_subscribers(number or 0)
@@ -219,6 +238,10 @@ def _publish(
         for name, tensor in part_of(task, whole(task, number)).items():
             shards[name].tensor.copy_(tensor)
         terms = {"commit": "together", **task.terms} if word == "together" else {}
+        if task.base:
+            from penstock.integrations.adapter import adapter_metadata
+
+            terms["metadata"] = adapter_metadata(base.identity, {"peft_type": "LORA", "r": 8})
         report = publisher.publish(number, **terms)
     outcome = {
         "outcome": report.outcome,
@@ -267,6 +290,7 @@ def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
         "is_dirty": subscriber.is_dirty,
         "digests": digest,
         "prepared": subscriber.prepared,
+        "metadata": dict(subscriber.metadata),
     }
 
 
