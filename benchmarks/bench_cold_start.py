@@ -30,7 +30,7 @@ from penstock.testing.http_server import Faults, RangeServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one start of `num_workers` workers took."""
+    """The times of one start of `num_workers` workers."""
 
     num_workers: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Conversions beside what people run today: seconds, GB/s of bytes read, peak memory; the limit measured in the run.
+"""Conversions beside programs of today: seconds, GB/s of bytes read, peak memory; the limit measured in the run.
 
     python -m benchmarks.bench_convert [--source-bytes 2G] [--mergekit .../bin/mergekit-yaml] [--reps 3]
     python -m benchmarks.bench_convert --gpus 4 --source-bytes 64G --script-bytes 16G --only fp8 --memory 2G --reps 1
@@ -89,7 +89,7 @@ print("moving", time.monotonic() - began)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured case."""
+    """A measured case."""
 
     work: str
     case: str
@@ -111,7 +111,7 @@ class Row:
 
 
 def specs_of(nbytes: int, hidden: int) -> list[Spec]:
-    """The tensors of a Llama of about so many bytes."""
+    """Return the tensors of a Llama of about `nbytes` bytes."""
     kv, wide, vocab = hidden // 4, int(WIDER * hidden), min(VOCAB, 8 * hidden)
     shapes = {
         **{f"self_attn.{name}_proj": (rows, hidden) for name, rows in zip("qkv", (hidden, kv, kv), strict=True)},
@@ -189,7 +189,7 @@ def _moving_s(trace: Path | None, said: str) -> float | None:
 
 
 class Bench:
-    """One run of the program."""
+    """A run of the program."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.num_failed = args, time.monotonic(), 0

@@ -34,7 +34,7 @@ PAUSE_CYCLES = 6_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured case; `low` and `high` are the slowest and the fastest sample."""
+    """A measured case; `low` and `high` are the slowest and the fastest sample."""
 
     case: str
     nbytes: int

@@ -45,7 +45,7 @@ class Failed(Exception):
 
 
 class Bench:
-    """One run."""
+    """A run of the benchmark."""
 
     serve = staticmethod(fetch_worker.serve)
 
@@ -140,7 +140,7 @@ def seconds(found: Sequence[float]) -> str:
 
 
 def fetches(bench: Bench) -> None:
-    """One holder, the others fetch; then the same while the source decodes."""
+    """Measure fetches from one holder by all others; then the same while the source decodes."""
     others = range(1, bench.asked.world_size)
     limit = bench.ask([1], "limit", nbytes=min(bench.nbytes, 4 << 30))[0]
     bench.row("limit: one plain copy", "", f"{limit:.1f} GB/s", "between two devices; on the CPU one thread in memory")

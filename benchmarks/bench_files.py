@@ -97,7 +97,7 @@ def mapped(call: Call, num_threads: int = 2, chunk_bytes: int = 8 * MIB) -> dict
 
 
 def touch(tensors: dict[str, Any]) -> int:
-    """One byte of every 4 KiB of every tensor."""
+    """Read one byte of every 4 KiB of every tensor."""
     total = 0
     for tensor in tensors.values():
         if not isinstance(tensor, memoryview):
@@ -136,7 +136,7 @@ def child(case: str, directory: str) -> None:
 
 
 def limit(case: str, call: Call) -> Callable[[], object]:
-    """What the disk or the page cache gives to bare system calls; memory is there before the clock starts."""
+    """Measure bare system calls on the disk or the page cache; memory is allocated before the clock starts."""
     if "map" in case:
         files = [MappedFile(path) for path in call.files]
         return lambda: [np.asarray(file.view(0, file.nbytes))[::4096].max() for file in files]

@@ -56,7 +56,7 @@ JOIN_AT_ONCE = 50
 
 
 class Asker:
-    """One member's connection."""
+    """The connection of a member."""
 
     def __init__(self, host: str, port: int, taken: dict[str, list[float]], token: str) -> None:
         self._host, self._port, self._taken, self.life = host, port, taken, secrets.token_hex(16)

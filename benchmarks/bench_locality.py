@@ -30,7 +30,7 @@ from penstock.testing.http_server import RangeServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One conversion."""
+    """A measured conversion."""
 
     case: str
     missing_bytes: int

@@ -44,7 +44,7 @@ def arena(nbytes: int, device: str) -> Memory:
 
 
 def say(what: str, nbytes: int, seconds: list[float], **more: object) -> None:
-    """One line."""
+    """Print a line."""
     best, median = min(seconds), sorted(seconds)[len(seconds) // 2]
     rate = {"gb_per_s": round(nbytes / GB / median, 1), "best_gb_per_s": round(nbytes / GB / best, 1)}
     print(json.dumps({"what": what, "nbytes": nbytes, "ms": round(median * 1e3, 2), **rate, **more}), flush=True)
@@ -71,7 +71,7 @@ def gapped(nbytes: int, run: int, matrix_bytes: int = 128 << 20) -> Strips:
 
 
 def digests(nbytes: int) -> None:
-    """What a source and a receiver spend on them."""
+    """Measure the time that a source and a receiver spend on digests."""
     memory, device = arena(nbytes, "cuda:0"), torch.device("cuda:0")
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
     for run in (4 << 10, 16 << 10, 1 << 20):

@@ -37,7 +37,7 @@ GOALS = {"llama packed": 1.8, "fp8 packed": 3.0, "moe per tensor": 5.0}
 
 
 class SyncBench(Bench):
-    """One run."""
+    """A run of the benchmark."""
 
     serve = staticmethod(sync_worker.serve)
 
@@ -59,7 +59,7 @@ class SyncBench(Bench):
         return self.heard(ranks)
 
     def heard(self, ranks: Sequence[int]) -> list[Any]:
-        """What each answers."""
+        """Return the answer of each worker."""
         said, faults = [], []
         for rank in ranks:
             try:
@@ -80,7 +80,7 @@ class SyncBench(Bench):
         self.ask(range(self.asked.world_size), "end_sync")
 
     def step(self, commit: str = "each") -> dict[str, Any]:
-        """One version."""
+        """Send one version and return its measurements."""
         self.version, self.turn = self.version + 1, self.turn + 1
         for rank in self.engines:
             self.pipes[rank].send(("update", {"version": self.version}))
@@ -107,7 +107,7 @@ class SyncBench(Bench):
         return sum(int(one["nbytes"]) for one in made)
 
     def save(self) -> None:
-        """What was found so far."""
+        """Write the results so far."""
         took_s = self.asked.budget_s - self.left_s()
         self._out.mkdir(parents=True, exist_ok=True)
         (self._out / "sync.md").write_text(

@@ -62,7 +62,7 @@ def fill(room: Room) -> None:
 
 
 def digests(room: Room) -> bytes:
-    """Of all leaves of a room on the fastest tier."""
+    """Return the digests of all leaves of a room on the fastest tier."""
     starts = range(0, room.nbytes, LEAF_BYTES)
     if isinstance(room, CudaRoom):
         from penstock.digest.cuda import leaf_digests_cuda
@@ -173,7 +173,7 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int) -> dict[s
 
 
 def show(rows: dict[str, list[float]], bounds: dict[str, float], unit: str = "GB/s") -> None:
-    """One table."""
+    """Print a table."""
     print(f"\n| what | n | median {unit} | min - max | limit | of the limit |\n|---|---|---|---|---|---|")
     for what, values in rows.items():
         bound = bounds.get(what)

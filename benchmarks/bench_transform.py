@@ -1,4 +1,4 @@
-"""Transforms on a CUDA device: GB/s of source bytes, beside the device's own copy, torch as it is and torch.compile.
+"""Transforms on a CUDA device: GB/s of source bytes, beside the device's own copy, plain torch and torch.compile.
 
     python benchmarks/bench_transform.py [--source-bytes 4G] [--samples 10] [--json]
 
@@ -42,7 +42,7 @@ TAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured case, in GB/s of source bytes."""
+    """A measured case, in GB/s of source bytes."""
 
     tag: str
     tensors: str

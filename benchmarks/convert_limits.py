@@ -1,4 +1,4 @@
-"""What a conversion cannot be faster than: its bytes read, copied to devices and back, written, nothing else running.
+"""The limits of a conversion: its bytes read, copied to devices and back, and written, with nothing else running.
 
 In: a checkpoint, room on the same file system, how many devices. Out: GB of the checkpoint a second, of each.
 Not here: the conversion (`bench_convert`).

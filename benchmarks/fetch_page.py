@@ -53,6 +53,6 @@ def page(
 
 @functools.cache
 def shell(command: str) -> str:
-    """What it prints, asked once; "" where it fails."""
+    """Return the output of a command; "" if it fails."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
     return done.stdout if done.returncode == 0 else ""

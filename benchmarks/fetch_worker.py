@@ -1,4 +1,4 @@
-"""One worker of `benchmarks.bench_fetch`: a process that holds, fetches, broadcasts, loads, decodes, attaches as told.
+"""A worker of `benchmarks.bench_fetch`: a process that holds, fetches, broadcasts, loads or attaches on request.
 
 In: (name, arguments) by a pipe; each name is a method of `Worker`. Out: what the method gives, or its error.
 Not here: what is asked in which order, what is made of it (`bench_fetch`).

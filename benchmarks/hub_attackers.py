@@ -36,7 +36,7 @@ FIRST_BYTES = {
 
 
 class Attack(asyncio.Protocol):
-    """One connection, from its connect to its end."""
+    """An attacking connection, from its connect to its end."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

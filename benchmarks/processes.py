@@ -21,7 +21,7 @@ PEEK_S = 0.1
 
 
 class Failed(Exception):
-    """It did not end, or not well."""
+    """The process did not end in time, or ended with an error."""
 
 
 def family(pid: int) -> Iterator[int]:

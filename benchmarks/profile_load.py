@@ -1,4 +1,4 @@
-"""Where one load spends its time, and what each of its stages can do alone on this machine.
+"""A profile of one load: the time of each stage, beside the rate of that stage alone on this machine.
 
 In: a checkpoint directory (or a size: one is written), a device. Out: tables on stdout.
 Not here: comparison with peers (`benchmarks/load`).
@@ -45,7 +45,7 @@ def covered_s(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def executor_table(events: Sequence[dict[str, Any]]) -> list[str]:
-    """One line an executor from Chrome-trace events; gaps are seconds in which none of its threads had a step."""
+    """Return a line for each executor from Chrome-trace events; gaps are seconds without a step."""
     rooms = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
     if not spans:

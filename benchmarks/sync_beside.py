@@ -1,4 +1,4 @@
-"""What `benchmarks.bench_sync` holds a sync beside: broadcasts of torch.distributed from a rank that has all of it.
+"""The peers of `benchmarks.bench_sync`: broadcasts of torch.distributed from a rank that has all tensors.
 
 In: a checkpoint's shapes, an engine's model. Out: seconds of each version, from barrier to barrier.
 Not here: the sync (`sync_worker`).
@@ -28,7 +28,7 @@ Steps = list[Callable[[], object]]
 
 
 class Broadcasts:
-    """One rank of them. Buffers, views and the tables of kernels are made before the clock runs, and before the group.
+    """A rank of the broadcasts. Buffers, views and kernels are made before the clock runs, and before the group.
 
     Args:
         shapes: of the checkpoint.
@@ -130,7 +130,7 @@ class Broadcasts:
         return steps
 
     def _pairs(self, name: str, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the part of a tensor goes that this rank wants, and the part; none: it wants none."""
+        """Return the destination and the part of a tensor that this rank wants; None: it wants none."""
         if self._model is None or name not in self._model.places:
             return []
         part = self._model.wanted(name, whole)

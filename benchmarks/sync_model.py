@@ -25,7 +25,7 @@ BLOCK = 128
 
 
 def shapes_of(kind: str, nbytes: int, *, small: bool) -> dict[str, Shape]:
-    """A checkpoint of about so many bytes of BF16: `llama`, `fp8` (the same), or `moe`: 30,000 tensors of experts."""
+    """Return the shapes of about `nbytes` bytes of BF16: `llama`, `fp8` (the same), or `moe`: 30,000 experts."""
     if kind == "moe":
         return _moe(nbytes, num_layers=4 if small else 40, num_experts=25 if small else 250)
     hidden, inner, kv, vocab = (256, 512, 256, 512) if small else (8192, 28672, 1024, 128256)
@@ -62,7 +62,7 @@ def _moe(nbytes: int, *, num_layers: int, num_experts: int) -> dict[str, Shape]:
 
 
 def served_of(kind: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """What engines of a kind load: as trained, or with the scales of codes beside them."""
+    """Return the tensors that engines of a kind load: as trained, or codes with their scales."""
     found = dict(shapes)
     for name, shape in shapes.items():
         if kind in TAGS and name.endswith("_proj.weight"):
@@ -85,7 +85,7 @@ def advance(flat: torch.Tensor) -> None:
 
 
 class Served(torch.nn.Module):
-    """What one rank of an engine holds.
+    """The tensors of one rank of an engine.
 
     Args:
         shapes: of `served_of`.
@@ -138,13 +138,13 @@ class Served(torch.nn.Module):
                     self.part(name, self._cut(name, tuple(tensor.shape))[0]).copy_(self.wanted(name, tensor))
 
     def part(self, name: str, num_rows: int) -> torch.Tensor:
-        """Where a tensor's part is."""
+        """Return the position of a tensor's part."""
         target, expert, row = self.places[name]
         into = self.get_parameter(target)
         return (into if expert < 0 else into[expert]).narrow(0, row, num_rows)
 
     def wanted(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a tensor this rank wants."""
+        """Return the part of a tensor that this rank wants."""
         for dim, length in enumerate(self._cut(name, tuple(whole.shape))):
             if length != whole.shape[dim]:
                 whole = whole.narrow(dim, self.rank * length, length)

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.bench_sync`: a process that trains, publishes, serves, updates, broadcasts as told.
+"""A rank of `benchmarks.bench_sync`: a process that trains, publishes, serves, updates or broadcasts on request.
 
 In: (name, arguments) by a pipe; each name is a method of `Worker`. Out: what the method gives, or its error.
 Not here: what is asked in which order, what is made of it (`bench_sync`).
@@ -254,7 +254,7 @@ class Worker:
         return len(some)
 
     def _loaded(self, name: str, whole: Any) -> dict[str, Any]:
-        """What an engine's loader is given of a trained tensor: itself, or its codes and scales."""
+        """Return the input of an engine's loader for a trained tensor: the tensor, or its codes and scales."""
         from benchmarks.sync_model import SCALES
 
         from penstock.transform.formats import format_of

@@ -36,7 +36,7 @@ def replica(config: str) -> None:
 
 
 def first(directory: str) -> int:
-    """The process that has the weights already, whoever loaded them: it offers what it computes with."""
+    """Offer the weights that this process computes with."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     text = generate(model)
     with tempfile.TemporaryDirectory() as config, ps.join("transformers-example") as fleet:

@@ -51,7 +51,7 @@ class Trainer:
         self.publisher = ps.publisher("policy", self.model, mode="snapshot", replica="cpu")
 
     def step(self, version: int) -> tuple[float, list[int]]:
-        """One step; its loss, and what the weights that were published generate."""
+        """Make a step; return its loss, and the text that the published weights generate."""
         tokens = torch.randint(0, CONFIG.vocab_size, (4, 16))
         loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()

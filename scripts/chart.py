@@ -36,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One piece of work, done by Penstock and by something else in the same run."""
+    """A task, done by Penstock and by an alternative in the same run."""
 
     work: str
     where: str

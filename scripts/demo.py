@@ -39,7 +39,7 @@ progress = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table."""
+    """A row of the table."""
 
     what: str
     loader: str
@@ -108,7 +108,7 @@ def prepare_safetensors() -> Any:
 
 
 def prepare_download() -> Any:
-    """What one does over HTTP without Penstock: download every shard to a file, then `load_file`."""
+    """Prepare the way over HTTP without Penstock: download every shard to a file, then `load_file`."""
     load_files = prepare_safetensors()
 
     def load(uri: str, device: str) -> tuple[dict[str, Any], str, str]:
@@ -223,7 +223,7 @@ def penstock_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def one_bit_flipped(file: Path) -> Iterator[None]:
-    """One bit in the middle of `file` is wrong while the block runs."""
+    """Flip one bit in the middle of `file` while the block runs."""
     at = file.stat().st_size // 2
 
     def flip() -> None:

@@ -38,7 +38,7 @@ progress = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One conversion: in the words of `penstock.convert`, and by the plain script's function."""
+    """A conversion: the arguments of `penstock.convert`, and the function of the plain script."""
 
     what: str
     sources: tuple[str, ...]
@@ -125,7 +125,7 @@ def penstock(words: dict[str, Any], sources: Sequence[str], into: str, killed: b
 
 
 def measure(**words: Any) -> dict[str, Any]:
-    """One measurement, in a process of its own; {} where it was killed."""
+    """Make one measurement in a process of its own; {} if it was killed."""
     command = [sys.executable, __file__, "--measure", json.dumps(words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=600)
     if done.returncode == -signal.SIGKILL and words.get("killed"):
@@ -137,7 +137,7 @@ def measure(**words: Any) -> dict[str, Any]:
 
 
 def bits(directory: str) -> dict[str, str]:
-    """Of every tensor its dtype, shape and a digest of its bytes, by the format's own reader."""
+    """Return the dtype, shape and digest of every tensor, by the format's own reader."""
     import torch
     import xxhash
     from safetensors.torch import load_file
@@ -185,7 +185,7 @@ def memory_text(result: dict[str, Any]) -> str:
 
 
 def convert_demo(nbytes: int, directory: Path) -> bool:
-    """Print the table of checkpoints of about so many bytes; False when a bit differs or a run did not go on."""
+    """Print the table of checkpoints of about `nbytes` bytes; False if a bit differs or a run did not resume."""
     from penstock.testing.checkpoints import write_llama
 
     begun = time.monotonic()

@@ -31,7 +31,7 @@ progress = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the checkpoint is read from."""
+    """A storage that the checkpoint is read from."""
 
     what: str
     uri: str
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one place gave."""
+    """The result of one storage."""
 
     place: Place
     alone: list[dict[str, Any]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def nbytes(self) -> int:
-        """Of the model."""
+        """Return the bytes of the model."""
         return int(self.fetched[0]["nbytes"])
 
 
@@ -137,7 +137,7 @@ def measure(place: Place, devices: Sequence[str]) -> Outcome:
 
 
 def paths_of(fetched: dict[str, Any], names: dict[str, str]) -> str:
-    """What came by which path, members by their number."""
+    """Return the bytes by path, members by their number."""
     found = []
     for path, nbytes in fetched["paths"].items():
         if path.startswith("storage "):
@@ -173,7 +173,7 @@ def add_rows(table: Table, outcome: Outcome) -> None:
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """Why each transport and no nearer one, a line each."""
+    """Return the reason for each transport, a line each."""
     found: dict[str, None] = {}
     for outcome in outcomes:
         for fetched in outcome.fetched:

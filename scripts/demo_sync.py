@@ -45,7 +45,7 @@ progress = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What one process is."""
+    """The task of one process."""
 
     side: str
     rank: int
@@ -55,17 +55,17 @@ class RankTask:
 
 
 class Rank(SyncWorker):
-    """One process. Lines of input: `step V` to who trains; `update V`, then `logits V`, to who serves."""
+    """A process. Lines of input: `step V` to a trainer; `update V`, then `logits V`, to an engine."""
 
     room = "demo_sync"
 
     def ask_done(self, line: str) -> dict[str, Any]:
-        """What it says of a line; SystemExit when that failed."""
+        """Send a line and return the answer; SystemExit if it failed."""
         return done(self, line, self.ask(line, timeout_s=WAIT_S))
 
 
 def done(rank: Rank, line: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What was said, unless it is an error."""
+    """Return the answer, unless it is an error."""
     if "error" in found:
         raise SystemExit(f"{rank.task.side} {rank.task.rank}: {line}: {found['error']}: {found['message']}")
     return found
@@ -95,7 +95,7 @@ def process_group(directory: str, name: str, rank: int) -> Iterator[None]:
 
 
 def gathered(directory: str, version: int) -> Path:
-    """Where a version is written down whole, to be compared with."""
+    """Return the file of a whole version, for comparisons."""
     return Path(directory, f"gathered-{version}.safetensors")
 
 
@@ -172,7 +172,7 @@ def serve(task: RankTask, sizes: Sizes) -> None:
 
 
 def served_model(sizes: Sizes, rank: int) -> LlamaRank:
-    """One rank's parameters, and its sums over the ranks."""
+    """Return the parameters of a rank, with its sums over the ranks."""
     import torch
     import torch.distributed as dist
     from tests.support.llama import LlamaRank
@@ -186,7 +186,7 @@ def served_model(sizes: Sizes, rank: int) -> LlamaRank:
 
 
 def plain(report: Any) -> dict[str, Any]:
-    """What the table shows of an update."""
+    """Return the columns of the table for an update."""
     names = "version", "nbytes", "plan_s", "wire_s", "install_s", "pause_s", "gb_per_s", "path", "attempts"
     return {name: getattr(report, name) for name in names} | {"why": list(report.why)}
 
@@ -206,7 +206,7 @@ def obey(answers: dict[str, Callable[[int], dict[str, Any]]]) -> None:
 
 
 def sizes_of(nbytes: int) -> Sizes:
-    """About so many bytes of BF16."""
+    """Return the sizes of a model of about `nbytes` bytes of BF16."""
     from tests.support.llama import Sizes
 
     hidden = 256 if nbytes < 24 * MIB else 512
@@ -297,7 +297,7 @@ def named(text: str, names: dict[str, str]) -> str:
 
 
 def sync_demo(nbytes: int) -> bool:
-    """Print the table of a model of about so many bytes; False when a bit differs."""
+    """Print the table of a model of about `nbytes` bytes; False if a bit differs."""
     begun, sizes = time.monotonic(), sizes_of(nbytes)
     table = Table(
         title=f"{RANKS} ranks train a Llama of {2 * sizes.num_params / GB:.3f} GB under FSDP2, {RANKS} serve it under "
@@ -317,7 +317,7 @@ def sync_demo(nbytes: int) -> bool:
 
 
 def work(values: dict[str, Any]) -> int:
-    """One process, as far as it goes."""
+    """Run one process to its end."""
     import torch
     from tests.support.llama import Sizes
 

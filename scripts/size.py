@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSize:
-    """One row of the table."""
+    """A row of the table."""
 
     path: str
     num_lines: int
@@ -26,7 +26,7 @@ class FileSize:
 
     @property
     def mark(self) -> str:
-        """Which budget the file is past, if one."""
+        """Return the budget that the file exceeds, if any."""
         past = ["file"] * (self.num_lines > FILE_LINES) + ["function"] * (self.longest_lines > FUNCTION_LINES)
         return "past: " + ", ".join(past) if past else ""
 

@@ -52,7 +52,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Run:
-    """One invocation: where its files are, what it has measured, how much time is left."""
+    """A run of the program: the place of its files, its measurements, the time that is left."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -115,7 +115,7 @@ class Run:
         return linked
 
     def one(self, row: Row, loader: str, at: Checkpoint, turn: int) -> dict[str, Any]:
-        """One measurement, recorded."""
+        """Make one measurement and record it."""
         job = measure.Job(
             row=row.key,
             loader="safetensors" if loader == "reference" else loader,

@@ -1,4 +1,4 @@
-"""How each loader is called, as its own documentation says, with its defaults.
+"""The call of each loader, as its own documentation says, with its defaults.
 
 In: the files, their directory, a device, a process group or None. Out: `{name: tensor}`, owned and usable.
 Not here: what is timed and checked (`measure`).
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a loader is given."""
+    """The arguments of a loader."""
 
     directory: str
     files: tuple[str, ...]
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """One contestant. `modules` are imported before the clock starts."""
+    """A loader to be measured. `modules` are imported before the clock starts."""
 
     run: Callable[[Call], dict[str, Any]]
     modules: Sequence[str] = ()
@@ -167,7 +167,7 @@ PEERS = ("safetensors", "runai", "fastsafetensors", "instanttensor", "instantten
 
 
 def missing(name: str, device: str) -> str:
-    """Why `name` cannot be measured here; empty if it can."""
+    """Return why `name` cannot be measured here; empty if it can."""
     loader = LOADERS[name]
     if device not in loader.devices:
         return f"it does not load to {device}"

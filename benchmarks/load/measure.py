@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: import, context, [ready ... go], the timed load, check, answer.
+"""A measurement in a process of its own: import, context, [ready ... go], the timed load, check, answer.
 
     parent:   start -> (ready from every rank) -> set the cache state -> go -> sample host memory -> answer or kill
     child:    import, CUDA context, join group -> ready -> go -> barrier -> [load, synchronize] on the clock -> check
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one measurement does. `loader` is a name of `LOADERS`, or `limit:...`, or `digests:write`."""
+    """The description of a measurement. `loader` is a name of `LOADERS`, or `limit:...`, or `digests:write`."""
 
     row: str
     loader: str

@@ -1,4 +1,4 @@
-"""The rows of the speed table: what is loaded from where, by whom, beside which limit, and what is the goal.
+"""The rows of the speed table: the checkpoint, its storage, the loaders, the limit and the goal.
 
 In: sizes. Out: plain values. The goals are those the project set itself before the first measurement.
 Not here: running them (`__main__`), printing them (`report`).
@@ -28,7 +28,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the speed table."""
+    """A line of the speed table."""
 
     key: str
     title: str

@@ -90,7 +90,7 @@ class Server:
 
 
 class Run:
-    """What the ranks said, and the kills that are still to come."""
+    """The reports of the ranks, and the kills that are still to come."""
 
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         self._args, self._server = args, server

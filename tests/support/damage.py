@@ -1,4 +1,4 @@
-"""Damage to another process's weights from outside, as a bad DIMM does it: a bit flips and nobody is told.
+"""Damage to another process's weights from outside, as a bad DIMM does it: a bit flips without a notice.
 
 In: a process of the same user. Out: one bit of its arenas changed. Not here: what notices it (tests, the soak).
 """
@@ -13,7 +13,7 @@ _ARENA = "memfd:penstock-arena"
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """One arena of a process: where it is mapped there."""
+    """The mapping of an arena in a process."""
 
     pid: int
     address: int

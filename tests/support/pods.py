@@ -45,7 +45,7 @@ RUNTIME = f"{ROOT}/run/penstock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod. /tmp, /dev/shm and /proc are its own; the rest of the host's files is seen as it is.
+    """A pod. /tmp, /dev/shm and /proc are its own; the other files are the host's.
 
     Attributes:
         shared: directory mounted as its runtime directory; None: it has one of its own.

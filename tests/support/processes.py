@@ -1,4 +1,4 @@
-"""What the kernel says of a process, for tests: the ports it listens on.
+"""Facts of the kernel about a process, for tests: the ports on which it listens.
 
 In: a process id. Out: port numbers. Not here: starting processes (`fork_server`, `commands`).
 """

@@ -33,7 +33,7 @@ IMPORTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rank."""
+    """The result of one rank."""
 
     ended: Literal["returned", "raised", "died", "hung"]
     value: Any = None
