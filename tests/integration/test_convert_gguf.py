@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,50 +175,3 @@ def test_what_cannot_be_written_is_refused(
     with pytest.raises((PlanError, ConfigError, OperationFailed), match=fault):
         convert(tmp_path / "model.safetensors", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def children() -> set[str]:
-    """Return the processes that this one has started and not waited for."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
-def worker_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-w")]
-
-
-def test_a_small_conversion_runs_in_a_thread(llama: Path, tmp_path: Path) -> None:
-    before, during, threads = children(), set[str](), set[str]()
-
-    def look(done: int, total: int) -> None:
-        during.update(children())
-        threads.update(worker_threads())
-
-    report = ps.convert(llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", task_bytes=2000, progress=look)
-    assert during <= before and threads == {"penstock-w0"} and not worker_threads()
-    assert report.num_workers == 1
-    # Two workers are processes, and make the same file.
-    ps.convert(llama, tmp_path / "two", to="gguf:Q8_0", devices="cpu", task_bytes=2000, workers=2)
-    made = [(tmp_path / name / "model.gguf").read_bytes() for name in ("out", "two")]
-    assert made[0] == made[1]
-
-
-def test_ctrl_c_ends_the_thread_and_the_next_call_resumes(llama: Path, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        if done >= 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(llama, tmp_path / "out", to="gguf:Q8_0", task_bytes=2000, progress=interrupt)
-    assert not worker_threads() and not (tmp_path / "out").exists()
-    report = ps.convert(llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", task_bytes=2000)
-    assert report.num_resumed >= 2
-    convert(llama, tmp_path / "whole", to="gguf:Q8_0")
-    assert (tmp_path / "out/model.gguf").read_bytes() == (tmp_path / "whole/model.gguf").read_bytes()
-
-
-def test_an_operation_that_fails_ends_the_thread(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    save_file({"bad": torch.full((4, 64), torch.inf)}, tmp_path / "source/model.safetensors")
-    with pytest.raises(OperationFailed, match="infinite"):
-        ps.convert(tmp_path / "source", tmp_path / "out", to="gguf:Q8_0", devices="cpu")
-    assert not worker_threads()

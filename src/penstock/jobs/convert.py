@@ -83,9 +83,10 @@ WORKER_MEMORY_BYTES = 512 * MIB
 THREAD_BYTES = 1024 * MIB
 """Conversions that read and write at most this much in all are small: one thread makes them in the time in which
 processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
-_THREAD_OPERATIONS = frozenset({"copy", "rename", "dequantise", "gguf"})
-"""Operations that may run on several torch threads in the caller's process. A merge adds in another order on another
-number of threads, which gives other bits; formats and functions of users may hang or end the process."""
+_THREAD_OPERATIONS = frozenset({"copy", "rename", "reshard", "store", "dequantise", "gguf", "average", "linear"})
+"""Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
+its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
+number of threads, which gives other bits; functions of users may hang or end the process."""
 MIN_TASK_BYTES = MIB // 4
 """A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
 
