@@ -57,6 +57,30 @@ class Server:
         tokens: list[int] = found["choices"][0]["token_ids"]
         return tokens
 
+    def log_prob_difference(self, model: Any, prompt: Sequence[int], num_tokens: int) -> float:
+        """Return the largest difference between this server's log-probabilities of its answer and a model's.
+
+        Args:
+            model: of transformers, whose weights the server should have.
+        """
+        import torch
+
+        found = self.post(
+            "/v1/completions",
+            model=self.model,
+            prompt=prompt,
+            max_tokens=num_tokens,
+            temperature=0,
+            logprobs=0,
+            return_token_ids=True,
+            return_tokens_as_token_ids=True,
+        )["choices"][0]
+        tokens: list[int] = found["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        of_model = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return float((of_model - torch.tensor(found["logprobs"]["token_logprobs"])).abs().max())
+
     def wait_up(self) -> None:
         deadline = time.monotonic() + 480
         while True:

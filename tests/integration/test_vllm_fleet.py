@@ -20,9 +20,16 @@ class Engine:
         self._stack = stack
         self.staging, self.live = torch.zeros(64), torch.zeros(64)
         self.listen, self.weight_version = "", ""
-        self.is_updating, self.is_broken = False, False
+        self.is_updating, self.is_broken, self.is_gone = False, False, False
+        self._subscriber: ps.Subscriber | None = None
+
+    def restart(self) -> None:
+        """Lose the subscription and the update, as a server that was restarted."""
+        self._subscriber, self.is_updating = None, False
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        if self.is_gone:
+            raise RuntimeError("no answer")
         self.listen = info.get("listen", "")
         self._subscriber = self._stack.enter_context(
             ps.subscriber(
@@ -32,13 +39,17 @@ class Engine:
 
     def start_weight_update(self) -> None:
         assert not self.is_updating, "vLLM refuses a second update"
+        if self.is_gone or self._subscriber is None:
+            raise RuntimeError("no answer" if self.is_gone else "not subscribed")
         self.is_updating = True
 
     def update_weights(self, info: dict[str, Any]) -> None:
+        assert self.is_updating
         if self.is_broken:
             # As vLLM: an update that failed is ended.
             self.is_updating = False
             raise RuntimeError("no room")
+        assert self._subscriber is not None
         self._subscriber.update(info["version"])
 
     def finish_weight_update(self, weight_version: str) -> None:
@@ -102,3 +113,25 @@ def test_a_server_that_fails_is_left_out_where_that_is_asked_for(stack: ExitStac
     assert {float(engine.live[0]) for engine in engines.values()} == {3.0} and not fleet.left_out
     with pytest.raises(ps.ConfigError, match="without servers"):
         FleetClient({})
+
+
+def test_a_server_that_was_restarted_subscribes_again(stack: ExitStack) -> None:
+    weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b")}
+    publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
+    fleet = FleetClient(engines)
+    stack.callback(fleet.close)
+    fleet.init_weight_transfer_engine({"name": "served"})
+    send(publisher, weights, fleet, 1)
+    # One that is gone fails the version for all, and the next one once it is back.
+    engines["b"].is_gone = True
+    with pytest.raises(ps.VersionRefused, match="version 2 was withdrawn from all 2 servers: b: no answer"):
+        send(publisher, weights, fleet, 2)
+    assert {float(engine.live[0]) for engine in engines.values()} == {1.0}
+    engines["b"].is_gone = False
+    engines["b"].restart()
+    send(publisher, weights, fleet, 3)
+    assert {float(engine.live[0]) for engine in engines.values()} == {3.0}
+    for engine in engines.values():
+        engine.is_gone = True
+    with pytest.raises(RuntimeError, match="no answer"):
+        fleet.start_weight_update()

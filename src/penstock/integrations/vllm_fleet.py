@@ -4,7 +4,8 @@ In: one client of vLLM for each server. Out: the four calls of such a client; `V
 installed anywhere.
 Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`vllm_trainer`).
 
-    update_weights          every server receives: prepared, or failed with a reason
+    start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
+    update_weights          every other server receives: prepared, or failed with a reason
     finish_weight_update    the decision of this process: those that are prepared install; none, where one is missing
 
 Imports no vLLM: a client is anything with its four methods.
@@ -52,27 +53,46 @@ class FleetClient:
         self._laggards = laggards
         self._init_info = dict(init_info or {})
         self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
-        # The servers whose update was started and not ended, and those that have received the version.
+        self._subscription: Mapping[str, Any] | None = None
+        # The servers whose update was started and not ended, those whose update did not start, and those that have
+        # received the version.
         self._started: set[str] = set()
+        self._failed_starts: dict[str, BaseException] = {}
         self._prepared: set[str] = set()
         self._version = -1
         self.left_out: dict[str, str] = {}
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Make every server subscribe. Raises the first server's error."""
-        _raise_first(
-            self._all(
-                list(self._clients),
-                lambda name, client: client.init_weight_transfer_engine({**init_info, **self._init_info.get(name, {})}),
-            )
-        )
+        self._subscription = init_info
+        _raise_first(self._all(list(self._clients), self._subscribe))
+
+    def _subscribe(self, name: str, client: Any) -> None:
+        client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers that have none. Raises the first server's error."""
+        """Start an update on the servers that have none. A server that fails here fails the version (`update_weights`).
+
+        Raises:
+            Exception: no server starts an update; the first server's error.
+        """
+
+        def start(_: str, client: Any) -> None:
+            client.start_weight_update(*args, **kwargs)
+
+        def subscribe_and_start(name: str, client: Any) -> None:
+            self._subscribe(name, client)
+            start(name, client)
+
         names = [name for name in self._clients if name not in self._started]
-        errors = self._all(names, lambda _, client: client.start_weight_update(*args, **kwargs))
+        errors = self._all(names, start)
+        if errors and self._subscription is not None:
+            # A server that was restarted has no subscription.
+            errors = self._all(list(errors), subscribe_and_start)
         self._started |= set(names) - errors.keys()
-        _raise_first(errors)
+        self._failed_starts = errors
+        if not self._started:
+            _raise_first(errors)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Have every server receive a version; each keeps serving the one before.
@@ -82,7 +102,8 @@ class FleetClient:
         """
         self._version = int(update_info["version"])
         self._prepared.clear()
-        errors = self._all(list(self._clients), lambda _, client: client.update_weights(dict(update_info)))
+        errors = dict(self._failed_starts)
+        errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
         # vLLM ends an update that failed; the others stay open for the next version.
         self._started -= errors.keys()
         self.left_out = {name: _reason(error) for name, error in errors.items()}
