@@ -41,6 +41,7 @@ COMMANDS = {
     "plan convert": "SOURCES --to --op --task-bytes --workers --cluster --rates --seed --picture --format",
     "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
     "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --seed --picture --format",
+    "bench boot": "COMMAND --url --body --model --repeat --timeout-s --log --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
 }

@@ -100,7 +100,7 @@ def bench_load(
 
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     look(uri)
-    files = _local_files(uri)
+    files = local_files(uri)
     if cold and not files:
         raise ConfigError("--cold is for local files", uri=uri)
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
@@ -195,7 +195,7 @@ def drop_cached(files: Sequence[str]) -> None:
             os.close(descriptor)
 
 
-def _local_files(uri: str) -> list[str]:
+def local_files(uri: str) -> list[str]:
     """Return the files behind a URI when they are local; none otherwise."""
     from penstock.storage import is_remote, local_path
     from penstock.storage.locate import resolve

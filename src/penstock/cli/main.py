@@ -21,7 +21,19 @@ DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 try:
     import typer
 
-    from penstock.cli import bench, checkpoints, convert, doctor, fleet, hub, initialize, load, plan, terminal
+    from penstock.cli import (
+        bench,
+        bench_boot,
+        checkpoints,
+        convert,
+        doctor,
+        fleet,
+        hub,
+        initialize,
+        load,
+        plan,
+        terminal,
+    )
     from penstock.cli import run as run_program
     from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
     from penstock.errors import ConfigError, PenstockError
@@ -110,6 +122,11 @@ app.command(
 )(run_program.run)
 app.add_typer(plan.app, name="plan")
 app.add_typer(plan.simulate_app, name="simulate")
+bench.app.command(
+    "boot",
+    epilog=examples("penstock bench boot --url http://127.0.0.1:8000/health -- vllm serve llama"),
+    context_settings={"allow_interspersed_args": False},
+)(bench_boot.bench_boot)
 app.add_typer(bench.app, name="bench")
 
 
