@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from penstock.phases import phase
     from penstock.sync.check import StagedVersion, log_prob_check
     from penstock.sync.publish.publisher import Publisher, publisher
+    from penstock.sync.receive.hooks import Hooks
     from penstock.sync.receive.released import StoredVersion
-    from penstock.sync.receive.subscriber import Hooks, Subscriber, subscriber
+    from penstock.sync.receive.subscribe import subscriber
+    from penstock.sync.receive.subscriber import Subscriber
     from penstock.sync.report import PublishReport, UpdateReport
     from penstock.sync.shards import Shard
     from penstock.telemetry.endpoint import MetricsEndpoint, serve_metrics
@@ -38,7 +40,7 @@ _ROOMS = {
     "ConvertReport": "jobs.report",
     "FetchReport": "fetch.report",
     "Fleet": "fetch.join",
-    "Hooks": "sync.receive.subscriber",
+    "Hooks": "sync.receive.hooks",
     "HubReporter": "hub.job_reporter",
     "InspectReport": "loader.verify",
     "Keeper": "keeper.keeper",
@@ -73,7 +75,7 @@ _ROOMS = {
     "serve_metrics": "telemetry.endpoint",
     "status": "hub.client",
     "stream": "loader.load",
-    "subscriber": "sync.receive.subscriber",
+    "subscriber": "sync.receive.subscribe",
     "verify": "loader.verify",
     "why": "hub.client",
 }

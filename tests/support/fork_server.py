@@ -48,7 +48,7 @@ IMPORTS = (
     *launcher.IMPORTS,
     "penstock.jobs.operations.spec",
     "penstock.sync.publish.publisher",
-    "penstock.sync.receive.subscriber",
+    "penstock.sync.receive.subscribe",
     "penstock.transport.cuda_ipc",
     "penstock.transport.http",
     "penstock.transport.into_device",

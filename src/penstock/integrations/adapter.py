@@ -37,7 +37,8 @@ from penstock.net.unix_sockets import private_directory
 from penstock.plan.tasks import Spec, lay_out
 from penstock.storage.output import OutputSet
 from penstock.sync.publish.publisher import Publisher
-from penstock.sync.receive.subscriber import Hooks, Subscriber
+from penstock.sync.receive.hooks import Hooks
+from penstock.sync.receive.subscriber import Subscriber
 from penstock.sync.receive.target import Target
 from penstock.sync.report import PublishReport, UpdateMode, UpdateReport
 

@@ -35,7 +35,7 @@ from penstock.plan.tasks import Recipe
 from penstock.sync.local_version import Digester
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.receive.subscriber import Hooks
+from penstock.sync.receive.hooks import Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateReport
 from penstock.sync.shards import Declarable, Row, Shard, declared
 from penstock.transport.protocol import Memory

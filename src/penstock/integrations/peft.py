@@ -24,7 +24,7 @@ from penstock.integrations.adapter import AdapterSubscriber, Base, adapter_metad
 from penstock.integrations.adapter import adapter_subscriber as _subscriber
 from penstock.lifecycle import Closing
 from penstock.sync.publish.publisher import Publisher
-from penstock.sync.receive.subscriber import Hooks
+from penstock.sync.receive.hooks import Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateMode
 
 VERSIONS = ("0.21",)

@@ -2,7 +2,7 @@
 
 In: what subscribers report of a version; answers of the coordinator and of the hub, with times. Out: a `Verdict`; for a
 subscriber the next question, and at the end the decision or None.
-Not here: messages and waiting (`publish.rank_group`, `receive.subscriber`), the hub's record (`hub.snapshot.decide`).
+Not here: messages and waiting (`publish.rank_group`, `receive.participant`), the hub's record (`hub.snapshot.decide`).
 
     1. subscribers stage a version, check it, and report: prepared, failed or refused
     2. rank 0 of the publishers, the coordinator, reaches a verdict (`Ballot.decide`): at the deadline at the latest

@@ -10,6 +10,7 @@ Not here: when it happens, and what may be served (`subscriber`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,17 +18,26 @@ import numpy as np
 import torch
 
 from penstock.digest.strip import Strips
-from penstock.errors import DestinationError, DeviceOutOfMemory, PlanError
+from penstock.errors import (
+    ConfigError,
+    DestinationError,
+    DeviceOutOfMemory,
+    IntegrityError,
+    PenstockError,
+    PlanError,
+)
 from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.sync.local_version import digesters_of
 from penstock.sync.receive.target import Target
+from penstock.sync.receive.update import Staged, UpdateLoop
 from penstock.sync.recording.layout import cut
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable, Row, declared
+from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
-from penstock.types import I64, Box, DType
+from penstock.types import I64, U64, Box, DType
 
 _LISTED = 10
 
@@ -169,6 +179,70 @@ class MemoryDigests:
         memories = _memories(self._tensors)
         digesters = digesters_of(memories)
         return [digesters[memory.device].digests(memory, _whole(memory)).tolist() for memory in memories]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasedVersion:
+    """The version that was live when a subscriber released its weights, and what it takes to bring one back."""
+
+    name: str
+    """Of the sync."""
+    run: str
+    version: int
+    proven: list[tuple[Strips, U64]]
+    """Its strips with their verified digests."""
+    memory: ReleasedMemory | None
+    """None: the engine frees the memory, and has it again before a restore."""
+    digests: MemoryDigests | None
+    """Of the memory, where the engine brings the bytes back itself."""
+
+    def read_stored(self, update_loop: UpdateLoop, stored: StoredVersion, links: Links, error: PenstockError) -> Staged:
+        """Fill the target from a stored version, and verify it if it is the version that was released.
+
+        Args:
+            update_loop: of the subscriber; its buffers were freed.
+            links: the transports of this process.
+            error: why no member of the sync supplied a version.
+        """
+        begun = time.perf_counter()
+        requirements = update_loop.requirements
+        if requirements is None:
+            raise error
+        is_same = stored.version == self.version and bool(self.proven)
+        buffers = update_loop.allocate_again(self.proven if is_same else [])
+        device = torch.device(next((memory.device for memory in buffers.memories), "cpu"))
+        nbytes = fill(requirements, stored.tensors(device))
+        read_s = time.perf_counter() - begun
+        if is_same and not buffers.has(self.proven, links):
+            message = f"the stored version {stored.version} of {self.name!r} is not the one that was live"
+            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored there")
+        buffers.install()
+        return Staged(
+            version=stored.version,
+            # Without the run, where nothing proves that these bytes are the trainer's: then it is not served to others.
+            run=self.run if is_same else "",
+            part=None,
+            begun=begun,
+            attempts=1,
+            nbytes=nbytes,
+            version_bytes=nbytes,
+            wire_s=read_s,
+            path=stored.weights if isinstance(stored.weights, str) else "given tensors",
+            sources={},
+            why=(f"version {stored.version} was read from outside of the sync: {error.message}",),
+        )
+
+    def take_in_place(self, update_loop: UpdateLoop) -> Staged:
+        """Verify the bytes that the engine brought back itself."""
+        begun = time.perf_counter()
+        if self.digests is None:
+            raise ConfigError("the memory was not digested", hint="call release(free=False, returns=True)")
+        if not self.digests.is_same():
+            message = f"the engine did not bring version {self.version} of {self.name!r} back as it was"
+            raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
+        if update_loop.requirements is not None:
+            update_loop.allocate_again(self.proven)
+        return Staged(version=self.version, run=self.run, part=None, begun=begun, attempts=1, sources={})
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:

@@ -1,8 +1,8 @@
 """An inference rank as a subscriber: it receives version after version, each complete and verified.
 
 In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
-Not here: the target's requirements and memory (`target`), reading a version (`update`), planning (`sync.planner`), the
-view of a check (`sync.check`), the rules of a version that a fleet commits together (`sync.together`).
+Not here: its arguments (`subscribe`), the target's requirements and memory (`target`), reading a version (`update`),
+planning (`sync.planner`), checks and the decision of a fleet (`participant`).
 
     staged:  stage(): read into a staging copy, verify, check | commit(): before_pause, flip, at_commit, after_resume
              of a version that is published together, commit() first waits for the fleet's decision
@@ -17,16 +17,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
-from penstock.arguments import require_name, wrong
-from penstock.config import ConnectionSettings, parse_bytes
-from penstock.digest.strip import Strips
 from penstock.errors import (
-    BudgetTooSmall,
     Cancelled,
     ConfigError,
     IntegrityError,
@@ -36,32 +32,28 @@ from penstock.errors import (
     SourceError,
     SourceStalled,
     StaleDescriptor,
+    VersionRefused,
 )
-from penstock.hub.client import resolve_connection
-from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest, SyncState
+from penstock.hub.messages import SyncState
 from penstock.lifecycle import Closing
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
-from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.local_version import LocalVersion, VersionStatus
-from penstock.sync.membership import Membership, joined, rank_of
+from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
+from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
-from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, StoredVersion, fill
+from penstock.sync.receive.participant import Participant
+from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, ReleasedVersion, StoredVersion
 from penstock.sync.receive.target import Target
-from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.receive.update import Options, Staged, UpdateLoop
-from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
-from penstock.sync.shards import to_arenas
-from penstock.sync.together import Reply, Undecided, learn, refusal
+from penstock.sync.together import refusal
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
-from penstock.transform.formats import format_of
-from penstock.types import U64
 
 ASK_S = 1.0
 """How long one request for a newer version waits at the planner."""
@@ -69,38 +61,6 @@ GRACE_S = 1.0
 """How long an update retries while a version has no source: a receiver that just finished it reports much sooner."""
 # Between two looks for a version: short beside a training step, long beside the request to the hub that it costs.
 _PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hooks:
-    """The callbacks of an engine around an update; each is passed the version."""
-
-    before_read: Callable[[int, Mapping[str, str]], object] | None = None
-    """Passed the version and its metadata before a byte of it is read; it refuses the version by raising."""
-    before_pause: Callable[[int], object] | None = None
-    """After it returns, no request may use the weights."""
-    at_commit: Callable[[int], object] | None = None
-    """The weights are the version's: drop the prefix cache or change its key."""
-    after_resume: Callable[[int], object] | None = None
-    """Requests may go on."""
-    check: Check | None = None
-    """Called with the version and its `StagedVersion` before the version may go live; needs mode `staged`. If it
-    raises, or returns False or a text, the version is refused: here, and in the fleet if it is published together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asleep:
-    """The state of a subscriber whose weights are released."""
-
-    run: str
-    version: int
-    """The version that was live."""
-    proven: list[tuple[Strips, U64]]
-    """Its strips with their verified digests."""
-    memory: ReleasedMemory | None
-    """None: the engine frees the memory, and has it again before a restore."""
-    digests: MemoryDigests | None
-    """Of the memory, where the engine brings the bytes back itself."""
 
 
 class Subscriber(Closing):
@@ -146,18 +106,20 @@ class Subscriber(Closing):
         self._is_closed = False
         self._version_status = VersionStatus()
         self._membership = Membership(member, name, stall_s)
-        self._check_values: tuple[int, bytes] = (-1, b"")
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
-        self._asleep: _Asleep | None = None
+        self._released: ReleasedVersion | None = None
         self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
+        self._participant = Participant(
+            self._membership, self._update_loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s
+        )
         # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
         self.planner = Planner(
             self._membership,
             self._version_status,
             self._layout,
             checkpoint=lambda: self._update_loop.checkpoint,
-            terms=self._terms_for,
+            terms=self._participant.terms,
         )
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
@@ -307,7 +269,7 @@ class Subscriber(Closing):
     @property
     def is_released(self) -> bool:
         """Return whether the weights are given up, until `restore`."""
-        return self._asleep is not None
+        return self._released is not None
 
     def announced(self) -> int:
         """Return the newest version that is announced, without waiting for one; -1: none, or nobody answers."""
@@ -335,7 +297,7 @@ class Subscriber(Closing):
         with self._updating:
             self._check_open()
             loop = self._update_loop
-            if self._asleep is not None:
+            if self._released is not None:
                 raise ConfigError(f"the weights of {self.name!r} are released already", hint="call restore()")
             if free and loop.requirements is None:
                 raise ConfigError(
@@ -357,7 +319,9 @@ class Subscriber(Closing):
                 # Before the memory goes: a registration of memory that is unmapped cannot be ended.
                 proven = loop.free()
                 memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
-                self._asleep = _Asleep(run=run, version=version, proven=proven, memory=memory, digests=digests)
+                self._released = ReleasedVersion(
+                    name=self.name, run=run, version=version, proven=proven, memory=memory, digests=digests
+                )
             finally:
                 self._leases.end_flip()
             self.member.beat_now()
@@ -383,72 +347,32 @@ class Subscriber(Closing):
             ConfigError: nothing is released. IntegrityError: bytes differ from their digests. DeviceOutOfMemory: see
                 `ReleasedMemory.take_back`. Others as `update`. After each of them `version` is still -1: call it again.
         """
-        asleep = self._asleep
-        if asleep is None:
+        released = self._released
+        if released is None:
             raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
         if in_place:
             with self._updating:
-                return self._restore_in_place(asleep)
+                staged = released.take_in_place(self._update_loop)
+                self._released = None
+                return self._make_live(staged, staged.begun, 0.0)
         with self._updating:
-            if asleep.memory is not None:
-                asleep.memory.take_back()
+            if released.memory is not None:
+                released.memory.take_back()
         # A member that has the version answers at once: waiting is for callers without another source.
         limit_s = GRACE_S if stored is not None and timeout_s is None else timeout_s
-        self._asleep = None
+        self._released = None
         try:
             return self.update(version, limit_s)
         except (SourceError, PeerLost, IntegrityError) as error:
             if stored is None:
                 raise
             with self._updating:
-                return self._restore_stored(asleep, stored, error)
+                staged = released.read_stored(self._update_loop, stored, self.member.links, error)
+                return self._make_live(staged, staged.begun, time.perf_counter() - staged.begun - staged.wire_s)
         finally:
-            # A failure leaves it asleep: nothing in the memory may be used.
+            # A failure leaves it released: nothing in the memory may be used.
             if self.version < 0:
-                self._asleep = asleep
-
-    def _restore_stored(self, asleep: _Asleep, stored: StoredVersion, error: PenstockError) -> UpdateReport:
-        loop, begun = self._update_loop, time.perf_counter()
-        if loop.requirements is None:
-            raise error
-        is_same = stored.version == asleep.version and bool(asleep.proven)
-        buffers = loop.allocate_again(asleep.proven if is_same else [])
-        device = torch.device(next((memory.device for memory in buffers.memories), "cpu"))
-        nbytes = fill(loop.requirements, stored.tensors(device))
-        read_s = time.perf_counter() - begun
-        if is_same and not buffers.has(asleep.proven, self.member.links):
-            message = f"the stored version {stored.version} of {self.name!r} is not the one that was live"
-            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored there")
-        buffers.install()
-        # Without the run, where nothing proves that these bytes are the trainer's: then it is not served to others.
-        why = f"version {stored.version} was read from outside of the sync: {error.message}"
-        staged = Staged(
-            version=stored.version,
-            run=asleep.run if is_same else "",
-            part=None,
-            begun=begun,
-            attempts=1,
-            nbytes=nbytes,
-            version_bytes=nbytes,
-            wire_s=read_s,
-            path=stored.weights if isinstance(stored.weights, str) else "given tensors",
-            sources={},
-            why=(why,),
-        )
-        return self._make_live(staged, begun, time.perf_counter() - begun - read_s)
-
-    def _restore_in_place(self, asleep: _Asleep) -> UpdateReport:
-        begun = time.perf_counter()
-        if asleep.digests is None:
-            raise ConfigError("the memory was not digested", hint="call release(free=False, returns=True)")
-        if not asleep.digests.is_same():
-            message = f"the engine did not bring version {asleep.version} of {self.name!r} back as it was"
-            raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
-        self._asleep = None
-        if self._update_loop.requirements is not None:
-            self._update_loop.allocate_again(asleep.proven)
-        staged = Staged(version=asleep.version, run=asleep.run, part=None, begun=begun, attempts=1, sources={})
-        return self._make_live(staged, begun, 0.0)
+                self._released = released
 
     def _journey(self, kind: str) -> Journey:
         return Journey(kind, self.name, member=self.member.id[:8])
@@ -504,49 +428,11 @@ class Subscriber(Closing):
         self._staged = None
         staged = self._receive(version, timeout_s, lambda announced: None)
         if staged.part is not None:
-            self._check_staged(staged)
-            if staged.decide_by is not None:
-                self._update_loop.report("prepared")
-            elif self._hooks.check is not None:
-                self._update_loop.report("committed")
+            self._participant.vote(staged)
         self._staged = staged
         if staged.decide_by is not None:
             self.member.beat_now()
         return staged
-
-    def _check_staged(self, staged: Staged) -> None:
-        """Run the check on a staged version.
-
-        Raises:
-            VersionRefused: it did not pass, which was reported to the planner.
-        """
-        check, buffers = self._hooks.check, self._update_loop.buffers
-        if check is None:
-            return
-        assert buffers is not None and buffers.staging_copy is not None
-        self._check_values = staged.version, staged.check
-        try:
-            model = self._target if isinstance(self._target, torch.nn.Module) else None
-            view = staged_version(
-                staged.version,
-                buffers.wanted,
-                buffers.memories,
-                buffers.staging_copy.regions.memories,
-                staged.check,
-                model,
-            )
-            why, cause = fault_of(check, view)
-        except BaseException as error:
-            self._update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
-            raise
-        if why:
-            self._update_loop.report("refused" if staged.decide_by is not None else "failed", why)
-            decision = FleetDecision(
-                run=staged.run, version=staged.version, outcome="withdrawn", by=self.member.id, why=why[:1024]
-            )
-            # Here at once, whatever the fleet decides: bytes that failed a check do not go live on this replica.
-            self._update_loop.note_decision(decision)
-            raise refusal(self.name, decision) from cause
 
     def _commit(self) -> UpdateReport:
         staged = self._staged
@@ -556,7 +442,7 @@ class Subscriber(Closing):
             self._staged = None
             return self._report(staged, 0.0, 0.0)
         if staged.decide_by is not None:
-            self._await_decision(staged, staged.decide_by)
+            self._await_commit(staged, staged.decide_by)
         self._staged = None
         buffers = self._update_loop.buffers
         assert buffers is not None and buffers.staging_copy is not None
@@ -579,75 +465,16 @@ class Subscriber(Closing):
         finally:
             self._leases.end_flip()
 
-    def _await_decision(self, staged: Staged, decide_by: float) -> None:
-        """Return once the fleet has decided to commit a version.
-
-        Raises:
-            VersionRefused: it was withdrawn. StaleDescriptor: later versions are decided. SourceStalled: nothing could
-                be learned.
-        """
-        run, version = staged.run, staged.version
-        begun = time.monotonic()
-        # Rank 0 may need as long as the stall deadline to have the decision recorded.
-        limit_s = max(0.0, decide_by - begun) + self._stall_s
-        asking = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
-        question = next(asking)
-        while True:
-            self._check_open()
-            reply = self._ask_rank_0(run, version) if question == "coordinator" else self._ask_hub(run, version)
-            try:
-                question = asking.send(reply)
-            except StopIteration as end:
-                decision: FleetDecision | Undecided = end.value
-                break
-            if reply.kind != "open" or question == "hub":
-                time.sleep(_PAUSE_S)
-        if isinstance(decision, Undecided):
-            if decision.is_past:
-                self._staged = None
-                raise StaleDescriptor(
-                    f"version {version} of {self.name!r} is past: later versions are decided", hint="update again"
-                )
-            message = f"the fleet's decision on version {version} of {self.name!r} could not be learned"
-            hint = f"version {self.version} stays live; call commit() again, or update()"
-            raise SourceStalled(f"{message}: neither rank 0 nor the hub answered for {self._stall_s:g} s", hint=hint)
-        self._update_loop.note_decision(decision)
-        if decision.outcome == "withdrawn":
+    def _await_commit(self, staged: Staged, decide_by: float) -> None:
+        try:
+            self._participant.await_commit(staged, decide_by)
+        except VersionRefused:
             self._staged = None
             self.member.beat_now()
-            raise refusal(self.name, decision)
-
-    def _ask_rank_0(self, run: str, version: int) -> Reply:
-        """Return rank 0's answer about a version, which comes as soon as there is a decision."""
-        try:
-            answer: Decision = self._membership.ask(
-                run, lambda sync_client: sync_client.decision(version, ASK_S), channel="decision"
-            )
-        except PeerLost:
-            is_gone = self._membership.has_left(run, max_age_s=ASK_S)
-            return Reply(at=time.monotonic(), kind="gone" if is_gone else "silent")
-        except PenstockError:
-            return Reply(at=time.monotonic(), kind="silent")
-        # A rank 0 that does not know the version has forgotten it, among many later ones.
-        return Reply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
-
-    def _ask_hub(self, run: str, version: int) -> Reply:
-        """Propose to the hub to withdraw a version, and return what stands."""
-        why = f"subscriber {self.member.id[:8]} could not learn the decision from rank 0 of the publishers"
-        proposal = FleetDecision(run=run, version=version, outcome="withdrawn", why=why)
-        try:
-            answer = self.member.decide(self.name, proposal)
-        except PenstockError:
-            return Reply(at=time.monotonic(), kind="silent")
-        return Reply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
-
-    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
-        """Return what another receiver is told of a version that this subscriber plans."""
-        known = self._update_loop.decisions.get((run, version))
-        refused = known if known is not None and known.outcome == "withdrawn" else None
-        # Live here, so it is committed; the values of its check are kept for others that check it.
-        check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
-        return PartReply(version=version, run=run, refused=refused, check=check)
+            raise
+        except StaleDescriptor:
+            self._staged = None
+            raise
 
     def _update_direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
         self._check_open()
@@ -694,7 +521,7 @@ class Subscriber(Closing):
         before_read: Callable[[int], None],
     ) -> Staged:
         """Read and verify a version; wait for one as long as `timeout_s` allows."""
-        if self._asleep is not None:
+        if self._released is not None:
             raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
         begun = time.monotonic()
         self._update_loop.is_touched = False
@@ -817,97 +644,3 @@ def _counted(journey: Journey, report: UpdateReport) -> UpdateReport:
     journey.num_retries = max(0, report.attempts - 1)
     journey.outcome = update_outcome(report)
     return report
-
-
-def subscriber(
-    name: str,
-    target: Target,
-    *,
-    connection: ConnectionSettings | str | None = None,
-    mode: UpdateMode = "staged",
-    load: Load | None = None,
-    strict: bool = True,
-    transforms: str | Sequence[str] | None = None,
-    rank: tuple[int, int] | None = None,
-    hooks: Hooks | None = None,
-    serve: bool = True,
-    arena: bool = False,
-    memory_bytes: int | str | None = None,
-    ahead_bytes: int | str | None = None,
-) -> Subscriber:
-    """Receive the versions published under a name into a live model; the publisher may be started later.
-
-    Args:
-        name: of the sync.
-        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each in its own layout; or a function that returns these for the published tensors, which it is passed on
-            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`).
-        connection: hub, token, address and transports; see `publisher`.
-        arena: first move the target into one arena; see `publisher`.
-        mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
-            they arrive in the target itself while the engine is paused; no further memory is needed.
-        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
-        strict: every parameter of a module must be filled by published tensors.
-        transforms: the tags under which tensors are received where they are offered (`fp8-block128`); None: the one
-            that the module has codes and scales for, else the plain tensors.
-        rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
-            torch.distributed where it is initialised, else `(0, 1)`.
-        hooks: the engine's callbacks around a commit.
-        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
-        memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
-        ahead_bytes: direct: bytes of a version that are staged and verified before the engine is paused, in memory that
-            is kept; only the rest is read during the pause.
-
-    Raises:
-        HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
-        BudgetTooSmall: `memory_bytes` is too little for direct mode; in staged mode the first update raises this.
-    """
-    require_name("name", name)
-    connection = resolve_connection(connection)
-    if not isinstance(target, torch.nn.Module | Mapping) and not callable(target):
-        raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
-    if arena and not isinstance(target, torch.nn.Module | Mapping):
-        raise ConfigError("the tensors of a function are not moved into an arena", hint="place them in one there")
-    if mode not in ("staged", "direct"):
-        raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
-    engine_rank, world_size = rank_of(rank)
-    # An unknown tag fails here, and not at the first update, which may be an hour later.
-    for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
-        format_of(tag)
-    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
-    if mode == "direct" and budget is not None and budget < LEAST_BYTES:
-        raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
-    ahead = 0 if ahead_bytes is None else parse_bytes(ahead_bytes)
-    if ahead and mode == "staged":
-        raise ConfigError("ahead_bytes is for mode 'direct'", hint="mode 'staged' stages the whole version")
-    has_check = hooks is not None and hooks.check is not None
-    if has_check and mode == "direct":
-        raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
-    options = Options(
-        staged=mode == "staged",
-        load=load,
-        strict=strict,
-        transforms=transforms,
-        serve=serve,
-        memory_bytes=budget,
-        ahead_bytes=ahead,
-        has_check=has_check,
-        accept=None if hooks is None else hooks.before_read,
-    )
-    if arena and isinstance(target, torch.nn.Module | Mapping):
-        to_arenas(target)
-    with contextlib.ExitStack() as stack:
-        member, stall_s = joined(stack, connection)
-        this_rank = Subscriber(
-            name,
-            target,
-            member,
-            options,
-            rank=engine_rank,
-            world_size=world_size,
-            hooks=hooks or Hooks(),
-            stall_s=stall_s,
-        )
-        # From here on `close` leaves.
-        stack.pop_all()
-    return this_rank

@@ -1,0 +1,176 @@
+"""A subscriber's part in the commit of a version: its check and vote, and the wait for the fleet's decision.
+
+In: a staged version. Out: a report to its planner; for a version that is published together, the return of
+`await_commit` once it may go live, or the error that says why not.
+Not here: the rules and questions (`sync.together`), the flip (`subscriber`), a check's view (`sync.check`).
+
+    staged -> check -> vote: prepared, committed (of a version for itself alone), refused or failed
+    await_commit: asks rank 0 of the publishers; once that is gone or silent, proposes to the hub to withdraw
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from penstock.errors import PeerLost, PenstockError, SourceStalled, StaleDescriptor
+from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest
+from penstock.sync.check import Check, fault_of, staged_version
+from penstock.sync.membership import Membership
+from penstock.sync.receive.target import Target
+from penstock.sync.receive.update import Staged, UpdateLoop
+from penstock.sync.together import MAX_REASON_CHARS, Reply, Undecided, learn, refusal
+
+ASK_S = 1.0
+"""How long one request for a decision waits at rank 0."""
+# Between two questions: short beside a training step, long beside the request to the hub that it costs.
+_PAUSE_S = 0.1
+
+
+class Participant:
+    """A subscriber as a participant of the commits of its fleet. One thread at a time updates.
+
+    Args:
+        membership: the members of the sync.
+        update_loop: has received the versions, and remembers the decisions.
+        target: the subscriber's.
+        check: of `Hooks`; None: versions are not checked here.
+        check_open: raises Cancelled once the subscriber is closed.
+        stall_s: the deadline for progress.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        update_loop: UpdateLoop,
+        target: Target,
+        check: Check | None,
+        *,
+        check_open: Callable[[], None],
+        stall_s: float,
+    ) -> None:
+        self._membership = membership
+        self._update_loop = update_loop
+        self._target = target
+        self._check = check
+        self._check_open = check_open
+        self._stall_s = stall_s
+        # The version that was checked last, and the trainer's values for it.
+        self._check_values: tuple[int, bytes] = (-1, b"")
+
+    def vote(self, staged: Staged) -> None:
+        """Check a staged version, and report the outcome to its planner.
+
+        Raises:
+            VersionRefused: it did not pass the check.
+        """
+        if self._check is not None:
+            self._run_check(staged, self._check)
+        if staged.decide_by is not None:
+            self._update_loop.report("prepared")
+        elif self._check is not None:
+            self._update_loop.report("committed")
+
+    def _run_check(self, staged: Staged, check: Check) -> None:
+        buffers = self._update_loop.buffers
+        assert buffers is not None and buffers.staging_copy is not None
+        self._check_values = staged.version, staged.check
+        try:
+            model = self._target if isinstance(self._target, torch.nn.Module) else None
+            view = staged_version(
+                staged.version,
+                buffers.wanted,
+                buffers.memories,
+                buffers.staging_copy.regions.memories,
+                staged.check,
+                model,
+            )
+            why, cause = fault_of(check, view)
+        except BaseException as error:
+            self._update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
+            raise
+        if why:
+            self._update_loop.report("refused" if staged.decide_by is not None else "failed", why)
+            decision = FleetDecision(
+                run=staged.run,
+                version=staged.version,
+                outcome="withdrawn",
+                by=self._membership.member.id,
+                why=why[:MAX_REASON_CHARS],
+            )
+            # Here at once, whatever the fleet decides: bytes that failed a check do not go live on this replica.
+            self._update_loop.note_decision(decision)
+            raise refusal(self._membership.name, decision) from cause
+
+    def await_commit(self, staged: Staged, decide_by: float) -> None:
+        """Return once the fleet has decided to commit a version.
+
+        Raises:
+            VersionRefused: it was withdrawn. StaleDescriptor: later versions are decided. SourceStalled: nothing could
+                be learned; it may be called again.
+        """
+        run, version = staged.run, staged.version
+        begun = time.monotonic()
+        # Rank 0 may need as long as the stall deadline to have the decision recorded.
+        limit_s = max(0.0, decide_by - begun) + self._stall_s
+        asking = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
+        question = next(asking)
+        while True:
+            self._check_open()
+            reply = self._ask_rank_0(run, version) if question == "coordinator" else self._ask_hub(run, version)
+            try:
+                question = asking.send(reply)
+            except StopIteration as end:
+                decision: FleetDecision | Undecided = end.value
+                break
+            if reply.kind != "open" or question == "hub":
+                time.sleep(_PAUSE_S)
+        name = self._membership.name
+        if isinstance(decision, Undecided):
+            if decision.is_past:
+                raise StaleDescriptor(
+                    f"version {version} of {name!r} is past: later versions are decided", hint="update again"
+                )
+            message = f"the fleet's decision on version {version} of {name!r} could not be learned"
+            raise SourceStalled(
+                f"{message}: neither rank 0 nor the hub answered for {self._stall_s:g} s",
+                hint="the version before stays live; call commit() again, or update()",
+            )
+        self._update_loop.note_decision(decision)
+        if decision.outcome == "withdrawn":
+            raise refusal(name, decision)
+
+    def _ask_rank_0(self, run: str, version: int) -> Reply:
+        """Return rank 0's answer about a version, which comes as soon as there is a decision."""
+        try:
+            answer: Decision = self._membership.ask(
+                run, lambda sync_client: sync_client.decision(version, ASK_S), channel="decision"
+            )
+        except PeerLost:
+            is_gone = self._membership.has_left(run, max_age_s=ASK_S)
+            return Reply(at=time.monotonic(), kind="gone" if is_gone else "silent")
+        except PenstockError:
+            return Reply(at=time.monotonic(), kind="silent")
+        # A rank 0 that does not know the version has forgotten it, among many later ones.
+        return Reply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
+
+    def _ask_hub(self, run: str, version: int) -> Reply:
+        """Propose to the hub to withdraw a version, and return the decision that it has recorded."""
+        member = self._membership.member
+        why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
+        proposal = FleetDecision(run=run, version=version, outcome="withdrawn", why=why)
+        try:
+            answer = member.decide(self._membership.name, proposal)
+        except PenstockError:
+            return Reply(at=time.monotonic(), kind="silent")
+        return Reply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
+
+    def terms(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+        """Return the terms of a version that this subscriber plans for another receiver; see `Planner`."""
+        known = self._update_loop.decisions.get((run, version))
+        refused = known if known is not None and known.outcome == "withdrawn" else None
+        # Live here, so it is committed; the values of its check are kept for others that check it.
+        check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
+        return PartReply(version=version, run=run, refused=refused, check=check)

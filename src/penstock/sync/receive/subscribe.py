@@ -1,0 +1,121 @@
+"""Creation of a subscriber: its arguments are checked before a hub is contacted.
+
+In: a live model or tensors, a name, a hub or none, options. Out: a `Subscriber` that is listed at the hub.
+Not here: what a subscriber does (`subscriber`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock.arguments import require_name, wrong
+from penstock.config import ConnectionSettings, parse_bytes
+from penstock.errors import BudgetTooSmall, ConfigError
+from penstock.hub.client import resolve_connection
+from penstock.sync.membership import joined, rank_of
+from penstock.sync.receive.hooks import Hooks
+from penstock.sync.receive.subscriber import Subscriber
+from penstock.sync.receive.target import Target
+from penstock.sync.receive.transfer import LEAST_BYTES
+from penstock.sync.receive.update import Options
+from penstock.sync.recording.layout import Load
+from penstock.sync.report import UpdateMode
+from penstock.sync.shards import to_arenas
+from penstock.transform.formats import format_of
+
+
+def subscriber(
+    name: str,
+    target: Target,
+    *,
+    connection: ConnectionSettings | str | None = None,
+    mode: UpdateMode = "staged",
+    load: Load | None = None,
+    strict: bool = True,
+    transforms: str | Sequence[str] | None = None,
+    rank: tuple[int, int] | None = None,
+    hooks: Hooks | None = None,
+    serve: bool = True,
+    arena: bool = False,
+    memory_bytes: int | str | None = None,
+    ahead_bytes: int | str | None = None,
+) -> Subscriber:
+    """Receive the versions published under a name into a live model; the publisher may be started later.
+
+    Args:
+        name: of the sync.
+        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
+            each in its own layout; or a function that returns these for the published tensors, which it is passed on
+            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`).
+        connection: hub, token, address and transports; see `publisher`.
+        arena: first move the target into one arena; see `publisher`.
+        mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
+            they arrive in the target itself while the engine is paused; no further memory is needed.
+        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
+        strict: every parameter of a module must be filled by published tensors.
+        transforms: the tags under which tensors are received where they are offered (`fp8-block128`); None: the one
+            that the module has codes and scales for, else the plain tensors.
+        rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
+            torch.distributed where it is initialised, else `(0, 1)`.
+        hooks: the engine's callbacks around a commit.
+        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
+        memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
+        ahead_bytes: direct: bytes of a version that are staged and verified before the engine is paused, in memory that
+            is kept; only the rest is read during the pause.
+
+    Raises:
+        HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
+        BudgetTooSmall: `memory_bytes` is too little for direct mode; in staged mode the first update raises this.
+    """
+    require_name("name", name)
+    connection = resolve_connection(connection)
+    if not isinstance(target, torch.nn.Module | Mapping) and not callable(target):
+        raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
+    if arena and not isinstance(target, torch.nn.Module | Mapping):
+        raise ConfigError("the tensors of a function are not moved into an arena", hint="place them in one there")
+    if mode not in ("staged", "direct"):
+        raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
+    engine_rank, world_size = rank_of(rank)
+    # An unknown tag fails here, and not at the first update, which may be an hour later.
+    for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
+        format_of(tag)
+    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    if mode == "direct" and budget is not None and budget < LEAST_BYTES:
+        raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
+    ahead = 0 if ahead_bytes is None else parse_bytes(ahead_bytes)
+    if ahead and mode == "staged":
+        raise ConfigError("ahead_bytes is for mode 'direct'", hint="mode 'staged' stages the whole version")
+    has_check = hooks is not None and hooks.check is not None
+    if has_check and mode == "direct":
+        raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
+    options = Options(
+        staged=mode == "staged",
+        load=load,
+        strict=strict,
+        transforms=transforms,
+        serve=serve,
+        memory_bytes=budget,
+        ahead_bytes=ahead,
+        has_check=has_check,
+        accept=None if hooks is None else hooks.before_read,
+    )
+    if arena and isinstance(target, torch.nn.Module | Mapping):
+        to_arenas(target)
+    with contextlib.ExitStack() as stack:
+        member, stall_s = joined(stack, connection)
+        this_rank = Subscriber(
+            name,
+            target,
+            member,
+            options,
+            rank=engine_rank,
+            world_size=world_size,
+            hooks=hooks or Hooks(),
+            stall_s=stall_s,
+        )
+        # From here on `close` leaves.
+        stack.pop_all()
+    return this_rank
