@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from penstock.cuda.driver import load_driver
+from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
-from penstock.errors import DestinationError, PlanError
+from penstock.errors import PlanError
 from penstock.lifecycle import Closing
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
@@ -34,9 +35,6 @@ SHORT_BYTES = 256 << 10
 
 Source: benchmarks/results/h200x2_202611/transport.md.
 """
-
-# A flip takes milliseconds while the engine is paused: poll often enough that the pause does not grow by the sleep.
-_NAP_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,14 +137,7 @@ class Copy:
                 event.record(stream)
                 events.append(event)
         meanwhile()
-        moved = time.monotonic()
-        for event in events:
-            # `synchronize` would wait without a bound for a device that hangs.
-            while not event.query():
-                if time.monotonic() - moved > stall_s:
-                    raise DestinationError(f"the device finished no copy for {stall_s} s", mutated=True)
-                time.sleep(_NAP_S)
-            moved = time.monotonic()
+        wait_events(events, stall_s, work="copy", mutated=True)
         return time.perf_counter() - begun
 
 

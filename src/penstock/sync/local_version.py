@@ -28,6 +28,7 @@ import torch
 from blake3 import blake3
 from msgspec import Meta
 
+from penstock.cuda.events import is_passed
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import ConfigError, PlanError, StaleDescriptor
@@ -40,9 +41,6 @@ from penstock.types import I64, U64
 
 MAX_LEAVES = 1 << 20
 """Leaves whose tables are kept on a device: they cover 256 GiB of strips, and their tables take 0.4 GB."""
-
-# The wait is part of a snapshot's copy, which takes tens of milliseconds: poll often.
-_CPU_NAP_S = 0.0001
 
 
 class Digester:
@@ -148,8 +146,11 @@ class Foreseen:
         if not requested:
             return
         # The optimizer's step may still be queued: a digest before it would be of the old bytes.
-        if self._live.device != "cpu" and not _passed(self._live.device, stall_s):
-            return
+        if self._live.device != "cpu":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._live.device))
+            if not is_passed(event, stall_s):
+                return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         try:
@@ -175,17 +176,6 @@ class Foreseen:
         if len(missing):
             out[missing] = strip_digests(memory_at(memory.address, memory.nbytes), strips[missing])
         return out
-
-
-def _passed(device: str, stall_s: float) -> bool:
-    """Return whether the device finishes the work on its current stream within `stall_s`."""
-    event, deadline = torch.cuda.Event(), time.monotonic() + stall_s
-    event.record(torch.cuda.current_stream(device))
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_CPU_NAP_S)
-    return True
 
 
 class Regions(Closing):

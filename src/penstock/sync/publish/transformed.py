@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from penstock.errors import DestinationError, PlanError
+from penstock.cuda.events import wait_events
+from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.plan.intersect import common_box
@@ -38,9 +38,6 @@ Transforms = str | Mapping[str, Sequence[str]]
 BATCH_BYTES = 512 * MIB
 """Bytes of codes that are quantised at once: 0.6 ms at 1.9 TB/s of source, so that the interpreter's tenths of a
 millisecond per batch are hidden. Source: benchmarks/results/h200_202611/transform.md."""
-
-# A batch takes well under a millisecond: a longer sleep would leave the device without work.
-_NAP_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -178,11 +175,11 @@ class Transformed:
             # Always one batch queued behind the one that is waited for: the device has no gap between batches, and
             # receivers get each batch as early as possible.
             if before is not None:
-                _wait(before[1], stall_s)
+                wait_events(before[1], stall_s, work="batch of quantising")
                 ready(before[0].rows)
             before = batch, events
         if before is not None:
-            _wait(before[1], stall_s)
+            wait_events(before[1], stall_s, work="batch of quantising")
             ready(before[0].rows)
 
 
@@ -325,13 +322,3 @@ def _events(batch: _Batch) -> list[torch.cuda.Event]:
         event.record(torch.cuda.current_stream(device))
         events.append(event)
     return events
-
-
-def _wait(events: Iterable[torch.cuda.Event], stall_s: float) -> None:
-    """Wait for a batch. Not by `synchronize`, which would wait without a bound for a device that hangs."""
-    deadline = time.monotonic() + stall_s
-    for event in events:
-        while not event.query():
-            if time.monotonic() > deadline:
-                raise DestinationError(f"the device finished no batch of quantising for {stall_s:g} s")
-            time.sleep(_NAP_S)

@@ -13,7 +13,6 @@ untouched and the engine goes on with the version before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,8 +20,9 @@ import numpy as np
 import torch
 
 from penstock.cuda.driver import load_driver, ordinal
+from penstock.cuda.events import wait_events
 from penstock.digest.strip import Strips, memory_at
-from penstock.errors import DestinationError, PenstockError
+from penstock.errors import PenstockError
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
 from penstock.segments import Rectangles
@@ -34,8 +34,6 @@ from penstock.types import I64, U64
 
 ALIGN_BYTES = 16
 """Alignment of each strip in the packed memory: the widest load of the kernel that copies short runs."""
-# The engine is paused meanwhile: see `copy_plan`.
-_NAP_S = 0.0001
 _SEGMENT_COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
 
 
@@ -242,13 +240,7 @@ class _Packed:
                 event = torch.cuda.Event()
                 event.record(stream)
             events.append(event)
-        moved = time.monotonic()
-        for event in events:
-            while not event.query():
-                if time.monotonic() - moved > stall_s:
-                    raise DestinationError(f"the device finished no copy for {stall_s} s", mutated=True)
-                time.sleep(_NAP_S)
-            moved = time.monotonic()
+        wait_events(events, stall_s, work="copy", mutated=True)
 
     def in_place(self, strips: Strips) -> Strips:
         """Return the strips of the live memory that these strips of the packed memory were copied to."""

@@ -1,0 +1,50 @@
+"""Waits for CUDA events with a deadline. The events are counters here; `tests/gpu` waits for those of a device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from penstock.cuda.events import is_passed, wait_events
+from penstock.errors import DestinationError
+
+
+class Event:
+    """An event that a device passes after some queries, or after some seconds; `inf`: never."""
+
+    def __init__(self, *, queries: int = 0, seconds: float = 0.0) -> None:
+        self.queries, self.seconds = queries, seconds
+        self.begun: float | None = None
+
+    def query(self) -> bool:
+        self.queries -= 1
+        self.begun = self.begun or time.monotonic()
+        return self.queries < 0 and time.monotonic() - self.begun >= self.seconds
+
+
+def test_it_returns_once_the_device_has_passed_the_event() -> None:
+    event = Event(queries=3)
+    assert is_passed(event, 60.0)
+    assert event.queries == -1, "it is queried until it is passed, and no more"
+
+
+def test_it_returns_false_at_the_deadline() -> None:
+    begun = time.monotonic()
+    assert not is_passed(Event(seconds=float("inf")), 0.05)
+    assert 0.05 <= time.monotonic() - begun < 5.0
+
+
+def test_the_deadline_is_for_each_event_after_the_one_before() -> None:
+    # 1 s for all of them, with a deadline of 0.8 s: there was progress.
+    events = [Event(seconds=0.2) for _ in range(5)]
+    wait_events(events, 0.8, work="copy")
+    assert all(event.begun for event in events)
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_a_device_that_stalls_is_an_error_that_says_what_was_waited_for(mutated: bool) -> None:
+    events = [Event(), Event(seconds=float("inf"))]
+    with pytest.raises(DestinationError, match=r"the device finished no copy for 0\.05 s") as caught:
+        wait_events(events, 0.05, work="copy", mutated=mutated)
+    assert caught.value.mutated is mutated
