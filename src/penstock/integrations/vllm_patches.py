@@ -162,6 +162,22 @@ def name_newest_adapter(models: type[Any]) -> None:
     models.unload_lora_adapter = unload_lora_adapter
 
 
+def after_construction(worker: type[Any], mark: str, then: Callable[[Any], None]) -> None:
+    """Call a function with each new worker after its constructor; `mark` is set on the class, which is changed once."""
+    # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
+    if hasattr(worker, mark):
+        return
+    setattr(worker, mark, True)
+    construct = worker.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        construct(self, *arguments, **named)
+        then(self)
+
+    worker.__init__ = __init__
+
+
 STEPS = {
     "init_device": "init device",
     "load_model": "load model",
@@ -175,19 +191,12 @@ _LAST_STEP = "compile_or_warm_up_model"
 
 def report_phases(worker: type[Any], load_format: str) -> None:
     """Report the start of each worker as phases of its process, where weights are loaded by `load_format`."""
-    # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
-    if hasattr(worker, "_penstock_reports"):
-        return
-    worker._penstock_reports = True
-    construct = worker.__init__
 
-    @functools.wraps(construct)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        construct(self, *arguments, **named)
+    def report(self: Any) -> None:
         if self.load_config.load_format == load_format and hasattr(self, _LAST_STEP):
             _report_start(self)
 
-    worker.__init__ = __init__
+    after_construction(worker, "_penstock_reports", report)
 
 
 def _report_start(worker: Any) -> None:

@@ -21,6 +21,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from penstock.integrations.vllm_patches import after_construction
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,19 +34,12 @@ _TAGS = frozenset({"weights", "kv_cache"})
 
 def protect_workers(worker: type[Any], backend: str) -> None:
     """Have each worker bring its weights back when it wakes, where weights are loaded or sent by `backend`."""
-    # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
-    if hasattr(worker, "_penstock_sleeps"):
-        return
-    worker._penstock_sleeps = True
-    construct = worker.__init__
 
-    @functools.wraps(construct)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        construct(self, *arguments, **named)
+    def attach(self: Any) -> None:
         if _applies(self.vllm_config, backend) and hasattr(self, "sleep") and hasattr(self, "wake_up"):
             WorkerSleep(self, is_sent=_is_sent(self.vllm_config, backend)).attach()
 
-    worker.__init__ = __init__
+    after_construction(worker, "_penstock_sleeps", attach)
 
 
 def protect_engine(core: type[Any], backend: str) -> None:
@@ -89,9 +84,9 @@ def protect_engine(core: type[Any], backend: str) -> None:
 
 def _version_after(core: Any) -> str:
     """Return the version of the weights that were brought back; the version before, if these came back."""
-    told = core.model_executor.collective_rpc("penstock_version_after_sleep")
+    versions = core.model_executor.collective_rpc("penstock_version_after_sleep")
     before: str = core._penstock_version_before
-    return str(told[0] or before)
+    return str(versions[0] or before)
 
 
 def _applies(config: Any, backend: str) -> bool:
