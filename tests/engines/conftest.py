@@ -17,30 +17,21 @@ from penstock.jobs.workers import launch as launcher
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB", seed: int = 0) -> Path:
     """A two-layer Llama with random weights, saved by transformers."""
-    import torch
-    import transformers
+    # Imported here: these tests are collected without transformers too.
+    from tests.support.tiny_models import save_llama
 
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=320,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
+    sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 256}
+    # Far from zero, so that a wrong weight changes the tokens.
+    return save_llama(
+        directory,
+        max_shard_size=max_shard_size,
+        seed=seed,
+        std=0.3,
         tie_word_embeddings=tied,
-        dtype="float32",
         bos_token_id=1,
         eos_token_id=319,
+        **sizes,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.float32)
-    # Far from zero, so that a wrong weight changes the tokens.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,9 @@ def load_all(cases: list[tuple[Any, str, str | None]]) -> None:
             config, load = loader(number, arguments)
             model = load()
             if update is not None:
-                print("UPDATED", out, *update_from_disk(model, config, update), flush=True)
+                print(
+                    "UPDATED", out, *updater_of(model, config).update_weights_from_disk(update, "penstock"), flush=True
+                )
         except PenstockError as error:
             torch.save({"error": f"{type(error).__name__}: {error}"}, out)
             continue
@@ -133,11 +135,11 @@ def load_all(cases: list[tuple[Any, str, str | None]]) -> None:
     # Members of a fleet leave by their exit handlers.
 
 
-def update_from_disk(model: Any, config: Any, path: str) -> tuple[bool, str]:
-    """Give a live model the weights at `path`, as `POST /update_weights_from_disk` does."""
+def updater_of(model: Any, config: Any) -> Any:
+    """Return SGLang's updater of the weights of a live model."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    updater = WeightUpdater(
+    return WeightUpdater(
         tp_rank=0,
         device="cpu",
         gpu_id=0,
@@ -148,7 +150,6 @@ def update_from_disk(model: Any, config: Any, path: str) -> tuple[bool, str]:
         recapture_cuda_graph=lambda: None,
         get_model_runner=lambda: None,
     )
-    return updater.update_weights_from_disk(path, "penstock")
 
 
 def serve(cases: list[Any]) -> None:

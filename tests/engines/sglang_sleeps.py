@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.engines.sglang_loads import loader, resolve
+from tests.engines.sglang_loads import loader, resolve, updater_of
 
 from penstock.errors import PenstockError
 
@@ -20,20 +20,9 @@ from penstock.errors import PenstockError
 def manager_of(model: Any, config: Any) -> tuple[Any, Any]:
     """Return SGLang's manager of the weights of a model, and its updater."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    updater = WeightUpdater(
-        tp_rank=0,
-        device="cpu",
-        gpu_id=0,
-        model_config=config,
-        custom_weight_loaders={},
-        get_model=lambda: model,
-        update_model_fields=lambda *_, **__: None,
-        recapture_cuda_graph=lambda: None,
-        get_model_runner=lambda: None,
-    )
+    updater = updater_of(model, config)
     # Of a worker only what the manager asks of it.
     runner = SimpleNamespace(model=model, weight_updater=updater)
     worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])

@@ -15,13 +15,22 @@ def save_llama(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
     variant: str | None = None,
+    seed: int = 0,
+    std: float | None = None,
     **config: Any,
 ) -> Path:
-    """Save a Llama of two layers, or as the options of its configuration say; return the directory."""
-    torch.manual_seed(0)
+    """Save a Llama of two layers, or as the options of its configuration say; return the directory.
+
+    `std` is of all values, those of norms too; None: as transformers initialises them.
+    """
+    torch.manual_seed(seed)
     sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | heads | config)).to(dtype)
+    if std is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, std)
     model.save_pretrained(directory, max_shard_size=max_shard_size, variant=variant)
     return directory
 
