@@ -42,7 +42,7 @@ Look = Callable[[], tuple[int, int]]
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase of a start."""
+    """A phase of a start."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME)]
     """As in the report of its journey: `discover`, `move`; of an engine: `warm up`."""
@@ -120,7 +120,7 @@ class _Span:
         self.stop, self.state, self.look = None, "running", look
 
     def value(self, zero: float, now: float) -> Phase:
-        """Return the phase as it is now; `zero` is the start of the boot."""
+        """Return the current state of the phase; `zero` is the start of the boot."""
         # Read once: the thread of the journey may end the phase between a check and a call.
         look = self.look
         done, total = self.moved if look is None else look()
@@ -188,7 +188,7 @@ class BootRecord:
             self._changed.wait_for(lambda: self._serial != serial, timeout_s)
 
     def snapshot(self) -> Boot | None:
-        """Return the boot as it is now; None: this process has loaded nothing, and reported no phase."""
+        """Return the current state of the boot; None: this process has loaded nothing, and reported no phase."""
         with self._lock:
             spans = list(self._spans)
             if not spans:

@@ -281,7 +281,7 @@ class MergingSubscriber(Closing):
         """Receive a version, and merge it into the model.
 
         Raises:
-            BaseMismatch: the version is for another base; or somebody else changed the merged weights.
+            BaseMismatch: the version is for another base; or other code changed the merged weights.
             PlanError, ConfigError: the adapter cannot be merged into this model; says why.
             Others as `penstock.Subscriber.update`. The model is as it was, unless `is_dirty` says otherwise.
         """

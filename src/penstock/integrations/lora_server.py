@@ -117,13 +117,13 @@ class VllmServer(_Server):
         def identity() -> str:
             status, answer = self._ask("GET", "/weight_info")
             try:
-                said = msgspec.json.decode(answer, type=dict[str, Any]) if status == 200 else {}
+                info = msgspec.json.decode(answer, type=dict[str, Any]) if status == 200 else {}
             except MALFORMED:
-                said = {}
-            if "weight_version" not in said:
+                info = {}
+            if "weight_version" not in info:
                 message = f"the server does not say which version of {name!r} it serves: it answered {status}"
                 raise DestinationError(message, uri=self.url, hint="start it with VLLM_SERVER_DEV_MODE=1")
-            return f"{name}:{said['weight_version']}"
+            return f"{name}:{info['weight_version']}"
 
         return identity
 

@@ -6,7 +6,7 @@ Not here: mapping names, quantisation and checks of the model, which stay with S
 storage, and the options (`replica`); receiving versions (`received`).
 
 New weights come by SGLang's `/update_weights_from_disk`: from a path, from any URI, or from a trainer that publishes
-them (`sync://NAME/VERSION`). The model is not changed before all ranks have received and verified such a version.
+them (`sync://NAME/VERSION`). The model is changed only after all ranks have received and verified the version.
 
 SGLang takes a directory or a name of Hugging Face. For any other URI its configuration and tokenizer are downloaded
 once, before the first process starts, and SGLang is given that directory; a file in it names the weights' URI, which
@@ -92,15 +92,15 @@ def register() -> None:
 def register_runai() -> None:
     """Let SGLang's `--load-format runai_streamer` use Penstock, in each of its processes.
 
-    It does so if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`: a package that is
-    there is not replaced unless that was asked for.
+    It does so if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`: an
+    installed package is replaced only if the user says so.
     """
     from sglang.srt.environ import envs
 
     from penstock.compat import runai_streamer
 
-    asked = "penstock_runai" in (envs.SGLANG_PLUGINS.get() or "").replace(" ", "").split(",")
-    if asked or importlib.util.find_spec("runai_model_streamer") is None:
+    is_named = "penstock_runai" in (envs.SGLANG_PLUGINS.get() or "").replace(" ", "").split(",")
+    if is_named or importlib.util.find_spec("runai_model_streamer") is None:
         runai_streamer.install()
 
 
@@ -122,16 +122,16 @@ def _give_directory(server_args: Any, previous: Any) -> None:
         extra = config.model_loader_extra_config or {}
         options = replica.read_options(json.loads(extra) if isinstance(extra, str) else extra)
         stores = options.get("storage_options")
-        found: dict[str, str] = {}
+        replaced: dict[str, str] = {}
         for field in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
             uri = getattr(config, field)
             if uri is not None and is_remote(uri):
-                found[field] = str(model_directory(uri, storage_options=stores))
-        if "model_path" in found and config.served_model_name is None:
+                replaced[field] = str(model_directory(uri, storage_options=stores))
+        if "model_path" in replaced and config.served_model_name is None:
             # SGLang's default, the path, would be the name of a directory in its cache.
-            found["served_model_name"] = model_name(config.model_path)
-        if found:
-            declare_resolution(server_args, "penstock", **found)
+            replaced["served_model_name"] = model_name(config.model_path)
+        if replaced:
+            declare_resolution(server_args, "penstock", **replaced)
     previous(server_args)
 
 
@@ -165,7 +165,7 @@ class Streamed:
 
     @classmethod
     def find(cls, path: str) -> Streamed | None:
-        """Return what the directory's note says; None: it is an ordinary directory.
+        """Read the URIs in the directory's note; return None for an ordinary directory.
 
         Raises:
             FormatError: the note was not written by this version of Penstock.
@@ -217,10 +217,10 @@ def _loader_class() -> type[Any]:
 
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
             """Return a new model with its weights."""
-            # SGLang has loaders of its own for these, and passes them by for a load format that is a class.
+            # SGLang has its own loaders for these, but does not use them when the load format is a class.
             kind = model_config.quantization
-            by_others = kind in _QUANTISED_WHILE_LOADED and not model_config._is_already_quantized()
-            if by_others or getattr(model_config, "modelopt_quant", None):
+            has_own_loader = kind in _QUANTISED_WHILE_LOADED and not model_config._is_already_quantized()
+            if has_own_loader or getattr(model_config, "modelopt_quant", None):
                 raise ConfigError(
                     f"SGLang quantises this model while it loads it ({kind}), by a loader of its own",
                     uri=model_config.model_path,
@@ -234,10 +234,10 @@ def _loader_class() -> type[Any]:
             """Return the named tensors of one source of weights."""
             options = self._options
             if not options:
-                # For `update_weights_from_disk` SGLang makes a loader without options: those of its start hold.
+                # For `update_weights_from_disk` SGLang makes a loader without options: use those of the start.
                 options = replica.read_options(_published_extra())
             if options.get("keeper") and (not self._options or getattr(source.model_config, "is_draft_model", False)):
-                # The name is that of the weights at the start, of the target.
+                # The keeper's name is of the target model's weights at the start.
                 options = {name: value for name, value in options.items() if name != "keeper"}
             if source.model_or_path.startswith(SYNC):
                 tensors = iter(_of_sync(source.model_or_path, options).items())
@@ -343,7 +343,7 @@ def _published_extra() -> Mapping[str, Any]:
 
 
 def _rank() -> int:
-    """Return the rank of this process among those of one replica on this host, which read the same checkpoint."""
+    """Return the rank of this process among the replica's processes on this host, which read the same checkpoint."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().world_group.local_rank)

@@ -1,12 +1,12 @@
 """Several vLLM servers as one client of vLLM's trainer interface: all of them install a version, or none does.
 
-In: one client of vLLM for each server. Out: the four calls of such a client; `VersionRefused` for a version that is not
-installed anywhere.
+In: one client of vLLM for each server. Out: the four calls of such a client; `VersionRefused` for a version that no
+server installs.
 Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`vllm_trainer`).
 
     start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
     update_weights          every other server receives: prepared, or failed with a reason
-    finish_weight_update    the decision of this process: those that are prepared install; none, where one is missing
+    finish_weight_update    the decision of this process: all prepared servers install, or no server does
 
 Imports no vLLM: a client is anything with its four methods.
 """
@@ -30,7 +30,7 @@ class FleetClient:
 
     Args:
         clients: vLLM's clients by the servers' names, for messages.
-        laggards: what becomes of a version that a server does not receive: `withdraw`: no server installs it.
+        laggards: if a server does not receive a version: `withdraw`: no server installs it.
             `leave_out`: the others install it, and that server keeps its version until the next.
         init_info: further fields of the body of `/init_weight_transfer_engine` by server, as `listen` on several hosts.
 
@@ -71,7 +71,7 @@ class FleetClient:
         client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers that have none. A server that fails here fails the version (`update_weights`).
+        """Start an update on the servers where none is open. A server that fails here fails the version (`update_weights`).
 
         Raises:
             Exception: no server starts an update; the first server's error.
@@ -95,7 +95,7 @@ class FleetClient:
             _raise_first(errors)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Have every server receive a version; each keeps serving the one before.
+        """Have every server receive a version; each keeps serving the version before.
 
         Raises:
             VersionRefused: the version will not be installed on any server; names those that failed, with the reason.

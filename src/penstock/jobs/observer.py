@@ -28,7 +28,7 @@ _Seconds = Annotated[float, Meta(ge=-1, le=1e12)]
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a conversion."""
+    """A worker of a conversion."""
 
     worker: _Text
     device: _Text

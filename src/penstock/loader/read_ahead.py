@@ -130,8 +130,8 @@ class _Pool:
         self.closing: deque[ReadAhead] = deque()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock; then close the files whose `close` found it held."""
+    def locked(self) -> Iterator[None]:
+        """Take the lock; after it is released, close the files whose `close` could not take it."""
         with self.lock:
             yield
         if self.closing:
@@ -192,7 +192,7 @@ class _Pool:
     def _work(self) -> None:
         """Read queued blocks until there are none: the body of a thread."""
         while True:
-            with self.held():
+            with self.locked():
                 block = next((each for each in self.queue if each.owner.under_way < each.owner.num_reads), None)
                 if block is None:
                     # Blocks may be left, of files with as many reads as they may have: those threads go on with them.
@@ -216,7 +216,7 @@ class _Pool:
             error = raised
         finally:
             # Also after an error of another class, which ends this thread: those that wait must not wait for ever.
-            with self.held():
+            with self.locked():
                 del self.reading[block]
                 owner.under_way -= 1
                 is_kept = not block.is_direct and block in owner.blocks
@@ -308,7 +308,7 @@ class _Blocks:
         last = bisect.bisect_left(self._starts, stop)
         return [block for block in self._blocks[first:last] if block.stop > start]
 
-    def holding(self, at: int) -> _Block | None:
+    def block_at(self, at: int) -> _Block | None:
         """Return the block that begins at `at` or before it, and ends after it."""
         index = bisect.bisect_right(self._starts, at) - 1
         return self._blocks[index] if index >= 0 and self._blocks[index].stop > at else None
@@ -419,14 +419,14 @@ class ReadAhead:
                 cut = min(stop, start + self._block_bytes)
                 planned.append((start, cut))
                 start = cut
-        with _pool.held():
+        with _pool.locked():
             self._expected = planned
             self._next_expected = 0
             self._places = sorted((start, index) for index, (start, _) in enumerate(planned))
 
     def is_ahead(self, start: int, stop: int) -> bool:
         """Return whether any of `[start, stop)` is in memory, under way or expected."""
-        with _pool.held():
+        with _pool.locked():
             return bool(self.blocks.within(start, stop)) or self._index_of(start, stop) is not None
 
     # -- one request
@@ -436,7 +436,7 @@ class ReadAhead:
         if (found := self.small(start, stop)) is not None:
             buffer[:] = found
             return
-        with _pool.held():
+        with _pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
             blocks = self.blocks.within(start, stop)
@@ -457,7 +457,7 @@ class ReadAhead:
             self._note(start, stop)
             self._queue_ahead(start, stop)
         try:
-            with _pool.held():
+            with _pool.locked():
                 _pool.start_threads(self.num_reads)
             if own is not None:
                 self._read_here(own[0], buffer[own[0] - start : own[1] - start])
@@ -466,7 +466,7 @@ class ReadAhead:
             for block in blocks:
                 self._copy(block, start, buffer)
         finally:
-            with _pool.held():
+            with _pool.locked():
                 self._release(blocks, start, stop)
                 for block in direct:
                     # After an error: nobody wants these any more. One that is being read keeps its memory alive.
@@ -482,7 +482,7 @@ class ReadAhead:
         if stop - start > _SMALL_BYTES:
             return None
         with _pool.lock:
-            block = self.blocks.holding(start)
+            block = self.blocks.block_at(start)
             run = self._runs[-1] if self._runs else None
             if block is None or block.stop < stop or block.target is None or run is None:
                 return None
@@ -504,14 +504,14 @@ class ReadAhead:
 
     def _read_here(self, offset: int, buffer: memoryview) -> None:
         """Read on this thread. The source stays open for it: its descriptor may be another file's once it is closed."""
-        with _pool.held():
+        with _pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
             self.under_way += 1
         try:
             self.source.readv(offset, [buffer])
         finally:
-            with _pool.held():
+            with _pool.locked():
                 self.under_way -= 1
                 is_last = self.is_closed and not self.under_way
             if is_last:
@@ -648,7 +648,7 @@ class ReadAhead:
     def _next_free(self, at: int) -> int:
         """Return the first byte from `at` on that no block has and that was not given out."""
         while True:
-            block = self.blocks.holding(at)
+            block = self.blocks.block_at(at)
             end = self._given.end_of(at if block is None else block.stop)
             if end == at:
                 return at

@@ -156,7 +156,7 @@ BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in BLOCK_TYPES.valu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One entry of a file's metadata."""
+    """An entry of a file's metadata."""
 
     type: int
     value: Any

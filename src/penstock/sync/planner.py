@@ -31,7 +31,7 @@ LOOK_S = 0.5
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], PartReply]
-"""Returns the reply to a receiver's request without a part, from the receiver, the request, the run and the version."""
+"""Returns the reply to a receiver, without a part. Its arguments: the receiver, its request, the run, the version."""
 
 
 def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> PartReply:
@@ -58,7 +58,7 @@ class Planner:
         version_status: this member's own versions.
         ours: returns this member's own layout, or None before it has one.
         checkpoint: returns the table that a receiver got from its planner; None: derive it from the layouts.
-        terms: returns what a receiver is told of a version besides its part: when it may go live.
+        terms: returns the terms of a version for a receiver: when it may go live, or why it may not.
         bucket_bytes: the bucket size of plans.
     """
 
@@ -79,7 +79,7 @@ class Planner:
         self._terms = terms
         self._bucket_bytes = bucket_bytes
         # Two locks: planning takes seconds and asks other members, while `_lock` guards the tables alone, so that a
-        # receiver whose layout is unknown gets its answer during somebody else's plan.
+        # receiver whose layout is unknown gets its answer while another receiver's plan is made.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Sources' layouts by their digest, as the hub lists it; receivers' by member, with the digest.
@@ -178,7 +178,7 @@ class Planner:
         return True
 
     def _run(self, members: Sequence[SyncMember]) -> str:
-        """Return the run of the versions: that of this member's version, else of the newest publisher."""
+        """Return the run of the versions: the run of this member's version, else of the newest publisher."""
         if self._version_status.now.run:
             return self._version_status.now.run
         return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
@@ -226,8 +226,8 @@ class Planner:
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
         """Return the plan of these sources for all known receivers, and the requester's encoded part."""
-        # One plan at a time: receivers of one version ask within milliseconds of each other, and the second must find
-        # the first one's plan instead of making it again.
+        # One plan at a time: receivers of one version ask within milliseconds of each other, and the second must use
+        # the plan of the first instead of making it again.
         with self._planning:
             sources = self._layouts(holders)
             giving = {source.member for source, _ in sources}
@@ -268,7 +268,7 @@ class Planner:
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         if asker not in cached.plan.receivers:
-            # It was left out above, because it does not match: planned alone, it gets the error that lists why.
+            # It was left out above because it does not match: a plan for it alone raises the error with the reasons.
             return _Plan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
@@ -349,7 +349,7 @@ def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
     """Return a message about the absent ranks of a run; empty: none is absent, or these are receivers."""
-    # Receivers are no ranks of the trainer: the plan itself finds out whether they have all elements.
+    # Receivers are not ranks of the trainer: the planning checks whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

@@ -6,12 +6,12 @@ Not here: messages and waiting (`publish.rank_group`, `receive.participant`), th
 
     1. subscribers stage a version, check it, and report: prepared, failed or refused
     2. rank 0 of the publishers, the coordinator, reaches a verdict (`Ballot.decide`): at the deadline at the latest
-    3. commit: the hub records it, before any subscriber is told; the first proposal for a version stands
+    3. commit: the hub records it before rank 0 tells any subscriber; the first proposal for a version stands
     4. a subscriber goes live only after it learned `committed`, from the coordinator or from the hub
     5. a subscriber whose coordinator is gone, or silent for the stall deadline, proposes to withdraw: the hub answers
        with what stands; a subscriber that learns nothing keeps its version
 
-After step 3 a commit cannot be undone, and before it nobody is live: therefore no two subscribers act differently.
+After step 3 a commit cannot be undone, and before it no subscriber is live: therefore all subscribers act alike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """What the coordinator knows of one version. A value: every report makes a new one."""
+    """The reports of all subscribers on one version. Immutable: every report makes a new ballot."""
 
     laggards: Laggards
     needs_check: bool = False

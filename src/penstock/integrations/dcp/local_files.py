@@ -6,7 +6,8 @@ Not here: remote files and devices, which need staging and many requests under w
     one run of bytes, same dtype  --pread--> the target's memory
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
-The kernel is asked to read what is not in the page cache before the copies reach it: one thread then keeps a disk busy.
+It asks the kernel to read pages that are not in the page cache before the copies reach them: one thread then keeps a
+disk busy.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Publisher(Closing):
         self.planner = Planner(
             self._membership, self._version_status, lambda: local_version.layout, terms=self._terms_for
         )
-        # The handler before the first report: whoever finds this rank at the hub may ask it at once.
+        # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             member.check_grant,
@@ -188,8 +188,8 @@ class Publisher(Closing):
                 snapshot, `wait_decision` does.
             deadline_s: together: the decision comes at the latest after these seconds; None: the stall deadline.
             laggards: together: what becomes of the version if a subscriber does not prepare it before the deadline, or
-                fails: `leave_out`: the others commit, if there is one. `withdraw`: nobody does; for engines of several
-                ranks, each of which is a subscriber.
+                fails: `leave_out`: the others commit, if there is one. `withdraw`: no subscriber does; for engines of
+                several ranks, each of which is a subscriber.
             check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, 1 MiB at most.
                 Together, at least one check must then pass.
             metadata: texts by name that go with the version, the same on all ranks: `Hooks.before_read` of a subscriber
@@ -327,8 +327,8 @@ class Publisher(Closing):
             verdict = progress.wait_together(version, whereabouts=whereabouts)
         proposal = verdict.decision(self._run, version)
         try:
-            # A withdrawal needs no record: without one nobody goes live. It is for people, and for subscribers that
-            # cannot ask this rank.
+            # A withdrawal needs no record: without a recorded commit no subscriber goes live. It is recorded for
+            # operators, and for subscribers that cannot reach this rank.
             within_s = self._stall_s if verdict.is_commit else 0.0
             standing = rank_group.recorded(self._membership, proposal, within_s)
         except PenstockError as error:
@@ -411,7 +411,7 @@ class Publisher(Closing):
         self._pending = None
 
     def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
-        """Return what a receiver is told of a version besides its part."""
+        """Return the terms of a version for a receiver; see `Planner`."""
         progress = self._subscriber_progress
         refused = progress.refused(version)
         if refused is not None:
@@ -475,7 +475,7 @@ class Publisher(Closing):
         self._local_version.fence()
         known, newest, withdrawn = self._decision, self.version, None
         if known is not None and (known.run, known.version, known.outcome) == (self._run, newest, "withdrawn"):
-            # Else subscribers that ask for the newest version would ask for the one that is withdrawn.
+            # Else subscribers that request the newest version would request the withdrawn one.
             newest, withdrawn = self._before.version, known
         self._version_status.post(self._run, newest, is_open=False, withdrawn=withdrawn)
         self.member.beat_now()

@@ -32,8 +32,8 @@ class Leases:
         self._is_flipping = False
 
     @contextlib.contextmanager
-    def held(self, version: int | None, ttl_s: float) -> Iterator[int]:
-        """Keep the live version while the block runs, at most `ttl_s`; see `Subscriber.pinned`."""
+    def lease(self, version: int | None, ttl_s: float) -> Iterator[int]:
+        """Lease the live version while the block runs, at most `ttl_s`; see `Subscriber.pinned`."""
         deadline = time.monotonic() + ttl_s
         with self._changed:
             # A new reader must not hold up a flip that others are waiting for.
@@ -66,7 +66,7 @@ class Leases:
             while self._ends:
                 left = max(self._ends.values()) - time.monotonic()
                 if left <= 0:
-                    # Their readers are told when they are done.
+                    # Their readers get VersionNotLive when they are done.
                     self._ends.clear()
                     return
                 self._changed.wait(left)

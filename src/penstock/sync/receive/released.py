@@ -81,7 +81,7 @@ class ReleasedMemory:
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
             beside = others.get(storage.data_ptr(), [])
-            # A storage may have bytes of somebody else, which no version brings back; an arena has gaps.
+            # A storage may have bytes of tensors that are not the target's, which no version fills; an arena has gaps.
             covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *beside))
             if not storage.resizable() or covered < nbytes:
                 self.kept_bytes += nbytes
@@ -246,13 +246,13 @@ class ReleasedVersion:
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
-    found: dict[int, Memory] = {}
+    by_address: dict[int, Memory] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
-        found.setdefault(memory.address, memory)
+        by_address.setdefault(memory.address, memory)
     # In the order of the tensors: an engine may bring the bytes back at other addresses.
-    return list(found.values())
+    return list(by_address.values())
 
 
 def _whole(memory: Memory) -> Strips:
@@ -290,8 +290,9 @@ def _part(row: Row, tensor: torch.Tensor) -> torch.Tensor:
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
     if (tensor.dtype, tuple(tensor.shape)) != wanted:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
-        raise PlanError(f"stored as {found}, published as {wanted[0]} {list(wanted[1])}", tensor=row.name, mutated=True)
+        stored = f"{tensor.dtype} {list(tensor.shape)}"
+        message = f"stored as {stored}, published as {wanted[0]} {list(wanted[1])}"
+        raise PlanError(message, tensor=row.name, mutated=True)
     # Boxes count elements, and torch counts two of F4 as one.
     if form.dtype is DType.F4 and form.box != Box.full(form.shape):
         raise PlanError("a part of a tensor of F4 cannot be restored from storage", tensor=row.name, mutated=True)

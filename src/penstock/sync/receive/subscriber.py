@@ -154,7 +154,7 @@ class Subscriber(Closing):
         return None if buffers is None else buffers.local_version
 
     def _state(self) -> SyncState:
-        """Return what the hub lists about this subscriber."""
+        """Return the state of this subscriber for the hub's list."""
         is_open = self._version_status.now.is_open
         state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
         # Read once: this runs in the member's beat, while an update may replace the buffers.
@@ -203,7 +203,7 @@ class Subscriber(Closing):
 
         Order: any number of threads; not from the hooks of an update.
         """
-        with self._leases.held(version, self._stall_s if ttl_s is None else ttl_s) as live:
+        with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
             yield live
 
     def wait_version(self, version: int, timeout_s: float | None = None) -> int:
@@ -226,7 +226,7 @@ class Subscriber(Closing):
                     return news.version
                 withdrawn = news.withdrawn
                 if withdrawn is not None and withdrawn.version >= version:
-                    # Told once: the next call waits for a version after it.
+                    # Raised once: the next call waits for a later version.
                     after = withdrawn.version
                     if (withdrawn.run, withdrawn.version) not in self._update_loop.decisions:
                         self._update_loop.note_decision(withdrawn)
@@ -268,16 +268,16 @@ class Subscriber(Closing):
 
     @property
     def is_released(self) -> bool:
-        """Return whether the weights are given up, until `restore`."""
+        """Return whether the weights are released, until `restore`."""
         return self._released is not None
 
     def announced(self) -> int:
-        """Return the newest version that is announced, without waiting for one; -1: none, or nobody answers."""
+        """Return the newest version that is announced, without waiting for one; -1: none, or no planner answers."""
         newest = self._update_loop.news(-1, 0.0)
         return -1 if newest is None else newest.version
 
     def release(self, *, free: bool = True, returns: bool = False) -> int:
-        """Give the weights up while the engine sleeps: `version` is -1, and nobody reads them, until `restore`.
+        """Free the weights while the engine sleeps: until `restore`, `version` is -1 and no process reads them.
 
         Waits for readers (`pinned`). The staging memory is freed too.
 
@@ -301,7 +301,7 @@ class Subscriber(Closing):
                 raise ConfigError(f"the weights of {self.name!r} are released already", hint="call restore()")
             if free and loop.requirements is None:
                 raise ConfigError(
-                    f"no version of {self.name!r} was received yet: it is not known what one brings back",
+                    f"no version of {self.name!r} was received yet: the tensors that a version fills are unknown",
                     hint="call update() first, or release(free=False)",
                 )
             target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None

@@ -250,7 +250,7 @@ class Transfer:
 
 
 class _TransferRun(Run):
-    """One run of a transfer.
+    """A run of a transfer: it requests ready rows and digests, reads, verifies, and counts.
 
     Attributes:
         stats: figures of the run, for its report.

@@ -178,7 +178,7 @@ class UpdateLoop:
         return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
 
     def note_decision(self, decision: FleetDecision) -> None:
-        """Remember a decision: the hub is told of the newest, and a withdrawn version is not read again."""
+        """Remember a decision: heartbeats report the newest to the hub, and a withdrawn version is not read again."""
         self.decisions.setdefault((decision.run, decision.version), decision)
         while len(self.decisions) > _KEPT_DECISIONS:
             self.decisions.pop(next(iter(self.decisions)))
@@ -401,7 +401,7 @@ class UpdateLoop:
         """Read the part from its sources, and report progress to the planner meanwhile."""
         transfer = self._transfer
         assert transfer is not None
-        part, asked = transfer.part, time.monotonic()
+        part, requested = transfer.part, time.monotonic()
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         with reporting_progress(self._membership, planner.member, reply.version, transfer):
             links = open_links(self._membership, used, reply.version, self._stall_s)
@@ -445,7 +445,7 @@ class UpdateLoop:
             sources={link.member: link.nbytes for link in moved.links},
             nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in moved.links if link.nbytes},
             why=(*dict.fromkeys(link.why for link in moved.links if link.why), *buffers.wanted.why()),
-            decide_by=None if reply.decide_s is None else asked + reply.decide_s,
+            decide_by=None if reply.decide_s is None else requested + reply.decide_s,
             check=reply.check,
             metadata=metadata,
         )

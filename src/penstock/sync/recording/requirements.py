@@ -287,7 +287,7 @@ class Requirements:
         live = live_tensors(self._model)
         others: dict[int, torch.Tensor] = {}
 
-        def shadow(tensor: torch.Tensor) -> torch.Tensor:
+        def staged(tensor: torch.Tensor) -> torch.Tensor:
             copied = moved(tensor)
             if copied is not None:
                 return copied
@@ -304,20 +304,20 @@ class Requirements:
         with torch.no_grad():
             # Into the copy, at places where no row arrives: a flip does not copy them.
             for step in steps:
-                replace(step, piece=shadow(step.piece), target=shadow(step.target)).run()
+                replace(step, piece=staged(step.piece), target=staged(step.target)).run()
             for target, value in self._constants:
-                shadow(target).fill_(value)
+                staged(target).fill_(value)
             unknown = set(self.unfilled) if self.unrecorded else set()
             tensors = {}
             for name, tensor in live.items():
                 left = self.unfilled.get(name, 0)
                 if name in unknown or left == tensor.numel():
                     continue
-                tensors[name] = shadow(tensor) if not left else self._partly(tensor, steps, shadow)
+                tensors[name] = staged(tensor) if not left else self._partly(tensor, steps, staged)
         return tensors, unknown
 
     def _partly(
-        self, tensor: torch.Tensor, steps: Sequence[_Step], shadow: Callable[[torch.Tensor], torch.Tensor]
+        self, tensor: torch.Tensor, steps: Sequence[_Step], staged: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return a live tensor as an update would leave it: some of its elements keep their values."""
         whole = tensor.clone(memory_format=torch.preserve_format)
@@ -330,7 +330,7 @@ class Requirements:
             if of == storage and start <= first and last <= stop and whole.stride() == tensor.stride():
                 offset = (first - start) // piece.itemsize
                 into = whole.view(piece.dtype) if whole.itemsize == piece.itemsize else whole
-                torch.as_strided(into, piece.shape, piece.stride(), offset).copy_(shadow(piece))
+                torch.as_strided(into, piece.shape, piece.stride(), offset).copy_(staged(piece))
         return whole
 
     def finish(self) -> None:
