@@ -136,6 +136,26 @@ def test_rank_0_lost_before_the_decision(host: Host, number: int) -> None:
     assert zero["outcome"] == "committed"
 
 
+def test_a_withdrawn_version_is_raised_once_by_a_subscriber_also_where_another_one_plans(host: Host) -> None:
+    """The dead rank 0 is listed with the version for a while, and the subscriber that plans in its place has not seen
+    that it was withdrawn."""
+    hub = host.start_rank("subscriber", name="other")
+    hub.say_until("joined")
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
+    subscriber, other = (host.start_ranks("subscriber", 1, **hasty(4.0))[0] for _ in range(2))
+    publishers[0].ask("subscribers 2")
+    publishers[0].ask("publish 1")
+    for one in (subscriber, other):
+        holds(one, one.ask("update"), 1)
+    publishers[0].ask("together 2")
+    assert subscriber.ask("stage 2")["prepared"] == 2
+    publishers[0].kill(signal.SIGKILL)
+    assert subscriber.ask("commit")["error"] == "VersionRefused"
+    for _ in range(2):
+        holds(subscriber, subscriber.ask("update"), 1)
+    keeps(subscriber, 1)
+
+
 def test_one_that_joins_between_prepare_and_commit_goes_live_with_the_others(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"deadline_s": 30.0, "laggards": "withdraw"})
     first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))

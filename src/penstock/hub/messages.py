@@ -647,6 +647,8 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it can keep a version staged until the fleet's decision."""
     wants_check: bool = False
     """Whether it checks the version, and needs the values that the trainer gave for it."""
+    refused: tuple[Version, ...] = ()
+    """Versions of the planner's run that it knows to be withdrawn, the newest ones."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):

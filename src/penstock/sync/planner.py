@@ -99,7 +99,7 @@ class Planner:
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
         members = self._membership.look(max_age_s=LOOK_S)
-        versions = [request.version] if request.version >= 0 else self._newest_first(members)
+        versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
         if not versions:
             return PartReply(not_yet="no version is published yet")
         for version in versions:
@@ -183,14 +183,19 @@ class Planner:
             return self._version_status.now.run
         return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
 
-    def _newest_first(self, members: Sequence[SyncMember]) -> list[int]:
-        """Return the versions of the run that members have, the newest first."""
+    def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
+        """Return the versions of the run that members have, the newest first.
+
+        Args:
+            refused: versions that the receiver knows to be withdrawn; left out where this member does not have them.
+        """
         # By all members: this one may be a receiver that is behind others.
-        run = self._run(members)
-        versions = {member.state.version for member in members if member.state.run == run}
-        return sorted(
-            {version for version in (self._version_status.now.version, *versions) if version >= 0}, reverse=True
-        )
+        run, ours = self._run(members), self._version_status.now.version
+        theirs = {member.state.version for member in members if member.state.run == run}
+        # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since.
+        # This member need not know that, but the receiver does: it would raise VersionRefused for it a second time.
+        theirs -= {version for version in refused if version > ours}
+        return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
     def _holders(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest

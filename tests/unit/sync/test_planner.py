@@ -138,6 +138,25 @@ def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
     assert ask(planner, joins, 4).refused == decision
 
 
+def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_withdrawn(
+    group: Group, version_status: VersionStatus
+) -> None:
+    # The publishers are dead and still listed, with version 4; this receiver has 3 and heard nothing of a decision.
+    group.id = "s1"
+    group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
+    for rank in (0, 1):
+        held = group.layouts[f"p{rank}"]
+        group.add(held, side="publisher", run="p0", rank=rank, world_size=2, version=4, state="open")
+    planner = Planner(group, version_status, lambda: group.layouts["s1"])  # type: ignore[arg-type]
+    joins = layout("s0")
+    group.add(joins, side="subscriber")
+    assert ask(planner, joins, without=("p0",)).not_yet == "version 4 is not published yet"
+    reply = ask(planner, joins, without=("p0",), refused=(4,))
+    assert reply.version == 3 and decode(reply.part, Part).nbytes == 128
+    # A version that this receiver has is live here, whatever the other says: it is committed, or for each by itself.
+    assert ask(planner, joins, without=("p0",), refused=(3, 4)).version == 3
+
+
 def test_a_layout_of_another_member_is_refused(planner: Planner) -> None:
     want = layout("s0")
     with pytest.raises(PlanError):

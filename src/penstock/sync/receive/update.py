@@ -369,6 +369,11 @@ class UpdateLoop:
             without=tuple(lost),
             can_wait=self._options.staged,
             wants_check=self._options.has_check,
+            refused=tuple(
+                known.version
+                for known in reversed(self.decisions.values())
+                if known.run == planner.state.run and known.outcome == "withdrawn"
+            ),
         )
         reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.
