@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.integration.conftest import Host
 
 import penstock as ps
-from penstock.errors import ConfigError, IntegrityError, PlanError, VersionNotLive
+from penstock.errors import Cancelled, ConfigError, IntegrityError, PlanError, VersionNotLive
 
 SETTINGS = ps.ConnectionSettings(stall_s=5.0)
 """The hub is that of the host, started by `hub`."""
@@ -145,7 +145,7 @@ def test_released_weights_come_back_from_another_engine(fleet: Fleet) -> None:
 def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
     fleet.trainer.close()
     fleet.engine.release()
-    with pytest.raises(ps.PenstockError):
+    with pytest.raises(ps.PenstockError, match=r"start a publisher, .*, or pass stored=StoredVersion\(\)"):
         fleet.engine.restore(timeout_s=0.5)
     fleet.refuses()  # the memory is there again, with any values
     assert all(storages(fleet.model))
@@ -168,6 +168,22 @@ def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         assert peer.update(timeout_s=10.0).sources.keys() == {fleet.engine.member.id}
         assert torch.equal(other.turned, fleet.model.turned)
+
+
+def test_a_closed_subscriber_changes_no_weights(fleet: Fleet) -> None:
+    fleet.publish(2)
+    is_staged = fleet.engine.mode == "staged"
+    if is_staged:
+        fleet.engine.stage()
+    else:
+        fleet.engine.release()
+    fleet.engine.close()
+    for call in (fleet.engine.commit if is_staged else fleet.engine.restore, fleet.engine.update):
+        with pytest.raises(Cancelled, match="the subscriber was closed"):
+            call()
+    assert fleet.engine.version == (1 if is_staged else -1)
+    if is_staged:
+        assert torch.equal(fleet.model(X), loaded(1)(X))
 
 
 def test_another_version_from_storage_is_used_and_not_served_to_others(fleet: Fleet) -> None:

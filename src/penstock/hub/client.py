@@ -382,7 +382,7 @@ class HubClient(Closing):
                     return self._decode(status, answer, gives, url)
                 last = HubUnavailable(_fault(status, answer).error, uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
-                message = f"the hub did not answer within {timeout_s:g} s: {last or type(last).__name__}"
+                message = f"the hub did not answer within {timeout_s:.3g} s: {last or type(last).__name__}"
                 hint = "is it running, and can this host reach its address?"
                 if isinstance(last, ssl.SSLCertVerificationError):
                     message = f"the hub's certificate does not verify: {last.verify_message}"

@@ -281,7 +281,11 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
             nbytes += row.tensor.numel() * row.tensor.itemsize
     if rows:
         more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
-        raise PlanError(f"the stored version lacks {', '.join(list(rows)[:_LISTED])}{more}", mutated=True)
+        raise PlanError(
+            f"the stored version lacks {', '.join(list(rows)[:_LISTED])}{more}",
+            mutated=True,
+            hint="give a version with all tensors that the publishers have",
+        )
     return nbytes
 
 

@@ -347,6 +347,7 @@ class Subscriber(Closing):
             ConfigError: nothing is released. IntegrityError: bytes differ from their digests. DeviceOutOfMemory: see
                 `ReleasedMemory.take_back`. Others as `update`. After each of them `version` is still -1: call it again.
         """
+        self._check_open()
         released = self._released
         if released is None:
             raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
@@ -365,6 +366,8 @@ class Subscriber(Closing):
             return self.update(version, limit_s)
         except (SourceError, PeerLost, IntegrityError) as error:
             if stored is None:
+                if isinstance(error, NotFound | PeerLost | StaleDescriptor):
+                    error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
                 raise
             with self._updating:
                 staged = released.read_stored(self._update_loop, stored, self.member.links, error)
@@ -435,6 +438,7 @@ class Subscriber(Closing):
         return staged
 
     def _commit(self) -> UpdateReport:
+        self._check_open()
         staged = self._staged
         if staged is None:
             raise ConfigError("nothing is staged", hint="call stage() first")
