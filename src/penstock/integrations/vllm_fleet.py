@@ -71,7 +71,7 @@ class FleetClient:
         client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers where none is open. A server that fails here fails the version (`update_weights`).
+        """Start an update on the servers where none is open. A server that fails here fails the version.
 
         Raises:
             Exception: no server starts an update; the first server's error.
