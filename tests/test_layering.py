@@ -110,7 +110,7 @@ IMPURE = frozenset(
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
 # `config` reads the environment; a server of `testing` and `penstock run` hand it, changed, to the process they start.
-ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py"})
+ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py", "cli/bench_boot.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.
@@ -133,9 +133,10 @@ SOCKETS = frozenset({"net", "http", "hub", "peer", "transport", "testing"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "socket": SOCKETS
     | {"jobs/messages.py", "jobs/workers/process.py", "jobs/workers/fork_server.py"}  # socket pairs to own processes
+    | {"cli/bench_boot.py"}  # ports that are free for the processes of a program
     | {"storage/cache.py"},  # an abstract socket's name, which tells other processes that this one fetches a chunk
     "ssl": SOCKETS | {"sync/membership.py"},
-    "http.client": frozenset({"testing"}),
+    "http.client": frozenset({"testing", "cli/bench_boot.py"}),  # the errors of a request to a user's program
     "http.server": frozenset({"testing", "cli/calibrate.py"}),
     "h11": frozenset(),
     "httptools": frozenset({"http", "hub"}),
