@@ -105,7 +105,7 @@ def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
         ps.subscriber("a", before, strict=False) as plain,
     ):
         publisher.publish(1)
-        with pytest.raises(ps.BaseMismatch, match="for the base b1, and the base here is b2") as caught:
+        with pytest.raises(ps.BaseMismatch, match="for the base 'b1', and the base here is 'b2'") as caught:
             subscriber.update()
         assert (caught.value.expected, caught.value.found, caught.value.mutated) == ("b1", "b2", False)
         assert torch.equal(logits(served), logits(model(2))) and subscriber.version == -1
@@ -142,7 +142,7 @@ def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
             publisher.publish(1)
         bases.publish(4)
         publisher.publish(1)
-        with pytest.raises(ps.BaseMismatch, match="for the base base:4, and the base here is none"):
+        with pytest.raises(ps.BaseMismatch, match="for the base 'base:4', and the base here is 'none'"):
             subscriber.update()
         report = here.update()
         assert base_identity(report) == base_identity(here) == base_identity(bases) == "base:4"

@@ -217,8 +217,8 @@ class AdapterSubscriber(Closing):
         found = base_identity(self._base)
         if found != self._expected:
             raise BaseMismatch(
-                f"version {version} of the adapter {self.name!r} is for the base {self._expected}, and the base here "
-                f"is {found}",
+                f"version {version} of the adapter {self.name!r} is for the base {self._expected!r}, and the base here "
+                f"is {found!r}",
                 expected=self._expected,
                 found=found,
                 hint="update the base first, or publish an adapter of this base",
