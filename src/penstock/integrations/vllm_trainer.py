@@ -7,6 +7,7 @@ Not here: the engine's side (`vllm_sync`), the transfer (`penstock.sync`).
     stage          publish || start_weight_update, update_weights: the engine receives while it may serve
     commit         finish_weight_update: the engine installs the version; this is the pause
     send_weights   both
+    stage_again    an engine that was started again subscribes, and receives the version that is published
 
 Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. Written for vLLM 0.32 and 0.33.
 """
@@ -89,12 +90,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         is_sender: bool,
         publisher: Any,
         refill: Callable[[], None] | None,
+        init_info: PenstockTrainerInitInfo,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self.version: int = -1 if publisher is None else publisher.latest
         self.report: PublishReport | None = None
         self._publisher = publisher
         self._refill = refill
+        self._init_info = init_info
         self._thread = ThreadPoolExecutor(1, "penstock-update-weights")
         # Whether vLLM has an update that was started and not finished, and whether it has received all of it.
         self._is_started = self._is_staged = False
@@ -142,7 +145,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                     publisher.wait_ranks()
             if init_info.is_sender:
                 client.init_weight_transfer_engine(_engine_info(init_info))
-            made = cls(client=client, source=source, is_sender=init_info.is_sender, publisher=publisher, refill=refill)
+            made = cls(
+                client=client,
+                source=source,
+                is_sender=init_info.is_sender,
+                publisher=publisher,
+                refill=refill,
+                init_info=init_info,
+            )
             ends.pop_all()
         return made
 
@@ -184,11 +194,9 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             self.report = self._publisher.publish(self.version)
             return
         with _answers_as_notes():
-            if not self._is_started:
-                self.client.start_weight_update()
-                self._is_started = True
-            # At the same time: the engine reads what is published, and a live version ends when it was read.
-            received = self._thread.submit(self.client.update_weights, {"version": self.version})
+            # At the same time: the engine reads what is published, and a live version ends when it was read. If there
+            # is no engine, the version is published all the same, as the other ranks do: `stage_again` needs it.
+            received = self._thread.submit(self._receive)
             try:
                 self.report = self._publisher.publish(self.version)
             finally:
@@ -197,6 +205,34 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                 self._is_started = received.exception() is None
             received.result()
         self._is_staged = True
+
+    def stage_again(self) -> None:
+        """Have an engine that was started again subscribe and receive the newest version; rank 0 does it.
+
+        Nothing is published anew, so the other ranks take no part; `commit` then installs the version.
+
+        Raises:
+            ConfigError: no version was published, or versions are `live`: they end when the engine has them. Others as
+                `stage`.
+        """
+        if not self.is_sender:
+            return
+        if self._publisher is None or self._publisher.version < 0:
+            raise ConfigError("no version was published", hint="call stage()")
+        if self._refill is not None or self._init_info.mode != "snapshot":
+            raise ConfigError(
+                f"version {self.version} was published live: nothing has it any more", hint="call stage() on all ranks"
+            )
+        self._is_staged = self._is_started = False
+        with _answers_as_notes():
+            self.client.init_weight_transfer_engine(_engine_info(self._init_info))
+            self._receive()
+        self._is_started = self._is_staged = True
+
+    def _receive(self) -> None:
+        if not self._is_started:
+            self.client.start_weight_update()
+        self.client.update_weights({"version": self.version})
 
     def commit(self) -> None:
         """Have the engine install the version that was staged; rank 0 does it, the others return.

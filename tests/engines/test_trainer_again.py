@@ -1,0 +1,107 @@
+"""A server that was started again is given the version that the trainer published before, without a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "rl"
+PROMPT = [1, 9, 12, 3]
+
+
+@pytest.fixture
+def at(tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs the server of the examples, always at the same port."""
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from vllm_routes import Client
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    @contextlib.contextmanager
+    def serve() -> Iterator[Client]:
+        command = [sys.executable, str(EXAMPLES / "transformers_server.py"), str(EXAMPLES / "tiny_llama")]
+        process = subprocess.Popen([*command, "--port", str(port)], env=dict(os.environ))
+        try:
+            client = Client(f"http://127.0.0.1:{port}", "policy")
+            client.wait_up(120)
+            yield client
+        finally:
+            process.kill()
+            process.wait()
+
+    return port, serve
+
+
+def test_a_version_is_sent_again_and_not_published_again(at: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+
+    port, serve = at
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(EXAMPLES / "tiny_llama"))
+    routes = HTTPVLLMWeightSyncClient(f"http://127.0.0.1:{port}")
+    info = PenstockTrainerInitInfo(name="policy", rank=0, stall_s=30.0)
+    with serve() as client:
+        engine = PenstockTrainerEngine.trainer_init(info, client=routes, source=model)
+        engine.send_weights()
+        assert client.weight_version() == str(engine.version)
+    published = engine.report
+    with torch.no_grad():
+        tokens = torch.tensor([[*PROMPT, 7, 8]])
+        mine = model(tokens).logits.log_softmax(-1)
+        # What the trainer has now is not what it published.
+        for parameter in model.parameters():
+            parameter.zero_()
+    with serve() as client:
+        assert client.weight_version() == "default"
+        engine.stage_again()
+        engine.commit()
+        assert client.weight_version() == str(engine.version) == "0"
+        assert engine.report is published
+        (completion,), (served,) = client.sample([PROMPT], 1)
+        assert served[0] == pytest.approx(float(mine[0, len(PROMPT) - 1, completion[0]]), abs=1e-5)
+    engine.shutdown()
+
+
+def test_a_live_version_cannot_be_sent_again(at: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    import penstock as ps
+    from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+
+    port, serve = at
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(EXAMPLES / "tiny_llama"))
+    routes = HTTPVLLMWeightSyncClient(f"http://127.0.0.1:{port}")
+    info = PenstockTrainerInitInfo(name="policy", rank=0, stall_s=30.0, mode="live")
+    with serve():
+        engine = PenstockTrainerEngine.trainer_init(info, client=routes, source=model)
+        with pytest.raises(ps.errors.ConfigError, match="no version was published"):
+            engine.stage_again()
+        engine.send_weights()
+        with pytest.raises(ps.errors.ConfigError, match="published live"):
+            engine.stage_again()
+    engine.shutdown()
