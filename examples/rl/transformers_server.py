@@ -32,8 +32,10 @@ class Engine:
         self.weight_version = "default"
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Sample a completion of each prompt; all prompts have the same length."""
+        """Sample a completion of each prompt, or of the one prompt; all prompts have the same length."""
         prompts = torch.tensor(body["prompt"])
+        if prompts.dim() == 1:
+            prompts = prompts[None]
         tokens, logprobs = prompts, []
         with torch.no_grad():
             for _ in range(body["max_tokens"]):
@@ -43,12 +45,13 @@ class Engine:
                 logprobs.append(scores.gather(1, new))
         completions = tokens[:, prompts.shape[1] :].tolist()
         scores_of = torch.cat(logprobs, 1).tolist()
-        return {
-            "choices": [
-                {"index": index, "token_ids": ids, "logprobs": {"token_logprobs": scores}}
-                for index, (ids, scores) in enumerate(zip(completions, scores_of, strict=True))
-            ]
-        }
+        choices = []
+        for index, (ids, scores) in enumerate(zip(completions, scores_of, strict=True)):
+            end = len(ids)
+            if not body.get("ignore_eos") and self.model.config.eos_token_id in ids:
+                end = ids.index(self.model.config.eos_token_id) + 1
+            choices.append({"index": index, "token_ids": ids[:end], "logprobs": {"token_logprobs": scores[:end]}})
+        return {"choices": choices}
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Answer a request."""
@@ -100,6 +103,7 @@ def main() -> None:
         def answer(self, status: int, body: Any) -> None:
             data = json.dumps(body).encode()
             self.send_response(status)
+            self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -107,7 +111,11 @@ def main() -> None:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    HTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
+    class Server(HTTPServer):
+        # A trainer sends all requests of a step at once.
+        request_queue_size = 256
+
+    Server(("127.0.0.1", args.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":
