@@ -10,8 +10,8 @@ TRL calls its protocol on the main process alone, with whole tensors. `attach`, 
 step for merged weights, so that nothing is gathered and the server pauses for the installation only. One process
 without sharding needs no `attach`.
 
-A server that is killed and started again has the weights of its files. An attached transfer gives it the newest version:
-when the next one is sent, or while the trainer waits for samples (`restore`).
+A server that is killed and started again has the weights of its files. An attached transfer gives it the newest
+version: when the next one is sent, or while the trainer waits for samples (`restore`).
 
 Written for TRL 1.16 and the releases of vLLM that `vllm_trainer` names.
 """
