@@ -1,4 +1,7 @@
-"""A platform of the CPU for verl, which has CUDA, ROCm and NPU; verl imports it by `VERL_USE_EXTERNAL_MODULES`."""
+"""A platform of the CPU for verl, which has CUDA, ROCm and NPU; verl imports it by `VERL_USE_EXTERNAL_MODULES`.
+
+Ray is told of as many GPUs as verl starts workers (`ray_init.num_gpus`): verl places workers by them, and none is used.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +80,10 @@ class PlatformCPU(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
+        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
