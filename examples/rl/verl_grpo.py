@@ -1,8 +1,16 @@
-"""GRPO of a tiny language model by verl on a CPU: verl's trainer, two FSDP2 ranks, verl's vLLM server, Penstock between.
+"""GRPO of a tiny language model by verl on a CPU: verl's trainer with two FSDP2 ranks, and verl's vLLM server.
 
-python examples/rl/verl_grpo.py --steps 40
-python examples/rl/verl_grpo.py --steps 40 --kill engine@10 trainer@20     what dies comes back
-python examples/rl/verl_grpo.py --transfer alternate                       every second version by verl's own transfer
+    python examples/rl/verl_grpo.py                                     200 steps; Penstock carries the weights
+    python examples/rl/verl_grpo.py --task even --steps 40 --kill engine@10 trainer@20      what dies comes back
+    python examples/rl/verl_grpo.py --transfer alternate                every second version by verl's own transfer
+
+The program is `verl.trainer.main_ppo` with the settings below, and with the few classes of `verl_parts` that a CPU
+needs. The reward is the share of generated tokens that have the parity of the prompt's last token; `--task even`: that
+are even. It checks that the reward rises, and that in every step the log-probabilities that the server gave its
+samples equal those of the trainer's weights.
+
+verl saves a checkpoint after every step. When the server or a rank of the trainer dies, verl ends, and this program
+starts it again: it goes on from the checkpoint, and the step that was under way is done anew.
 """
 
 from __future__ import annotations
@@ -75,6 +83,7 @@ def configuration(args: argparse.Namespace) -> Any:
     from hydra import compose, initialize_config_module
 
     work = args.work
+    # Two checkpoints are kept, because verl removes the oldest before it writes the newest.
     settings = f"""
         algorithm.adv_estimator=grpo
         data.train_files={work}/prompts.parquet
@@ -99,7 +108,7 @@ def configuration(args: argparse.Namespace) -> Any:
         +actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32
         actor_rollout_ref.actor.use_torch_compile=False
         actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS * GROUP}
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS * GROUP // args.ranks}
         actor_rollout_ref.actor.ppo_epochs=2
         actor_rollout_ref.actor.optim.lr={LEARNING_RATE}
         actor_rollout_ref.actor.optim.weight_decay=0.0
@@ -118,7 +127,7 @@ def configuration(args: argparse.Namespace) -> Any:
         actor_rollout_ref.rollout.max_model_len=64
         actor_rollout_ref.rollout.max_num_batched_tokens=1024
         actor_rollout_ref.rollout.max_num_seqs={PROMPTS * GROUP}
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={PROMPTS * GROUP}
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={PROMPTS * GROUP // args.ranks}
         actor_rollout_ref.rollout.agent.num_workers=1
         +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32
         +actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config.backend=penstock
@@ -127,7 +136,7 @@ def configuration(args: argparse.Namespace) -> Any:
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
         +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.name=policy
         +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.receive=engine
-        +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.stall_s=30
+        +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.stall_s=60
         trainer.device=cpu
         trainer.nnodes=1
         trainer.n_gpus_per_node={args.ranks}
@@ -135,7 +144,7 @@ def configuration(args: argparse.Namespace) -> Any:
         trainer.val_before_train=False
         trainer.test_freq=-1
         trainer.save_freq=1
-        trainer.max_actor_ckpt_to_keep=1
+        trainer.max_actor_ckpt_to_keep=2
         trainer.default_local_dir={work}/checkpoints
         trainer.total_epochs=1000000
         trainer.total_training_steps={args.steps}
@@ -225,7 +234,7 @@ class Run:
         with (
             self._log.open("ab") as log,
             self._events.open() as events,
-            subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True) as process,
+            subprocess.Popen(command, env=environ, stdout=log, stderr=log) as process,
         ):
             events.seek(0, os.SEEK_END)
             while True:

@@ -1,7 +1,8 @@
 """verl's own workers and manager send versions by `checkpoint_engine.backend: penstock`, on the CPU.
 
 The trainer is verl's ActorRolloutRefWorker with its FSDP engine, on two ranks. The receivers are its rollout workers
-with an adapter that keeps digests, or a real vLLM server of verl's class, whose workers receive by themselves.
+with an adapter that keeps digests, or a real vLLM server of verl's class, whose workers receive by themselves. One test
+runs verl's own trainer (`examples/rl/verl_grpo.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples" / "rl"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_a_patch_applies_to_the_released_package(package: str, release: str, tmp
         pytest.skip(f"{package} is not installed")
     assert metadata.version(package) == release
     shutil.copytree(spec.submodule_search_locations[0], tmp_path / package)
-    patch = HERE.parents[1] / "examples" / "rl" / "patches" / f"{package}-{release}.patch"
+    patch = EXAMPLES / "patches" / f"{package}-{release}.patch"
     done = subprocess.run(["patch", "-p1", "-i", str(patch)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "fuzz" not in done.stdout
@@ -87,7 +89,7 @@ def run(program: str, runtime: str, *arguments: str) -> dict[str, list[dict[str,
         # The platform of the CPU, and the name under which verl's FSDP engine is registered.
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_ENGINE_DEVICE": "cuda",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CACHE_ROOT": f"{runtime}/cache",
@@ -144,3 +146,15 @@ def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, ru
     steps = run("verl_vllm_syncs.py", runtime, str(dense))["STEP"]
     assert [step["penstock/version"] for step in steps] == [0, 1, 2]
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
+
+
+def test_verls_trainer_resumes_after_its_engine_was_killed(runtime: str, tmp_path: Path) -> None:
+    """Run verl's own trainer: the program checks each step's log-probabilities, the reward and the restart."""
+    pytest.importorskip("transfer_queue")
+    command = [sys.executable, str(EXAMPLES / "verl_grpo.py"), "--task", "even", "--steps", "16"]
+    command += ["--kill", "engine@4", "--rise", "0.05", "--work", str(tmp_path)]
+    environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    assert "log-probabilities equal in 16 steps" in done.stdout
+    assert "verl resumed with 2 ranks from its checkpoint of step 3" in done.stdout
