@@ -25,6 +25,7 @@ _MODULE = SimpleNamespace(
     max_memory_reserved=lambda: 0,
     mem_get_info=lambda: (0, 0),
     set_device=lambda device: None,
+    get_device_name=lambda: "CPU",
     get_rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,
 )
