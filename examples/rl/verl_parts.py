@@ -74,7 +74,10 @@ class Rank(DetachActorWorker):
 
 
 class Server(vLLMHttpServer):
-    """verl's server, which says its process ids."""
+    """verl's server, with vLLM's pause of today; it says its process id."""
+
+    def _get_worker_extension_cls(self) -> str:
+        return "verl_extension.Extension"
 
     async def launch_server(self, **arguments: Any) -> None:
         await super().launch_server(**arguments)
