@@ -199,7 +199,7 @@ ENVIRONMENT = {
 
 
 class Run:
-    """What verl's processes said, and the kills that are still to come."""
+    """The events of verl's processes, and the kills that are still to come."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -240,12 +240,12 @@ class Run:
             while True:
                 is_over = process.poll() is not None
                 for line in events:
-                    self._hear(json.loads(line))
+                    self._record(json.loads(line))
                 if is_over:
                     return process.returncode
                 time.sleep(0.05)
 
-    def _hear(self, said: dict[str, Any]) -> None:
+    def _record(self, said: dict[str, Any]) -> None:
         match said.get("event"):
             case "rank":
                 self._pids["trainer"] = said["pid"]
@@ -255,9 +255,9 @@ class Run:
                 self._starts.append(said)
                 print(f"{said['ranks']} ranks train from step {said['step'] + 1} on", flush=True)
             case _:
-                self._hear_step(said)
+                self._record_step(said)
 
-    def _hear_step(self, said: dict[str, Any]) -> None:
+    def _record_step(self, said: dict[str, Any]) -> None:
         self._steps.append(said)
         step = said["step"]
         if self._killed is not None:
@@ -331,8 +331,8 @@ def kill_tree(pid: int) -> None:
     import psutil
 
     process = psutil.Process(pid)
-    for one in (process, *process.children(recursive=True)):
-        os.kill(one.pid, signal.SIGKILL)
+    for member in (process, *process.children(recursive=True)):
+        os.kill(member.pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -350,6 +350,8 @@ def main() -> None:
     if args.train:
         train(args)
         return
+    if args.kill and args.transfer != "penstock":
+        parser.error("verl's own transfer waits for ever for a process that is dead: kill with --transfer penstock")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         args.work = (args.work or Path(temporary)).resolve()

@@ -32,7 +32,7 @@ EVENTS = "PENSTOCK_EXAMPLE_EVENTS"
 
 
 def say(**facts: Any) -> None:
-    """Tell the process that started this run: append a line to its file, in one piece."""
+    """Append a line to the file of events, in one piece."""
     with Path(os.environ[EVENTS]).open("a") as file:
         file.write(json.dumps(facts | {"time": time.time()}) + "\n")
 
@@ -100,21 +100,22 @@ class Replica(vLLMReplica):
 
 
 class Sampler(ReplayBufferAsync):
-    """verl's buffer of samples, which is asked more often than every two seconds, and ends when the engine fails."""
+    """verl's buffer of samples. It looks for samples every 20 ms, not every 2 s, and raises when the server fails."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, poll_interval=0.02)
 
     def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> Any:
-        # verl would ask the dead engine for other samples, for ever.
+        # verl would submit other prompts to the dead server, for ever.
         if self.failure_keys[partition_id]:
-            raise RuntimeError(f"the engine gave no samples for {len(self.failure_keys[partition_id])} prompts")
+            number = len(self.failure_keys[partition_id])
+            raise RuntimeError(f"the server gave no samples of {number} prompts; see the errors above in verl's log")
         return super()._terminal_eviction_reasons(global_steps, partition_id)
 
 
 @register_trainer("penstock_example")
 class Trainer(PPOTrainerSeparateAsync):
-    """verl's trainer with a separate rollout. It checks the samples of each step, and says what the step took."""
+    """verl's trainer with a separate rollout, which compares the samples of each step with its weights."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -130,7 +131,7 @@ class Trainer(PPOTrainerSeparateAsync):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
-        fields = ["input_ids", "responses", "rollout_log_probs", "old_log_probs", "rm_scores"]
+        fields = ["input_ids", "rollout_log_probs", "old_log_probs", "rm_scores"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         # All samples have one length.
         self._tokens, served, own, rewards = (
