@@ -84,6 +84,7 @@ class PenstockWeightTransfer:
         self.engine: PenstockTrainerEngine | None = None
         self.num_restored = 0
         self._server = VLLMClient(server_url, restart_s)
+        self._restart_s = restart_s
         self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
         self._info = info
         # What the server calls the version that it was given last.
@@ -209,13 +210,16 @@ class PenstockWeightTransfer:
         self._installed = str(engine.version)
 
     def _give_again(self, engine: PenstockTrainerEngine) -> None:
-        """Give the newest version to a server that was started again, however often it ends meanwhile."""
+        """Give the newest version to a server that was started again; one that ends meanwhile has until `restart_s`."""
+        deadline = time.monotonic() + self._restart_s
         while True:
             self._server.wait_for_server_ready()
             try:
                 engine.stage_again()
                 self._install(engine)
             except _GONE:
+                if time.monotonic() > deadline:
+                    raise
                 continue
             self.num_restored += 1
             return
