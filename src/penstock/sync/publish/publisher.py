@@ -139,7 +139,17 @@ class Publisher(Closing):
             self.latest = self._newest_of_others()
 
     def _newest_of_others(self) -> int:
-        return max((other.state.version for other in self._membership.look()), default=-1)
+        """Return the highest version that a member has, other than the one that this group is about to publish."""
+        # Another rank of this group may be ahead, and show its part of the first version before this one has looked.
+        # Only rank 0 says what this group has published.
+        return max(
+            (
+                other.state.version
+                for other in self._membership.look()
+                if (other.state.side, other.state.run) != ("publisher", self._run) or other.state.rank == 0
+            ),
+            default=-1,
+        )
 
     def _state(self) -> SyncState:
         """Return what the hub lists about this rank."""
