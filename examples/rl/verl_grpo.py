@@ -214,10 +214,12 @@ class Run:
     def train(self) -> None:
         """Run verl's trainer, and start it again when something was killed."""
         self._events.touch()
-        for _ in range(1 + self._num_kills):
+        while True:
+            num_kills = len(self._kills)
             if self._run() == 0:
                 return
-            if self._killed is None:
+            if len(self._kills) == num_kills:
+                # Nothing was killed since the last start.
                 break
         print(f"-- the end of {self._log}\n{self._log.read_text(errors='replace')[-8000:]}", file=sys.stderr)
         sys.exit("verl failed")
