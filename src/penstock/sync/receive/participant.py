@@ -135,7 +135,7 @@ class Participant:
                 )
             message = f"the fleet's decision on version {version} of {name!r} could not be learned"
             raise SourceStalled(
-                f"{message}: neither rank 0 nor the hub answered for {self._stall_s:g} s",
+                f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers",
                 hint="the version before stays live; call commit() again, or update()",
             )
         self._update_loop.note_decision(decision)
