@@ -33,8 +33,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_ctrl_c_in_a_conversion_says_how_to_resume_and_it_resumes(made: Path, tmp_path: Path) -> None:
-    words = ["convert", str(made), str(tmp_path / "an out"), *TO_F32, "--task-bytes", "256K"]
+def test_ctrl_c_in_a_conversion_says_how_to_resume_and_it_resumes(tmp_path: Path) -> None:
+    # Large enough that its tasks take longer than it takes to see the bar and press a key.
+    write_llama(tmp_path / "large", total_bytes=96 << 20)
+    words = ["convert", str(tmp_path / "large"), str(tmp_path / "an out"), *TO_F32, "--task-bytes", "256K"]
     with Terminal(columns=400) as terminal:
         terminal.spawn(words)
         terminal.until(lambda: re.search(r"[1-9]\d? % of", terminal.text) is not None)

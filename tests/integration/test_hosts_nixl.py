@@ -97,7 +97,7 @@ class Waiting:
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self.pending.moved_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -181,7 +181,7 @@ def test_released_memory_is_kept_for_a_while_and_then_let_go(monkeypatch) -> Non
     with reading(1000) as (transport, handle, _):
         handle.close()
         assert [one for _, one in transport._retired] == [handle]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while transport._retired and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not transport._retired

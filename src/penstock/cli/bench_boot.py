@@ -98,7 +98,7 @@ def bench_boot(
     log: Annotated[Path | None, typer.Option("--log", metavar="FILE", help="Output of the program.")] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Measure the start of a program until its first answer.
+    """Measure a program's start until its answer.
 
     Cold: caches of compilers are empty, and files of --model are not in memory. Warm: the same once more.
     """
