@@ -45,17 +45,14 @@ class Server:
 
     def tokens(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The tokens of the most likely answer."""
-        found = self.post(
-            "/v1/completions",
-            model=self.model,
-            prompt=prompt,
-            max_tokens=num_tokens,
-            temperature=0,
-            ignore_eos=False,
-            return_token_ids=True,
-        )
-        tokens: list[int] = found["choices"][0]["token_ids"]
+        tokens: list[int] = self._complete(prompt, num_tokens, ignore_eos=False)["token_ids"]
         return tokens
+
+    def _complete(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> dict[str, Any]:
+        """Return the most likely answer."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0} | options
+        answer: dict[str, Any] = self.post("/v1/completions", return_token_ids=True, **body)["choices"][0]
+        return answer
 
     def log_prob_difference(self, model: Any, prompt: Sequence[int], num_tokens: int) -> float:
         """Return the largest difference between this server's log-probabilities of its answer and a model's.
@@ -65,16 +62,7 @@ class Server:
         """
         import torch
 
-        found = self.post(
-            "/v1/completions",
-            model=self.model,
-            prompt=prompt,
-            max_tokens=num_tokens,
-            temperature=0,
-            logprobs=0,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
-        )["choices"][0]
+        found = self._complete(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
         tokens: list[int] = found["token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]

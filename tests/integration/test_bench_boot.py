@@ -12,6 +12,7 @@ from tests.support.commands import run
 from tests.support.fork_server import ForkServer
 
 from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import RangeServer
 
 SERVER = """
 import http.server, os, sys, time
@@ -115,3 +116,12 @@ def test_starts_that_fail_say_why(options: list[str], code: int, message: str, f
     assert done.returncode == code and message in done.stderr, done.stderr
     if "no room" in " ".join(options):
         assert "no room" in done.stderr
+
+
+def test_a_server_that_runs_already_is_not_measured(fork_server: ForkServer) -> None:
+    with RangeServer(Path(__file__).parent) as server:
+        url = f"{server.url}/{Path(__file__).name}"
+        done = run(
+            fork_server, ["bench", "boot", "--url", url, "--", sys.executable, "-c", "import time; time.sleep(60)"]
+        )
+    assert done.returncode == 2 and "something answers there before" in done.stderr, done.stderr

@@ -5,7 +5,7 @@ Not here: the record of phases in the program's processes (`penstock.phases`), i
 
     spawn --launch--> process --imports--> first phase --load, engine's phases--> last phase --rest--> first answer
 
-Each process of the program serves its phases at a port of a range that is chosen here, and is asked 20 times a second.
+Each process of the program serves its phases at a port of a range that is chosen here; they are read 20 times a second.
 A cold start has empty directories for caches, and the model's files are not in memory. A warm start follows it.
 """
 
@@ -34,7 +34,7 @@ import typer
 
 from penstock.cli.bench import drop_cached, local_files
 from penstock.cli.terminal import Format, FormatOption, note, write_columns, write_json, write_lines
-from penstock.errors import ConfigError, PeerLost, SourceStalled
+from penstock.errors import MALFORMED, ConfigError, PeerLost, SourceStalled
 from penstock.phases import Boot
 
 Case = Literal["cold", "warm"]
@@ -201,8 +201,12 @@ class _Program:
         """Start the program, wait for its first answer, and end it.
 
         Raises:
-            SourceError: it ended before its first answer, or with an error. SourceStalled: there was none in time.
+            ConfigError: something answers at the URL before the program is started. PeerLost: the program ended before
+                its first answer, or with an error. SourceStalled: there was no answer in time.
         """
+        if self._url is not None and _ask(self._url, self._body, ANSWER_S) is not None:
+            message = "something answers there before the program is started: its answer would be measured"
+            raise ConfigError(message, uri=self._url, hint="end that server, or choose another port")
         first_port = _free_ports()
         environment = self._environment(home, first_port)
         with self._log.open("ab") as log:
@@ -282,9 +286,11 @@ class _Watch:
             is_last = self._is_over.wait(LOOK_S)
             for url in self._urls:
                 answer = _ask(url, None, ANSWER_S, {"authorization": f"Bearer {self._token}"})
-                boot = None if answer is None else msgspec.json.decode(answer, type=Boot)
-                if boot is not None and boot.phases:
-                    self._boots[url] = boot
+                # Another program may have taken a port since it was free.
+                with contextlib.suppress(*MALFORMED):
+                    boot = None if answer is None else msgspec.json.decode(answer, type=Boot)
+                    if boot is not None and boot.phases:
+                        self._boots[url] = boot
 
     def __enter__(self) -> _Watch:
         self._thread.start()
