@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from checks import check_once, check_steps, print_medians
 
 HERE = Path(__file__).resolve().parent
 
@@ -173,40 +174,14 @@ class Run:
         Raises:
             AssertionError: it is not so.
         """
-        args, steps = self._args, self._steps
-        wrong = [said for said in steps if said["difference"] > said["bound"]]
-        assert not wrong, f"the server had other weights: {wrong[:3]}"
-        # Otherwise the comparison could not tell one version from the next.
-        found = sum(said["moved"] > said["bound"] for said in steps)
-        assert 2 * found >= len(steps), f"older weights would have been found in {found} steps only"
-        # Few, because a long run learns most in its first tenth.
-        few = max(1, min(args.steps // 10, 5))
-        before, after = (statistics.fmean(said["reward"] for said in some) for some in (steps[:few], steps[-few:]))
-        assert after > before + args.rise, f"the reward went from {before:.3f} to {after:.3f}"
+        check_steps(self._steps, self._args.steps, self._args.rise)
+        check_once(self._steps, self._starts, self._args.steps)
         self._check_restarts()
-        print(f"reward {before:.3f} -> {after:.3f} (means of {few} steps)")
-        largest = max(said["difference"] for said in steps)
-        print(
-            f"log-probabilities equal in {len(steps)} steps, largest difference {largest:.1e};"
-            f" older weights would differ by more than is allowed in {found}"
-        )
-        for way in sorted({said["way"] for said in steps}):
-            # The first versions of each way plan, record and compile.
-            some = [said for said in steps if said["way"] == way][2:]
-            times = [
-                key for key in ("step_s", "sample_s", "train_s", "waited_s", "served_s", "pause_s") if key in some[0]
-            ]
-            medians = (f"{key[:-2]} {statistics.median(said[key] for said in some) * 1e3:.1f} ms" for key in times)
-            print(f"{way}, medians of {len(some)} steps: {', '.join(medians)}")
+        print_medians(self._steps, ("step_s", "sample_s", "train_s", "waited_s", "served_s", "pause_s"))
 
     def _check_restarts(self) -> None:
         assert len(self._starts) == 1 + self._num_kills["trainer"], self._starts
         assert self._server.num_starts == 1 + self._num_kills["engine"] == 1 + len(self._returns), self._returns
-        done = [said["step"] for said in self._steps]
-        assert len(done) == len(set(done)), f"steps were done twice: {done}"
-        # A rank may be killed when its step is in the checkpoint, and before it says so.
-        untold = set(range(1, self._args.steps + 1)) - set(done)
-        assert untold <= {start["step"] for start in self._starts}, f"steps {untold} were not done"
         versions = [said["version"] for said in sorted((*self._starts, *self._steps), key=lambda said: said["time"])]
         assert versions == sorted(set(versions)), f"versions did not grow: {versions}"
         for back in self._returns:

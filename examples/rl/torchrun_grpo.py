@@ -272,15 +272,20 @@ def load_checkpoint(model: Any, optimizer: Any, directory: Path) -> int:
     return int(state["step"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, checkpoints: str) -> argparse.Namespace:
+    """Return the arguments of a trainer that `run.py` starts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
-    parser.add_argument("--work", type=Path, default=Path("grpo"), help="the directory of the checkpoint")
+    parser.add_argument("--work", type=Path, default=Path("grpo"), help=f"the directory of the {checkpoints}")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--task", choices=["parity", "even"], default="parity")
     parser.add_argument("--transfer", choices=["penstock", "stock", "alternate"], default="penstock")
     parser.add_argument("--write", type=Path, metavar="DIRECTORY", help="only write a model of other random weights")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__, "checkpoint")
     if args.write:
         torch.manual_seed(1)
         LlamaForCausalLM(CONFIG).save_pretrained(args.write)

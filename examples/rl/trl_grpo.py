@@ -42,7 +42,7 @@ except ImportError as error:
     sys.exit(0)
 
 from safetensors.torch import save_file
-from torchrun_grpo import CONFIG, ENGINE_START_S, LEARNING_RATE, ROUNDING, write_line
+from torchrun_grpo import CONFIG, ENGINE_START_S, LEARNING_RATE, ROUNDING, arguments, write_line
 from vllm_routes import GONE, Client
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<a>"]
@@ -440,14 +440,7 @@ def write_policy(directory: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
-    parser.add_argument("--work", type=Path, default=Path("grpo"), help="the directory of the checkpoints")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--task", choices=["parity", "even"], default="parity")
-    parser.add_argument("--transfer", choices=["penstock", "stock", "alternate"], default="penstock")
-    parser.add_argument("--write", type=Path, metavar="DIRECTORY", help="only write a model of other random weights")
-    args = parser.parse_args()
+    args = arguments(__doc__, "checkpoints")
     if args.write:
         write_policy(args.write, seed=1)
     else:

@@ -19,13 +19,14 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from checks import check_once, check_steps, print_medians
 
 HERE = Path(__file__).resolve().parent
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 4, 8
@@ -287,43 +288,16 @@ class Run:
         Raises:
             AssertionError: it is not so.
         """
-        args, steps = self._args, self._steps
-        wrong = [said for said in steps if said["difference"] > said["bound"]]
-        assert not wrong, f"the server had other weights: {wrong[:3]}"
-        stale = [said for said in steps if said["versions"] != [said["step"] - 1]]
+        stale = [said for said in self._steps if said["versions"] != [said["step"] - 1]]
         assert not stale, f"samples of other weights than those of the step before: {stale[:3]}"
-        # Otherwise the comparison could not tell one version from the next.
-        found = sum(said["moved"] > said["bound"] for said in steps)
-        assert 2 * found >= len(steps), f"older weights would have been found in {found} steps only"
-        tenth = max(1, args.steps // 10)
-        before, after = (statistics.fmean(said["reward"] for said in some) for some in (steps[:tenth], steps[-tenth:]))
-        assert after > before + args.rise, f"the reward went from {before:.3f} to {after:.3f}"
+        check_steps(self._steps, self._args.steps, self._args.rise)
+        check_once(self._steps, self._starts, self._args.steps)
         self._check_restarts()
-        print(f"reward {before:.3f} -> {after:.3f} (means of {tenth} steps)")
-        largest = max(said["difference"] for said in steps)
-        print(
-            f"log-probabilities equal in {len(steps)} steps, largest difference {largest:.1e};"
-            f" older weights would differ by more than is allowed in {found}"
-        )
-        for way in sorted({said["way"] for said in steps}):
-            # The first versions of each way plan, record and compile.
-            some = [said for said in steps if said["way"] == way][2:]
-            names = ("step_s", "sample_s", "train_s", "save_s", "pause_s", "publish_s")
-            medians = (
-                f"{name[:-2]} {statistics.median(said[name] for said in some) * 1e3:.0f} ms"
-                for name in names
-                if some[0][name] is not None
-            )
-            print(f"{way}, medians of {len(some)} steps: {', '.join(medians)}")
+        print_medians(self._steps, ("step_s", "sample_s", "train_s", "save_s", "pause_s", "publish_s"))
 
     def _check_restarts(self) -> None:
         assert not self._kills, f"{self._kills} were not reached"
         assert len(self._starts) == 1 + self._num_kills, self._starts
-        done = [said["step"] for said in self._steps]
-        assert len(done) == len(set(done)), f"steps were done twice: {done}"
-        # What dies may die when its step is in the checkpoint, and before the step is told.
-        untold = set(range(1, self._args.steps + 1)) - set(done)
-        assert untold <= {start["step"] for start in self._starts}, f"steps {untold} were not done"
         for start in self._starts[1:]:
             print(f"verl resumed with {start['ranks']} ranks from its checkpoint of step {start['step']}")
 
