@@ -92,7 +92,7 @@ class _Block:
 
     Attributes:
         target: its bytes; None until it is read. A direct block has the caller's buffer from the start.
-        left: bytes that nobody has asked for yet.
+        left: bytes that no call has requested yet.
         users: requests that copy from it now; it is not freed before they are done.
     """
 

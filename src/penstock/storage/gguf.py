@@ -354,7 +354,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text: a string as it is, others as JSON; what is long is described."""
+    """Return a value as text: a string unchanged, others as JSON; what is long is described."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value
