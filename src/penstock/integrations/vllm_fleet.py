@@ -1,7 +1,7 @@
 """Several vLLM servers as one client of vLLM's trainer interface: all of them install a version, or none does.
 
-In: one client of vLLM for each server. Out: the same four calls, for all of them; `VersionRefused` for a version that no
-server installs.
+In: one client of vLLM for each server. Out: the same four calls; `VersionRefused` for a version that no server
+installs.
 Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`vllm_trainer`).
 
     start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
