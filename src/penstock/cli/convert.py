@@ -197,8 +197,8 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
         # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
-        note(f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it")
-        keeper.serve()
+        # Only once signals are handled: a script that reads the note may send one at once.
+        keeper.serve(ready=partial(note, f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it"))
 
 
 _EXECUTORS = ("fetch", "place", "compute", "send")

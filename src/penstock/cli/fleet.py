@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -332,8 +333,9 @@ def keep(
         # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
-        note(f"keeping {', '.join(names)}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it")
-        keeper.serve(drain_s=drain_s)
+        text = f"keeping {', '.join(names)}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
+        # Only once signals are handled: a script that reads the note may send one at once.
+        keeper.serve(drain_s=drain_s, ready=partial(note, text))
 
 
 def _rest(keeper: api.Keeper) -> str:

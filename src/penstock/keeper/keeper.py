@@ -389,18 +389,21 @@ class Keeper:
                     raise
             time.sleep(0.02)
 
-    def serve(self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None) -> None:
+    def serve(
+        self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None, ready: Callable[[], None] | None = None
+    ) -> None:
         """Serve until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
 
         Args:
             drain_s: seconds to wait at the end; a second signal ends the wait.
             timeout_s: return after this long and keep the models; None: no limit.
+            ready: called once, when a signal ends the service in order and no longer kills the process.
 
         Raises:
             IntegrityError: see `check`; this keeper has waited for engines and readers of the other models, and left.
         """
         try:
-            if until_stopped(self._stopped, self.check, timeout_s):
+            if until_stopped(self._stopped, self.check, timeout_s, ready):
                 self.leave(drain_s)
         except IntegrityError:
             self.leave(drain_s)

@@ -545,13 +545,19 @@ _LOOK_S = 0.2
 """Length of one wait: Python runs signal handlers of the main thread only between waits."""
 
 
-def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s: float | None = None) -> bool:
+def until_stopped(
+    stopped: threading.Event,
+    check: Callable[[], None],
+    timeout_s: float | None = None,
+    ready: Callable[[], None] | None = None,
+) -> bool:
     """Wait until `stopped` is set, by any thread or by a signal; return False if `timeout_s` passed first.
 
     Args:
         stopped: ends the wait.
         check: called several times a second; an error that it raises ends the wait, too.
         timeout_s: limit of the wait; None: no limit.
+        ready: called once, when a signal ends the wait and no longer the process.
 
     Order: handles signals in the main thread only; restores the previous handlers before it returns.
     """
@@ -564,6 +570,8 @@ def until_stopped(stopped: threading.Event, check: Callable[[], None], timeout_s
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        if ready is not None:
+            ready()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
