@@ -57,6 +57,11 @@ def _flag(text: str) -> bool:
     raise ConfigError(f"{text!r} is neither on nor off", hint="write 1 or 0")
 
 
+def _paths(text: str) -> tuple[Path, ...]:
+    """Return the paths of a text, which colons separate."""
+    return tuple(Path(part) for part in text.split(os.pathsep) if part)
+
+
 def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
     return field(default=default, metadata={"env": name, "parse": parse, "doc": doc})
 
@@ -128,6 +133,16 @@ class Settings:
     )
     runtime_dir: Path | None = _env(
         "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's processes; unset: XDG_RUNTIME_DIR or /tmp"
+    )
+
+    artifact_dir: Path | None = _env(
+        "PENSTOCK_ARTIFACT_DIR", Path, None, "compiled code of engines; unset: penstock/artifacts in ~/.cache"
+    )
+    artifact_keys: tuple[Path, ...] = _env(
+        "PENSTOCK_ARTIFACT_KEYS", _paths, (), "public keys (PEM) whose bundles are unpacked, by colons"
+    )
+    artifact_signing_key: Path | None = _env(
+        "PENSTOCK_ARTIFACT_SIGNING_KEY", Path, None, "private key (PEM) that signs bundles; unset: none are saved"
     )
 
     metrics: MetricsAddress | None = _env(
@@ -430,3 +445,21 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
         distributed=words[spread],
         storage_options=options,
     )
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set environment variables of this process, which other libraries of it and processes that it starts will read."""
+    os.environ.update(values)
+
+
+def home_cache(name: str) -> Path:
+    """Return the directory `penstock/NAME` of this user's cache: below `XDG_CACHE_HOME`, else `~/.cache`.
+
+    Raises:
+        ConfigError: this user has no home directory.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "penstock" / name
+    except RuntimeError as error:
+        raise ConfigError("this user has no home directory", hint="set XDG_CACHE_HOME") from error

@@ -42,7 +42,7 @@ DRAIN_S = 30.0
 OPTIONS = ("fleet", "hub", "listen", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
-LOADER_OPTIONS = ("device", "distributed", "keeper", "memory_bytes", "storage_options", "verify", *OPTIONS)
+LOADER_OPTIONS = ("artifacts", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify", *OPTIONS)
 """Keys of an engine's extra configuration: of `penstock.stream`, but for `distributed`; a keeper; those of a fleet."""
 
 
@@ -138,6 +138,9 @@ def read_options(extra: Any) -> dict[str, Any]:
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):
         raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
+    place = options.get("artifacts", False)
+    if not isinstance(place, bool) and (not isinstance(place, str) or not place):
+        raise ConfigError(f"model_loader_extra_config 'artifacts' must be true, false or a URI, not {place!r}")
     keeper = options.get("keeper")
     if keeper is not None and keeper is not False and (not isinstance(keeper, str) or not keeper):
         raise ConfigError(f"model_loader_extra_config 'keeper' must be a model's name, or false, not {keeper!r}")

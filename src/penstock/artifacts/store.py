@@ -1,0 +1,484 @@
+"""Bundles beside the models they belong to: save one, restore one, list them.
+
+In: a model's URI, an engine and its configuration, keys. Out: a bundle in a directory, an object store or a fleet; the
+caches of this process's compilers, filled from one; reports.
+Not here: a bundle's format (`bundle`), what a key is made of (`key`).
+
+    restore: ~/.cache/penstock/artifacts/ID, is it there? -> the fleet -> MODEL/penstock-artifacts/ID.safetensors
+             -> signature, digests -> ID appears -> variables of this process lead there
+    save:    ~/.cache/penstock/artifacts/ID -> MODEL/penstock-artifacts/ID.safetensors
+
+A boot must not fail for want of compiled code: `restore` returns a report that says why it found none, logs that as a
+warning if something was refused, and the engine compiles, into a directory that `save` can read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock import config as process
+from penstock.arguments import require_type
+from penstock.artifacts import caches
+from penstock.artifacts.bundle import (
+    CONTENT,
+    DESCRIPTION,
+    SIGNATURE,
+    describe,
+    pack,
+    parse,
+    remove_partial,
+    unpack,
+)
+from penstock.artifacts.key import Key, key_of
+from penstock.config import ConnectionSettings, Settings
+from penstock.errors import MALFORMED, ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.loader.verify import inspect, read_key
+from penstock.report import Summarised, bytes_text
+from penstock.storage import is_remote, list_uris, local_path, text_of
+from penstock.storage.local import read_bounded
+from penstock.storage.locate import display, sidecar_uri
+from penstock.storage.objects import upload_file
+from penstock.storage.output import typed
+from penstock.types import MIB
+
+if TYPE_CHECKING:
+    from penstock.fetch.join import Fleet
+
+log = logging.getLogger("penstock.artifacts")
+
+DIRECTORY = "penstock-artifacts"
+"""Name of the directory of bundles beside a model."""
+_SUFFIX = ".safetensors"
+_MAX_NEAR = 32
+"""Bundles of which `restore` reads the keys, to say how the nearest differs."""
+_LOCK_S = 600.0
+"""Longest wait for another process of this host that restores the same bundle."""
+_RETRY_S = 0.05
+
+_served: list[Fleet] = []
+"""Fleets that this process has a bundle from, and serves it to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(Summarised):
+    """What `restore` found.
+
+    Attributes:
+        is_found: there is compiled code of this key.
+        source: URI of the bundle, `fleet:NAME`, or the local directory; empty: there is none.
+        why: why there is none, or where it is from, in words.
+        key: of this process.
+        directory: of the caches, where the variables of this process lead now.
+        num_files: files that this call wrote.
+        nbytes: their bytes.
+        wall_s: seconds of the call.
+        not_moved: caches whose programs were imported before the call, and stay where they were.
+    """
+
+    is_found: bool
+    source: str
+    why: str
+    key: Key
+    directory: Path
+    num_files: int
+    nbytes: int
+    wall_s: float
+    not_moved: tuple[str, ...]
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        text = f"artifacts {self.key.id}: "
+        if not self.is_found:
+            text += f"none, the engine compiles: {self.why}"
+        elif self.num_files:
+            text += f"{self.num_files} files, {bytes_text(self.nbytes)} from {self.source} in {self.wall_s:.2f} s"
+        else:
+            text += self.why
+        return text + (f"; not moved, imported before: {', '.join(self.not_moved)}" if self.not_moved else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Summarised):
+    """What `save` wrote."""
+
+    uri: str
+    key: Key
+    num_files: int
+    nbytes: int
+    """Bytes of the files."""
+    stored_bytes: int
+    """Bytes of the bundle."""
+    wall_s: float
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        return (
+            f"{self.uri}: {self.num_files} files, {bytes_text(self.nbytes)} in {bytes_text(self.stored_bytes)}, "
+            f"written in {self.wall_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(Summarised):
+    """A bundle that `list_bundles` found."""
+
+    uri: str
+    key: Key | None
+    """None: it was refused, see `fault`."""
+    num_files: int
+    nbytes: int
+    signature: str
+    """`good`, `not checked` without a public key, or `refused`."""
+    fault: str
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        if self.key is None:
+            return f"{self.uri}: refused: {self.fault}"
+        key = self.key
+        about = f"{key.engine} {key.engine_version}, torch {key.torch}, {key.device}, model {key.model[:16]}"
+        extra = "".join(f", {name} {text}" for name, text in sorted(key.config.items()))
+        size = f"{self.num_files} files, {bytes_text(self.nbytes)}"
+        return f"{self.uri}: {about}{extra}; {size}; signature {self.signature}"
+
+
+def restore(
+    uri: str | os.PathLike[str],
+    *,
+    engine: str,
+    config: Mapping[str, str] | None = None,
+    device: str = "cpu",
+    at: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    public_keys: Sequence[str | os.PathLike[str]] | None = None,
+    connection: ConnectionSettings | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Restored:
+    """Fill the caches of this process's compilers from a bundle, and set the variables that lead there.
+
+    Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
+
+    Args:
+        uri: of the model; its headers are read for its revision, and bundles are looked for beside it.
+        engine: the program that compiles, as `vllm`, `sglang`, `transformers`, or a name of your own.
+        config: what else its code depends on, as texts: dtype, parallel sizes, a hash of the engine's configuration.
+        device: `"cpu"`, `"cuda"` or `"cuda:N"`.
+        at: directory or prefix of the bundles; None: `penstock-artifacts` beside the model.
+        model: revision or name of the model; None: read from `uri`.
+        public_keys: paths of Ed25519 public keys in PEM, one of which must have signed the bundle; None:
+            `PENSTOCK_ARTIFACT_KEYS`. Without any, nothing is unpacked.
+        connection: a hub, whose members are asked before the storage; None: the storage alone. This process then serves
+            the bundle to other members until it ends.
+        storage_options: see `load`.
+
+    Raises:
+        ConfigError: an argument or the cache directory cannot be used.
+        NotFound, FormatError, SourceError: the model cannot be opened.
+
+    A bundle that is missing, unsigned, signed by another key, damaged or out of reach raises nothing: see
+    `Restored.why`. Nothing of a bundle that is refused is written.
+    """
+    start_s = time.perf_counter()
+    settings = Settings.read()
+    place = text_of(uri)
+    key = key_of(
+        model if model is not None else _revision(place, storage_options), engine=engine, config=config, device=device
+    )
+    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    directory = _directory(settings)
+    root = directory / key.id
+    with _locked(root):
+        if not (about := _key_path(directory, key.id)).exists():
+            about.write_bytes(msgspec.json.encode(key))
+        if not root.exists():
+            remove_partial(root)
+            bundles = _Bundles(text_of(at) if at is not None else _beside(place), settings, storage_options)
+            found = _find(bundles, key, trusted, root, connection)
+            if not found.source:
+                root.mkdir(mode=0o700)
+        elif _has_files(root):
+            found = _Found(source=str(root), why=f"already in {root}")
+        else:
+            found = _Found(why=f"an earlier process found none, and {root} is still empty")
+    not_moved = tuple(caches.read_already())
+    process.set_variables(caches.variables(root))
+    return Restored(
+        is_found=bool(found.source),
+        source=found.source,
+        why=found.why,
+        key=key,
+        directory=root,
+        num_files=found.num_files,
+        nbytes=found.nbytes,
+        wall_s=time.perf_counter() - start_s,
+        not_moved=not_moved,
+    )
+
+
+def save(
+    uri: str | os.PathLike[str],
+    key: Key | str,
+    *,
+    at: str | os.PathLike[str] | None = None,
+    private_key: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write what was compiled since `restore`, in this process or another of this host, to a signed bundle.
+
+    Call it when the engine has compiled all it needs: after its warm-up. A bundle of the same key is replaced.
+
+    Args:
+        uri, at, storage_options: as for `restore`.
+        key: of `Restored`, or its id.
+        private_key: path of an Ed25519 private key in PEM; None: `PENSTOCK_ARTIFACT_SIGNING_KEY`.
+
+    Raises:
+        ConfigError: an argument is wrong, there is no private key, or nothing was compiled since `restore`.
+        DestinationError, DiskFull, SourceError: the bundle cannot be written; one that was there still is.
+    """
+    start_s = time.perf_counter()
+    settings = Settings.read()
+    signing_key = settings.artifact_signing_key if private_key is None else private_key
+    if signing_key is None:
+        hint = "set PENSTOCK_ARTIFACT_SIGNING_KEY, or give private_key="
+        raise ConfigError("no private key signs the bundle", hint=hint)
+    pem = read_key(signing_key)
+    directory = _directory(settings)
+    if isinstance(key, str):
+        key = _key_of_id(directory, key)
+    require_type("key", key, Key, "the key of a restore, or its id")
+    target = _Bundles(text_of(at) if at is not None else _beside(text_of(uri)), settings, storage_options).uri_of(key)
+    # Where the caches are, unless the target is local: a rename is atomic only within a file system.
+    path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with typed(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            description = pack(directory / key.id, key, pem, new)
+            stored_bytes = new.stat().st_size
+            if is_remote(target):
+                upload_file(target, new, settings=settings, storage_options=storage_options)
+            else:
+                os.chmod(new, 0o644)
+                os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    return Saved(
+        uri=display(target),
+        key=key,
+        num_files=description.num_files,
+        nbytes=description.nbytes,
+        stored_bytes=stored_bytes,
+        wall_s=time.perf_counter() - start_s,
+    )
+
+
+def list_bundles(
+    uri: str | os.PathLike[str],
+    *,
+    at: str | os.PathLike[str] | None = None,
+    public_keys: Sequence[str | os.PathLike[str]] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> list[Listed]:
+    """Return the bundles beside a model, by the name of their files.
+
+    Args:
+        uri, at, public_keys, storage_options: as for `restore`.
+
+    Raises:
+        ConfigError: a public key cannot be read. SourceError: the place cannot be listed.
+    """
+    settings = Settings.read()
+    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    place = text_of(at) if at is not None else _beside(text_of(uri))
+    return list(_Bundles(place, settings, storage_options).listed(trusted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Where a bundle was found, or why there is none."""
+
+    source: str = ""
+    why: str = ""
+    num_files: int = 0
+    nbytes: int = 0
+
+
+class _Bundles:
+    """The bundles of one place."""
+
+    def __init__(self, place: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+        self.place = place.rstrip("/")
+        self._settings = settings
+        self._storage_options = storage_options
+
+    def uri_of(self, key: Key) -> str:
+        return f"{self.place}/{key.id}{_SUFFIX}"
+
+    def load(self, uri: str, *names: str) -> dict[str, Any]:
+        """Return tensors of a bundle. Errors as `load`."""
+        from penstock.loader.load import load
+
+        return dict(load(uri, names=list(names) or None, storage_options=self._storage_options, progress=False))
+
+    def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
+        try:
+            uris = list_uris(self.place, settings=self._settings, storage_options=self._storage_options)
+        except NotFound:
+            return
+        for uri in uris:
+            if not uri.endswith(_SUFFIX):
+                continue
+            try:
+                tensors = self.load(uri, DESCRIPTION, SIGNATURE)
+                raw, signature = _bytes(tensors[DESCRIPTION]), _bytes(tensors[SIGNATURE])
+                about = describe(raw, signature, trusted) if trusted else parse(raw)
+            except (IntegrityError, FormatError, NotFound) as error:
+                yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
+                continue
+            yield Listed(
+                uri=uri,
+                key=about.key,
+                num_files=about.num_files,
+                nbytes=about.nbytes,
+                signature="good" if trusted else "not checked",
+                fault="",
+            )
+
+
+def _find(
+    bundles: _Bundles, key: Key, trusted: Sequence[bytes], root: Path, connection: ConnectionSettings | str | None
+) -> _Found:
+    """Unpack the bundle of a key to `root`, if there is one that a trusted key has signed."""
+    if not trusted:
+        return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
+    uri = bundles.uri_of(key)
+    try:
+        tensors, source = _fetched(uri, key, connection, bundles) if connection is not None else (None, uri)
+        if tensors is None:
+            tensors = bundles.load(uri)
+        missing = {DESCRIPTION, SIGNATURE, CONTENT} - tensors.keys()
+        if missing:
+            raise FormatError(f"the bundle has no tensor {', '.join(sorted(missing))}", uri=uri)
+        description = describe(_bytes(tensors[DESCRIPTION]), _bytes(tensors[SIGNATURE]), trusted)
+        # A good bundle under another's name would be code for another machine.
+        if description.key != key:
+            raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
+        unpack(description, memoryview(tensors[CONTENT].numpy()), root)
+    except NotFound:
+        return _Found(why=_nearest(bundles, key, trusted))
+    except (IntegrityError, FormatError, SourceError) as error:
+        log.warning("the bundle %s is not used, the engine compiles: %s", display(uri), error.message)
+        return _Found(why=f"{display(uri)} is refused: {error.message}")
+    return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
+
+
+def _fetched(
+    uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
+) -> tuple[dict[str, Any], str]:
+    """Return a bundle's tensors from members of its fleet, or from storage once for all of them. Errors as `fetch`."""
+    from penstock.fetch.join import join
+
+    name = fleet_name(key.id)
+    fleet = join(name, connection=connection)
+    tensors: dict[str, Any] = {}
+    try:
+        report = fleet.fetch(tensors, fallback=uri, storage_options=bundles._storage_options, progress=False)
+    except BaseException:
+        fleet.leave()
+        raise
+    _served.append(fleet)
+    return tensors, f"fleet:{name}" if report.storage_bytes < report.nbytes else uri
+
+
+def fleet_name(bundle_id: str) -> str:
+    """Return the name under which a fleet exchanges a bundle."""
+    return f"artifacts-{bundle_id}"
+
+
+def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
+    """Return why there is no bundle of a key: there are none, or how the nearest one differs."""
+    try:
+        keys = [
+            one.key for _, one in zip(range(_MAX_NEAR), bundles.listed(trusted), strict=False) if one.key is not None
+        ]
+    except SourceError as error:
+        return f"{display(bundles.place)} has no bundle of this key, and cannot be listed: {error.message}"
+    if not keys:
+        return f"there is no bundle in {display(bundles.place)}"
+    nearest = min((key.differences(one) for one in keys), key=len)
+    return f"{display(bundles.place)} has none of this key; the nearest has {'; '.join(nearest)}"
+
+
+def _bytes(tensor: Any) -> bytes:
+    return bytes(tensor.numpy())
+
+
+def _has_files(root: Path) -> bool:
+    return any(files for _, _, files in os.walk(root))
+
+
+def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
+    return inspect(uri, storage_options=storage_options).manifest.revision
+
+
+def _beside(uri: str) -> str:
+    """Return the directory of the bundles of a model."""
+    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{DIRECTORY}"
+
+
+def _key_path(directory: Path, bundle_id: str) -> Path:
+    return directory / f"{bundle_id}.json"
+
+
+def _key_of_id(directory: Path, bundle_id: str) -> Key:
+    """Return the key that an earlier `restore` of this host had. ConfigError: there was none."""
+    try:
+        raw = read_bounded(str(_key_path(directory, bundle_id)), MIB) if bundle_id.isalnum() else b""
+        return msgspec.json.decode(raw, type=Key)
+    except (NotFound, *MALFORMED) as error:
+        known = ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
+        raise ConfigError(f"nothing was restored or compiled for {bundle_id!r}", hint=f"known ids: {known}") from error
+
+
+def _directory(settings: Settings) -> Path:
+    """Return the directory of all caches, which is this user's alone. ConfigError: it is not, or cannot be made."""
+    directory = settings.artifact_dir or process.home_cache("artifacts")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # By lstat: a link could lead to a directory of another user.
+        status = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"no directory for compiled code: {error}", hint="set PENSTOCK_ARTIFACT_DIR") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        hint = "chmod 700 it, or set PENSTOCK_ARTIFACT_DIR to another"
+        raise ConfigError(f"{directory} can be written by other users: code from it would be theirs", hint=hint)
+    return directory
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a directory of caches, so that the ranks of a host restore it once."""
+    with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    message = f"another process has held {file.name} for {_LOCK_S:.0f} s"
+                    raise ConfigError(message, hint="end that process") from error
+                time.sleep(_RETRY_S)
+        yield

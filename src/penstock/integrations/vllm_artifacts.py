@@ -1,0 +1,113 @@
+"""Compiled code of vLLM, restored before its workers start and saved after their warm-up.
+
+In: vLLM's executor class; the option `"artifacts"`. Out: an executor whose workers find vLLM's compile cache filled.
+Not here: bundles and keys (`penstock.artifacts`); when this is applied (`vllm.register`).
+
+The executor is made in the process of the engine's core, before the workers: they inherit its environment. Workers of
+other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock import artifacts
+from penstock.artifacts import Restored
+from penstock.config import ConnectionSettings, Settings
+from penstock.errors import PenstockError, SourceError
+from penstock.integrations import replica
+from penstock.phases import Phases
+from penstock.storage.locate import texts_of
+
+
+def carry(executor: type[Any], load_format: str, log: Callable[[], Any]) -> None:
+    """Have an executor restore compiled code before its workers start, and save it after their warm-up.
+
+    Args:
+        executor: vLLM's base class of executors; changed once.
+        load_format: engines with another load format are left alone.
+        log: returns the logger of the integration.
+    """
+    if hasattr(executor, "_penstock_artifacts"):
+        return
+    executor._penstock_artifacts = None
+    construct, warm_up = executor.__init__, executor.compile_or_warm_up_model
+
+    @functools.wraps(construct)
+    def __init__(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        load = vllm_config.load_config
+        if load.load_format == load_format:
+            options = replica.read_options(load.model_loader_extra_config or {})
+            if options.get("artifacts"):
+                self._penstock_artifacts = _restore(vllm_config, options, log())
+        construct(self, vllm_config, *arguments, **named)
+
+    @functools.wraps(warm_up)
+    def compile_or_warm_up_model(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = warm_up(self, *arguments, **named)
+        # Once: after a sleep vLLM calls this again.
+        restored, self._penstock_artifacts = self._penstock_artifacts, None
+        if restored is not None and not restored.is_found and Settings.read().artifact_signing_key is not None:
+            options = replica.read_options(self.vllm_config.load_config.model_loader_extra_config)
+            _save(self.vllm_config, options, restored, log())
+        return result
+
+    executor.__init__ = __init__
+    executor.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _restore(vllm_config: Any, options: Mapping[str, Any], log: Any) -> Restored | None:
+    """Restore the code of this configuration; None: the model cannot be opened, and vLLM's own loading says why."""
+    place = _place(vllm_config, options)
+    with Phases("restore compiled code", journey="engine"):
+        try:
+            found = artifacts.restore(**place, connection=_connection(options, place["uri"]))
+        except SourceError as error:
+            log.warning("penstock: no compiled code is restored: %s", error)
+            return None
+    log.info("penstock: %s", found)
+    return found
+
+
+def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Any) -> None:
+    """Save what was compiled. An engine that cannot save serves all the same."""
+    with Phases("save compiled code", journey="engine"):
+        try:
+            place = {name: value for name, value in _place(vllm_config, options).items() if name in _OF_SAVE}
+            log.info("penstock: artifacts: %s", artifacts.save(key=restored.key, **place))
+        except PenstockError as error:
+            log.error("penstock: the compiled code is not saved: %s", error)
+
+
+_OF_SAVE = ("uri", "at", "storage_options")
+
+
+def _place(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `restore` and `save` share."""
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
+    if uri.startswith("hf://") and model.revision:
+        uri += f"@{model.revision}"
+    at = options["artifacts"]
+    return {
+        "uri": uri,
+        "engine": "vllm",
+        "config": {"vllm_config": vllm_config.compute_hash()},
+        "device": "cuda" if current_platform.is_cuda_alike() else "cpu",
+        "at": at if isinstance(at, str) else None,
+        "storage_options": options.get("storage_options"),
+    }
+
+
+def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | None:
+    """Return the hub of the replica's own fleet; None: it is in none."""
+    fleet = replica.FleetOptions.read(options, model)
+    if fleet is None:
+        return None
+    # The replica has its own port: this one is any that is free.
+    listen = f"{fleet.listen.rpartition(':')[0]}:0" if fleet.listen else None
+    return ConnectionSettings(hub=fleet.hub, token=fleet.token(), listen=listen)
