@@ -5,7 +5,7 @@
     python -m benchmarks.bench_artifacts --engine vllm --layers 8 --runs 3        vLLM's CPU build
 
 Each run is a fresh process with a fresh home: no compiler's cache but what Penstock restores. `stock` is the engine's
-own loader, `weights` Penstock's, `artifacts` Penstock's with a bundle that one more run of `weights` has saved before.
+own loader, `weights` Penstock's, `artifacts` Penstock's with the bundle that the first run of `weights` has saved.
 The model has random weights and is in the page cache; the cases take turns. The prompt is the same in all runs, and so
 must be the first token. Phases are the child's own; the total is the parent's clock, from the start of the process.
 """
@@ -45,7 +45,11 @@ class _Child:
         now = time.perf_counter()
         self.phases[name], self._began_s = now - self._began_s, now
 
-    def transformers(self) -> int:
+    def tell(self, token: int) -> None:
+        """Print the phases until the first token, and the token."""
+        print(json.dumps({"phases": self.phases, "token": token}), flush=True)
+
+    def transformers(self) -> None:
         asked = self._asked
         import torch
         import transformers
@@ -77,11 +81,11 @@ class _Child:
             prompt = torch.tensor([PROMPT], device=asked.device)
             token = int(forward(input_ids=prompt, use_cache=False).logits[0, -1].argmax())
         self.phase("first token, with compilation")
+        self.tell(token)
         if asked.save:
             print(artifacts.save(asked.model, restored.key), file=sys.stderr)
-        return token
 
-    def vllm(self) -> int:
+    def vllm(self) -> None:
         asked = self._asked
         from vllm import LLM, SamplingParams
 
@@ -98,7 +102,7 @@ class _Child:
         greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         (answer,) = engine.generate([{"prompt_token_ids": PROMPT}], greedy)
         self.phase("first token")
-        return int(answer.outputs[0].token_ids[0])
+        self.tell(int(answer.outputs[0].token_ids[0]))
 
 
 def make(directory: Path, layers: int, width: int) -> None:
@@ -149,20 +153,25 @@ def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = 
     command = [sys.executable, "-m", "benchmarks.bench_artifacts", "--child", "--case", case]
     command += ["--engine", asked.engine, "--device", asked.device, "--mode", asked.mode, "--model", asked.model]
     began_s = time.perf_counter()
-    done = subprocess.run(
-        [*command, *(["--save"] if save else [])],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    wall_s = time.perf_counter() - began_s
+    with (
+        open(home / "errors", "w+", encoding="utf-8") as errors,
+        subprocess.Popen(
+            [*command, *(["--save"] if save else [])], env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        result, wall_s = {}, 0.0
+        # Until the token: torch waits for its compile workers when the process ends.
+        for line in process.stdout:
+            if line.startswith('{"phases"'):
+                result, wall_s = json.loads(line), time.perf_counter() - began_s
+        code = process.wait(_TIMEOUT_S)
+        errors.seek(0)
+        said = errors.read()
     shutil.rmtree(home)
-    if done.returncode:
-        raise SystemExit(f"{case} failed: {done.stderr[-3000:]}")
-    notes = [line for line in done.stderr.splitlines() if "artifacts" in line]
-    result = json.loads(done.stdout.splitlines()[-1])
+    if code:
+        raise SystemExit(f"{case} failed: {said[-3000:]}")
+    notes = [line for line in said.splitlines() if "artifacts" in line]
     return {"engine": asked.engine, "case": case, "wall_s": wall_s, **result, "notes": notes[-2:]}
 
 
@@ -174,6 +183,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cases", default=",".join(CASES), help="with `weights`, which saves the bundle")
     parser.add_argument("--out", help="file for one line of JSON a run")
     for name in ("--child", "--save"):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
@@ -182,32 +192,34 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.child:
         child = _Child(asked)
-        token = getattr(child, asked.engine)()
-        print(json.dumps({"phases": child.phases, "token": token}), flush=True)
+        getattr(child, asked.engine)()
         return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_keys(directory)
         asked.model = str(directory / "model")
         make(Path(asked.model), asked.layers, asked.width)
+        # The first of `weights`, which has nothing restored either: what it saves, it saves after its token.
         results = [boot(asked, "weights", directory, save=True)]
         print(json.dumps(results[0]), flush=True)
-        for _ in range(asked.runs):
-            for case in CASES:
+        for turn in range(asked.runs):
+            for case in asked.cases.split(","):
+                if case == "weights" and not turn:
+                    continue
                 results.append(boot(asked, case, directory))
                 print(json.dumps(results[-1]), flush=True)
         if len({result["token"] for result in results}) != 1:
             raise SystemExit(f"first tokens differ: {[result['token'] for result in results]}")
     if asked.out:
         with open(asked.out, "a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(result)}\n" for result in results[1:])
-    _print(results[1:])
+            file.writelines(f"{json.dumps(result)}\n" for result in results)
+    _print(results)
 
 
 def _print(results: list[dict[str, Any]]) -> None:
     """Write a table of medians (least-most)."""
     middle: dict[str, float] = {}
-    for case in CASES:
+    for case in dict.fromkeys(result["case"] for result in results):
         mine = [result for result in results if result["case"] == case]
         walls = [result["wall_s"] for result in mine]
         middle[case] = statistics.median(walls)

@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"hub"}),
     frozenset({"peer"}),
     frozenset({"fetch"}),
-    frozenset({"keeper"}),
+    frozenset({"keeper", "artifacts"}),
     frozenset({"sync"}),
     frozenset({"api"}),
     frozenset({"cli", "integrations", "compat", "web", "testing"}),

@@ -44,6 +44,7 @@ from penstock.errors import (
 from penstock.types import Box, DType, Manifest
 
 if TYPE_CHECKING:
+    from penstock import artifacts
     from penstock.api import (
         Attached,
         AttachReport,
@@ -151,6 +152,7 @@ __all__ = [
     "Weights",
     "WorkerSettings",
     "__version__",
+    "artifacts",
     "attach",
     "convert",
     "drain",
@@ -175,6 +177,8 @@ __all__ = [
 
 # Lazy, because torch takes seconds to import, and `penstock inspect`, `hub` and `status` need none of it.
 def __getattr__(name: str) -> Any:
+    if name == "artifacts":
+        return importlib.import_module("penstock.artifacts")
     if name in __all__:
         return getattr(importlib.import_module("penstock.api"), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
+
 
 class Summarised(ABC):
     """A report: `str()` is its summary, `to_dict()` its fields as JSON has them."""
@@ -36,10 +38,12 @@ class Summarised(ABC):
 
 
 def plain(value: Any) -> Any:
-    """Return dataclasses, enums, paths and numpy scalars as JSON's types."""
+    """Return dataclasses, structs, enums, paths and numpy scalars as JSON's types."""
     # Enums before str: a StrEnum is both, and its value is the plain text.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, enum.Enum):

@@ -68,8 +68,9 @@ def is_copied(parts: Sequence[str]) -> bool:
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False
-    # Locks, and files that a compiler is still writing, which it renames at the end.
-    name = parts[-1]
-    if name.endswith((".lock", ".tmp")) or name.startswith((".", "tmp.")) or "__pycache__" in parts or "locks" in parts:
+    # Locks, and what a compiler is still writing: it renames a file, or Triton a directory `tmp.`, at the end.
+    if parts[-1].endswith((".lock", ".tmp")) or parts[-1].startswith("."):
+        return False
+    if any(part in {"__pycache__", "locks"} or part.startswith("tmp.") for part in parts):
         return False
     return not cache.parts or parts[1] in cache.parts

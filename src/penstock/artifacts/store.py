@@ -65,6 +65,8 @@ _MAX_NEAR = 32
 _LOCK_S = 600.0
 """Longest wait for another process of this host that restores the same bundle."""
 _RETRY_S = 0.05
+_HOLDER_S = 1.0
+"""Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
 
 _served: list[Fleet] = []
 """Fleets that this process has a bundle from, and serves it to."""
@@ -321,7 +323,7 @@ class _Bundles:
     def __init__(self, place: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         self.place = place.rstrip("/")
         self._settings = settings
-        self._storage_options = storage_options
+        self.storage_options = storage_options
 
     def uri_of(self, key: Key) -> str:
         return f"{self.place}/{key.id}{_SUFFIX}"
@@ -330,11 +332,11 @@ class _Bundles:
         """Return tensors of a bundle. Errors as `load`."""
         from penstock.loader.load import load
 
-        return dict(load(uri, names=list(names) or None, storage_options=self._storage_options, progress=False))
+        return dict(load(uri, names=list(names) or None, storage_options=self.storage_options, progress=False))
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
         try:
-            uris = list_uris(self.place, settings=self._settings, storage_options=self._storage_options)
+            uris = list_uris(self.place, settings=self._settings, storage_options=self.storage_options)
         except NotFound:
             return
         for uri in uris:
@@ -394,7 +396,11 @@ def _fetched(
     fleet = join(name, connection=connection)
     tensors: dict[str, Any] = {}
     try:
-        report = fleet.fetch(tensors, fallback=uri, storage_options=bundles._storage_options, progress=False)
+        try:
+            report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
+        except NotFound:
+            # Not in the storage: a member may have it all the same, as one whose engine has no right to write there.
+            report = fleet.fetch(tensors, wait_s=_HOLDER_S, progress=False)
     except BaseException:
         fleet.leave()
         raise

@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -296,6 +296,9 @@ def keep(
         str | None, option("--disk", "DIR", "Local directory for idle models that no memory holds.")
     ] = None,
     disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Keep the bundles of compiled code beside each model, too.")
+    ] = False,
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
     ] = 30.0,
@@ -317,6 +320,7 @@ def keep(
     # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
     for uri in uris:
         look(uri)
+    bundles = _bundles(uris) if artifacts else {}
     with api.Keeper(
         device=device,
         memory_bytes=memory_bytes,
@@ -325,7 +329,7 @@ def keep(
         disk_bytes=disk_bytes,
         connection=connection_of(hub, token_file, listen),
     ) as keeper:
-        reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
+        reports = [keeper.keep(name, uri) for name, uri in [*zip(names, uris, strict=True), *bundles.items()]]
         if format is Format.json:
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
@@ -336,6 +340,16 @@ def keep(
         text = f"keeping {', '.join(names)}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
         # Only once signals are handled: a script that reads the note may send one at once.
         keeper.serve(drain_s=drain_s, ready=partial(note, text))
+
+
+def _bundles(uris: Sequence[str]) -> dict[str, str]:
+    """Return the bundles of compiled code beside models: the name under which engines look for each, and its URI."""
+    from penstock.artifacts import list_bundles
+    from penstock.artifacts.store import fleet_name
+
+    # An engine checks the signature; one that is refused here would be of no use to it.
+    found = [bundle for uri in uris for bundle in list_bundles(uri) if bundle.key is not None]
+    return {fleet_name(bundle.key.id): bundle.uri for bundle in found if bundle.key is not None}
 
 
 def _rest(keeper: api.Keeper) -> str:

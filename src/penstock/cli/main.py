@@ -22,6 +22,7 @@ try:
     import typer
 
     from penstock.cli import (
+        artifacts,
         bench,
         bench_boot,
         checkpoints,
@@ -120,6 +121,7 @@ app.command(
     epilog=examples("penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"),
     context_settings={"allow_interspersed_args": False},
 )(run_program.run)
+app.add_typer(artifacts.app, name="artifacts")
 app.add_typer(plan.app, name="plan")
 app.add_typer(plan.simulate_app, name="simulate")
 bench.app.command(

@@ -1,0 +1,292 @@
+"""Compiled code from one home to another: by a directory, S3, a fleet and a keeper; by torch.compile itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.keeper import KeeperProcess
+from tests.unit.artifacts.test_bundle import fill, keys, read
+from typer.testing import CliRunner
+
+import penstock as ps
+from penstock.artifacts import store
+from penstock.cli.main import app
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.s3_server import SwiftServer, Unavailable
+
+CONFIG = {"dtype": "bf16"}
+
+
+class Homes:
+    """A model, a pair of keys, and homes for processes: each a directory of compiled code."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.model = directory / "llama"
+        self.private, self.public = directory / "private.pem", directory / "public.pem"
+        write_llama(self.model, total_bytes=2 << 20)
+        private, public = keys()
+        self.private.write_bytes(private)
+        self.public.write_bytes(public)
+        self._monkeypatch = monkeypatch
+
+    def enter(self, name: str) -> Path:
+        """Make this process one of a home; return its directory of compiled code."""
+        home = self.directory / name
+        self._monkeypatch.setenv("PENSTOCK_ARTIFACT_DIR", str(home))
+        return home
+
+    def restore(self, **changes: object) -> store.Restored:
+        options = {"engine": "mine", "config": CONFIG, "public_keys": [self.public], **changes}
+        return ps.artifacts.restore(options.pop("uri", self.model), **options)  # type: ignore[arg-type]
+
+    def bake(self) -> tuple[store.Saved, dict[str, bytes]]:
+        """Compile in a home, and save; return what was saved and the files."""
+        self.enter("first")
+        restored = self.restore()
+        files = fill(restored.directory)
+        return ps.artifacts.save(self.model, restored.key, private_key=self.private), files
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Homes]:
+    for variable in [one.variable for one in ps.artifacts.caches.CACHES]:
+        monkeypatch.setenv(variable, "before")
+    yield Homes(tmp_path, monkeypatch)
+
+
+def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
+    saved, files = homes.bake()
+    assert Path(saved.uri).parent == homes.model / "penstock-artifacts"
+    second = homes.enter("second")
+    restored = homes.restore()
+    assert restored.is_found and restored.source == saved.uri and restored.num_files == len(files)
+    assert restored.directory == second / restored.key.id and read(restored.directory) == files
+    assert os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
+    again = homes.restore()
+    assert again.is_found and again.num_files == 0 and "already in" in str(again)
+    # The model is the same with bundles beside it.
+    assert ps.inspect(homes.model).num_tensors == len(ps.load(homes.model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config": {"dtype": "f16"}}, "config.dtype bf16 instead of f16"),
+        ({"engine": "other"}, "engine mine instead of other"),
+        ({"model": "another"}, "model "),
+        ({"public_keys": []}, "no public key is trusted"),
+        ({"at": "/nowhere"}, "no bundle in /nowhere"),
+    ],
+)
+def test_a_changed_field_is_named_and_the_engine_compiles(homes: Homes, changes: dict[str, object], why: str) -> None:
+    homes.bake()
+    homes.enter("second")
+    restored = homes.restore(**changes)
+    assert not restored.is_found and why in restored.why and "the engine compiles" in str(restored)
+    assert read(restored.directory) == {} and os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
+
+
+def test_a_bundle_of_another_signer_leaves_nothing(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
+    homes.bake()
+    homes.enter("second")
+    stranger = homes.directory / "stranger.pem"
+    stranger.write_bytes(keys()[1])
+    restored = homes.restore(public_keys=[stranger])
+    assert not restored.is_found and "not signed by the key" in restored.why and read(restored.directory) == {}
+    assert "is not used, the engine compiles" in caplog.text
+    (listed,) = ps.artifacts.list_bundles(homes.model, public_keys=[stranger])
+    assert listed.key is None and listed.signature == "refused"
+
+
+def test_a_bundle_under_another_name_is_refused(homes: Homes) -> None:
+    saved, _ = homes.bake()
+    homes.enter("second")
+    other = homes.restore(config={"dtype": "f16"})
+    shutil.copy(saved.uri, homes.model / "penstock-artifacts" / f"{other.key.id}.safetensors")
+    shutil.rmtree(other.directory)
+    restored = homes.restore(config={"dtype": "f16"})
+    assert not restored.is_found and "another key: config.dtype bf16 instead of f16" in restored.why
+
+
+@pytest.mark.parametrize("size", [0, 7, 200, 4096, -1])
+def test_a_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
+    saved, _ = homes.bake()
+    whole = Path(saved.uri).read_bytes()
+    Path(saved.uri).write_bytes(whole[:size])
+    homes.enter("second")
+    restored = homes.restore()
+    assert not restored.is_found and "is refused" in restored.why
+    assert [path.name for path in restored.directory.parent.iterdir() if "partial" in path.name] == []
+
+
+def test_a_directory_that_others_can_write_to_is_refused(homes: Homes) -> None:
+    home = homes.enter("open")
+    home.mkdir(mode=0o777)
+    home.chmod(0o777)
+    with pytest.raises(ps.ConfigError, match="can be written by other users"):
+        homes.restore()
+
+
+def test_without_a_private_key_or_a_restore_nothing_is_saved(homes: Homes) -> None:
+    homes.enter("first")
+    restored = homes.restore()
+    with pytest.raises(ps.ConfigError, match="no private key"):
+        ps.artifacts.save(homes.model, restored.key)
+    with pytest.raises(ps.ConfigError, match="no compiled code"):
+        ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+    with pytest.raises(ps.ConfigError, match=f"known ids: {restored.key.id}"):
+        ps.artifacts.save(homes.model, "../../etc", private_key=homes.private)
+    assert not list((homes.model / "penstock-artifacts").iterdir())
+
+
+RESTORE = """
+import json, os, signal, sys
+import penstock as ps
+if "kill" in sys.argv:
+    os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+restored = ps.artifacts.restore(sys.argv[1], engine="mine", config={"dtype": "bf16"}, public_keys=[sys.argv[2]])
+print(json.dumps([restored.is_found, restored.num_files]))
+"""
+
+
+def start(homes: Homes, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RESTORE, str(homes.model), str(homes.public), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_restore_leaves_nothing_and_the_next_one_completes(homes: Homes) -> None:
+    _, files = homes.bake()
+    second = homes.enter("second")
+    with start(homes, "kill") as killed:
+        assert killed.wait(60) == -signal.SIGKILL
+    (left,) = [path for path in second.iterdir() if path.is_dir()]
+    assert ".partial-" in left.name
+    restored = homes.restore()
+    assert restored.num_files == len(files) and read(restored.directory) == files
+    assert [path for path in second.iterdir() if path.is_dir()] == [restored.directory]
+
+
+def test_the_processes_of_a_host_restore_once(homes: Homes) -> None:
+    _, files = homes.bake()
+    homes.enter("second")
+    processes = [start(homes) for _ in range(4)]
+    found = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    assert sorted(found) == [[True, 0]] * 3 + [[True, len(files)]]
+
+
+def test_bundles_in_an_object_store(homes: Homes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    try:
+        SwiftServer.check()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    homes.enter("first")
+    with SwiftServer(tmp_path_factory.mktemp("swift")) as server:
+        options = server.storage_options
+        server.make_bucket("models")
+        for path in homes.model.iterdir():
+            server.store("models").put(f"llama/{path.name}", path.read_bytes())
+        uri = "s3://models/llama/"
+        restored = homes.restore(uri=uri, storage_options=options)
+        assert "there is no bundle in s3://models/llama/penstock-artifacts" in restored.why
+        files = fill(restored.directory)
+        saved = ps.artifacts.save(uri, restored.key, private_key=homes.private, storage_options=options)
+        assert saved.uri == f"s3://models/llama/penstock-artifacts/{restored.key.id}.safetensors"
+        homes.enter("second")
+        again = homes.restore(uri=uri, storage_options=options)
+        assert again.source == saved.uri and read(again.directory) == files
+        (listed,) = ps.artifacts.list_bundles(uri, public_keys=[homes.public], storage_options=options)
+        assert listed.key == restored.key and listed.signature == "good"
+        assert ps.inspect(uri, storage_options=options).num_tensors == ps.inspect(homes.model).num_tensors
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="pa-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub", Auth()), Auth())
+    running.start()
+    yield running.url
+    while store._served:
+        store._served.pop().leave(0.0)
+    running.stop()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_a_fleet_carries_a_bundle(homes: Homes, hub: str) -> None:
+    saved, files = homes.bake()
+    homes.enter("second")
+    assert homes.restore(connection=hub).source == saved.uri
+    # The second process finds it at the first, and nothing in the storage.
+    Path(saved.uri).unlink()
+    homes.enter("third")
+    restored = homes.restore(connection=hub)
+    assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
+
+
+def test_a_keeper_serves_the_bundles_of_its_models(homes: Homes, hub: str) -> None:
+    saved, files = homes.bake()
+    with KeeperProcess([str(homes.model), "--artifacts", "--hub", hub]):
+        Path(saved.uri).unlink()
+        homes.enter("second")
+        restored = homes.restore(connection=hub)
+    assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
+
+
+def test_the_command_restores_lists_and_saves(homes: Homes) -> None:
+    home = homes.enter("first")
+    words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
+    done = CliRunner().invoke(app, ["artifacts", "restore", str(homes.model), *words])
+    assert done.exit_code == 0 and "none, the engine compiles" in done.stderr
+    variables = dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines())
+    root = Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent
+    assert root.parent == home
+    files = fill(root)
+    done = CliRunner().invoke(
+        app, ["artifacts", "save", str(homes.model), root.name, "--sign", str(homes.private), "--format", "json"]
+    )
+    assert done.exit_code == 0 and json.loads(done.stdout)["num_files"] == len(files)
+    done = CliRunner().invoke(app, ["artifacts", "list", str(homes.model), "--public-key", str(homes.public)])
+    assert "dtype bf16" in done.stdout and "signature good" in done.stdout
+    homes.enter("second")
+    done = CliRunner().invoke(app, ["artifacts", "restore", str(homes.model), *words, "--format", "json"])
+    assert json.loads(done.stdout)["num_files"] == len(files)
+
+
+COMPILE = """
+import json, sys
+import torch
+import penstock as ps
+restored = ps.artifacts.restore(sys.argv[1], engine="torch", public_keys=[sys.argv[3]])
+linear = torch.nn.Linear(8, 8)
+with torch.inference_mode():
+    torch.compile(lambda x: torch.relu(linear(x)).sum())(torch.ones(4, 8))
+from torch._dynamo.utils import counters
+if not restored.is_found:
+    ps.artifacts.save(sys.argv[1], restored.key, private_key=sys.argv[2])
+print(json.dumps(dict(counters["inductor"])))
+"""
+
+
+def test_torch_finds_what_another_home_compiled(homes: Homes) -> None:
+    hits = []
+    for name in ("first", "second"):
+        homes.enter(name)
+        command = [sys.executable, "-c", COMPILE, str(homes.model), str(homes.private), str(homes.public)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        hits.append(json.loads(done.stdout.splitlines()[-1]).get("fxgraph_cache_hit", 0))
+    assert hits == [0, 1]

@@ -1,0 +1,193 @@
+"""Bundles come back as they were; one that is not as its signer made it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zstandard
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from tests.unit.artifacts.test_key import KEY
+
+import penstock as ps
+from penstock.artifacts import bundle
+from penstock.artifacts.bundle import CONTENT, DESCRIPTION, SIGNATURE, Description, describe, pack, unpack
+from penstock.errors import ConfigError, DiskFull, FormatError, IntegrityError, PenstockError
+from penstock.storage.manifest import sign
+
+
+def keys() -> tuple[bytes, bytes]:
+    """Return a private and a public key in PEM."""
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+PRIVATE, PUBLIC = keys()
+
+
+def fill(root: Path) -> dict[str, bytes]:
+    """Write caches, and files that belong to none; return the files of a bundle."""
+    files = {
+        "inductor/ab/cab.py": b"def call(): ...\n" * 200,
+        "inductor/ab/cab.so": os.urandom(5 << 20),
+        "inductor/fxgraph/x/y": b"",
+        "triton/K/kernel.cubin": os.urandom(10_000),
+        "vllm/torch_compile_cache/0a/rank_0_0/graph": b"graph" * 1000,
+    }
+    others = {
+        "inductor/locks/a.lock": b"",
+        "inductor/ab/half.tmp": b"half",
+        "triton/K/tmp.pid_1_x/kernel.cubin": b"half",
+        "vllm/startup_plan/plan.json": b"of this machine",
+        "notes/mine.txt": b"no cache",
+        "readme": b"no cache",
+    }
+    for path, data in {**files, **others}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    (root / "inductor/ab/cab.so").chmod(0o755)
+    (root / "inductor/ab/secret").symlink_to("/etc/passwd")
+    return files
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+    files = fill(tmp_path / "caches")
+    pack(tmp_path / "caches", KEY, PRIVATE, tmp_path / "bundle.safetensors")
+    return tmp_path / "bundle.safetensors", files
+
+
+def parts(path: Path) -> tuple[bytes, bytes, bytes]:
+    """Return description, signature and content of a bundle."""
+    tensors = ps.load(path)
+    return tuple(bytes(tensors[name].numpy()) for name in (DESCRIPTION, SIGNATURE, CONTENT))  # type: ignore[return-value]
+
+
+def read(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_files_come_back_for_this_user_alone(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    path, files = packed
+    raw, signature, content = parts(path)
+    description = describe(raw, signature, [keys()[1], PUBLIC])
+    assert description.key == KEY and description.num_files == len(files)
+    unpack(description, memoryview(content), tmp_path / "new")
+    assert read(tmp_path / "new") == files
+    modes = {stat.S_IMODE(one.stat().st_mode) for one in (tmp_path / "new").rglob("*") if one.is_dir()}
+    assert modes == {0o700} and stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "new/inductor/ab/cab.so").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "new/inductor/ab/cab.py").stat().st_mode) == 0o600
+
+
+def test_equal_files_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    unpack(describe(*parts(packed[0])[:2], [PUBLIC]), memoryview(parts(packed[0])[2]), tmp_path / "new")
+    pack(tmp_path / "new", KEY, PRIVATE, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == packed[0].read_bytes()
+
+
+def test_without_compiled_code_there_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "caches").mkdir()
+    with pytest.raises(ConfigError, match="no compiled code"):
+        pack(tmp_path / "caches", KEY, PRIVATE, tmp_path / "bundle.safetensors")
+
+
+@pytest.mark.parametrize("trusted", [[], [keys()[1]], [keys()[1], keys()[1]]])
+def test_a_bundle_of_another_signer_is_refused(packed: tuple[Path, dict[str, bytes]], trusted: list[bytes]) -> None:
+    raw, signature, _ = parts(packed[0])
+    with pytest.raises((IntegrityError, ConfigError), match=r"not signed by|no public key is trusted"):
+        describe(raw, signature, trusted)
+
+
+def test_a_signature_of_a_manifest_does_not_hold_for_a_bundle(packed: tuple[Path, dict[str, bytes]]) -> None:
+    raw, _, _ = parts(packed[0])
+    with pytest.raises(IntegrityError):
+        describe(raw, sign(raw, PRIVATE), [PUBLIC])
+
+
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_a_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]], at: int) -> None:
+    raw, signature, _ = parts(packed[0])
+    changed = bytearray(raw)
+    changed[at] ^= 1
+    with pytest.raises(IntegrityError):
+        describe(bytes(changed), signature, [PUBLIC])
+
+
+def test_a_description_of_another_format_is_refused() -> None:
+    for raw in (b"", b"\xff", b"[" * 100_000, b'{"format": "penstock-artifacts-2"}'):
+        with pytest.raises(FormatError):
+            describe(raw, sign(bundle._PURPOSE + raw, PRIVATE), [PUBLIC])
+
+
+def made(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> tuple[Description, bytes]:
+    """Return a bundle of one file, changed: as a signer would make that means harm, or errs."""
+    content = zstandard.ZstdCompressor().compress(data)
+    file = bundle._File(path, len(data), False, blake3(data).hexdigest())
+    file = msgspec.structs.replace(file, **{name: text for name, text in changes.items() if name != "frames"})
+    frames = (bundle._Frame(len(content), (file,)),)
+    frames = changes.get("frames", lambda frames: frames)(frames)  # type: ignore[operator]
+    return Description(format="penstock-artifacts-1", key=KEY, frames=frames), content
+
+
+PATHS = [
+    "/etc/cron.d/x",
+    "../x",
+    "inductor/../../x",
+    "inductor/./x",
+    "inductor//x",
+    "inductor",
+    "",
+    "other/x",
+    "inductor/a\0b",
+]
+BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
+    **{f"path {path!r}": lambda path=path: made(path) for path in PATHS},  # type: ignore[misc]
+    "digest": lambda: made(digest=blake3(b"other").hexdigest()),
+    "longer": lambda: made(nbytes=5),
+    "shorter": lambda: made(nbytes=3),
+    "negative": lambda: made(nbytes=-4),
+    "huge": lambda: made(nbytes=1 << 40),
+    "frame longer": lambda: made(frames=lambda frames: (msgspec.structs.replace(frames[0], nbytes=999),)),
+    "frame negative": lambda: made(frames=lambda frames: (*frames, bundle._Frame(-1, ()), bundle._Frame(1, ()))),
+    "no zstd": lambda: (made()[0], b"x" * len(made()[1])),
+    "cut": lambda: (made()[0], made()[1][:-1]),
+    "twice": lambda: (
+        Description(format="penstock-artifacts-1", key=KEY, frames=made()[0].frames * 2),
+        made()[1] * 2,
+    ),
+    "below a file": lambda: (
+        Description(format="penstock-artifacts-1", key=KEY, frames=made()[0].frames + made("inductor/a/b")[0].frames),
+        made()[1] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nothing_of_a_bad_bundle_is_written(name: str, tmp_path: Path) -> None:
+    description, content = BAD[name]()
+    (tmp_path / "home").mkdir()
+    with pytest.raises(PenstockError):
+        unpack(description, memoryview(content), tmp_path / "home" / "new")
+    assert [path for path in tmp_path.rglob("*") if path.name != "home"] == []
+
+
+def test_the_made_bundle_is_good_without_a_change(tmp_path: Path) -> None:
+    description, content = made()
+    unpack(description, memoryview(content), tmp_path / "new")
+    assert read(tmp_path / "new") == {"inductor/a": b"code"}
+
+
+def test_a_full_disk_is_known_before_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
+    description, content = made()
+    with pytest.raises(DiskFull):
+        unpack(description, memoryview(content), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.artifacts import Key, key_of
+from penstock.errors import ConfigError
+
+KEY = Key(
+    model="w1-00",
+    engine="vllm",
+    engine_version="0.32.0",
+    python="3.12",
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    driver="580.1",
+    device="H100, sm_90",
+    config={"dtype": "bf16"},
+)
+
+
+@pytest.mark.parametrize("name", [field for field in Key.__struct_fields__ if field != "config"])
+def test_every_field_makes_another_id(name: str) -> None:
+    other = msgspec.structs.replace(KEY, **{name: "other"})
+    assert other.id != KEY.id
+    assert KEY.differences(other) == [f"{name} other instead of {getattr(KEY, name)}"]
+
+
+def test_the_configuration_makes_another_id() -> None:
+    other = msgspec.structs.replace(KEY, config={"dtype": "f16", "tp": "2"})
+    assert other.id != KEY.id
+    assert KEY.differences(other) == ["config.dtype f16 instead of bf16", "config.tp 2 instead of none"]
+
+
+def test_the_order_of_the_configuration_does_not_matter() -> None:
+    one, two = (
+        msgspec.structs.replace(KEY, config=dict(pairs))
+        for pairs in ([("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")])
+    )
+    assert one.id == two.id and one.differences(two) == []
+
+
+def test_the_key_of_this_process_is_that_of_its_torch_and_cpu() -> None:
+    import torch
+
+    key = key_of("w1-00", engine="transformers", config={"dtype": "bf16"})
+    assert key.torch == torch.__version__ and key.engine_version and key.driver == ""
+    assert "instruction sets" in key.device and key_of("w1-00", engine="transformers", config={"dtype": "bf16"}) == key
+
+
+def test_an_engine_that_is_no_distribution_has_no_version() -> None:
+    assert key_of("w1-00", engine="mine").engine_version == ""
+    assert key_of("w1-00", engine="mine", engine_version="7").engine_version == "7"
+
+
+def test_values_that_are_no_texts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'tp': 2"):
+        key_of("w1-00", engine="mine", config={"tp": 2})  # type: ignore[dict-item]
