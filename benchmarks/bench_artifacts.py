@@ -6,6 +6,8 @@
 
 Each run is a fresh process with a fresh home: no compiler's cache but what Penstock restores. `stock` is the engine's
 own loader, `weights` Penstock's, `artifacts` Penstock's with the bundle that the first run of `weights` has saved.
+`command` (for vLLM) is as `artifacts`, but `penstock artifacts restore` runs before the engine, and its time is in the
+total: vLLM then finds all of its caches, also those that it reads before its plugins can tell it anything.
 The model has random weights and is in the page cache; the cases take turns. The prompt is the same in all runs, and so
 must be the first token. Phases are the child's own; the total is the parent's clock, from the start of the process.
 """
@@ -39,6 +41,8 @@ class _Child:
         self._asked = asked
         self._began_s = time.perf_counter()
         self.phases: dict[str, float] = {}
+        self.hits: dict[str, int] = {}
+        """What torch found in its caches, and did not."""
 
     def phase(self, name: str) -> None:
         """End a phase that began when the one before it ended."""
@@ -47,7 +51,7 @@ class _Child:
 
     def tell(self, token: int) -> None:
         """Print the phases until the first token, and the token."""
-        print(json.dumps({"phases": self.phases, "token": token}), flush=True)
+        print(json.dumps({"phases": self.phases, "token": token, "hits": self.hits}), flush=True)
 
     def transformers(self) -> None:
         asked = self._asked
@@ -81,6 +85,9 @@ class _Child:
             prompt = torch.tensor([PROMPT], device=asked.device)
             token = int(forward(input_ids=prompt, use_cache=False).logits[0, -1].argmax())
         self.phase("first token, with compilation")
+        counters = torch._dynamo.utils.counters
+        found = {**counters["inductor"], **counters["aot_autograd"]}
+        self.hits = {name: count for name, count in found.items() if "cache" in name}
         self.tell(token)
         if asked.save:
             print(artifacts.save(asked.model, restored.key), file=sys.stderr)
@@ -140,12 +147,13 @@ def write_keys(directory: Path) -> None:
 def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = False) -> dict[str, Any]:
     """Start a process in a fresh home; return its seconds, phases and token."""
     home = Path(tempfile.mkdtemp(dir=directory))
+    restores = case in {"artifacts", "command"}
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("TORCHINDUCTOR", "TRITON"))}
     environ |= {
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-        "PENSTOCK_ARTIFACT_KEYS": str(directory / "public.pem") if case == "artifacts" else "",
+        "PENSTOCK_ARTIFACT_KEYS": str(directory / "public.pem") if restores else "",
         "PENSTOCK_ARTIFACT_SIGNING_KEY": str(directory / "private.pem") if save else "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
@@ -153,6 +161,11 @@ def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = 
     command = [sys.executable, "-m", "benchmarks.bench_artifacts", "--child", "--case", case]
     command += ["--engine", asked.engine, "--device", asked.device, "--mode", asked.mode, "--model", asked.model]
     began_s = time.perf_counter()
+    restored: dict[str, Any] = {}
+    if case == "command":
+        arguments = ["restore", asked.model, "--engine", asked.engine, "--device", asked.device, "--format", "json"]
+        restored = json.loads(_penstock(environ, *arguments))
+        environ |= restored["variables"]
     with (
         open(home / "errors", "w+", encoding="utf-8") as errors,
         subprocess.Popen(
@@ -168,11 +181,19 @@ def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = 
         code = process.wait(_TIMEOUT_S)
         errors.seek(0)
         said = errors.read()
+    if save and restored:
+        _penstock(environ, "save", asked.model, restored["id"])
     shutil.rmtree(home)
     if code:
         raise SystemExit(f"{case} failed: {said[-3000:]}")
     notes = [line for line in said.splitlines() if "artifacts" in line]
     return {"engine": asked.engine, "case": case, "wall_s": wall_s, **result, "notes": notes[-2:]}
+
+
+def _penstock(environ: dict[str, str], *words: str) -> str:
+    """Run `penstock artifacts`; return what it prints."""
+    command = [sys.executable, "-m", "penstock", "artifacts", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
@@ -206,6 +227,8 @@ def main() -> None:
             for case in asked.cases.split(","):
                 if case == "weights" and not turn:
                     continue
+                if case == "command" and not turn:
+                    boot(asked, case, directory, save=True)
                 results.append(boot(asked, case, directory))
                 print(json.dumps(results[-1]), flush=True)
         if len({result["token"] for result in results}) != 1:
@@ -226,7 +249,8 @@ def _print(results: list[dict[str, Any]]) -> None:
         phases = {name: statistics.median(result["phases"][name] for result in mine) for name in mine[0]["phases"]}
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         print(f"| {case} | {middle[case]:.2f} s ({min(walls):.2f}-{max(walls):.2f}) | {shown} |")
-    print(f"with compiled code: {middle['weights'] / middle['artifacts']:.2f} times as fast as with weights alone")
+    for case in middle.keys() & {"artifacts", "command"}:
+        print(f"{case}: {middle['weights'] / middle[case]:.2f} times as fast as with weights alone")
 
 
 if __name__ == "__main__":

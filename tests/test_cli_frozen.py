@@ -21,7 +21,7 @@ COMMANDS = {
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
-    "--drain-s --format",
+    "--artifacts --drain-s --format",
     "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --token-file --wait-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --force --ray --rates --hub --token-file --listen --list-ops --dry-run --format",
@@ -34,6 +34,10 @@ COMMANDS = {
     "run": "COMMAND --verbose",
     "doctor": "--path --calibrate --format",
     "version": "--format",
+    "artifacts restore": "URI --engine --config --device --at --model --public-key --hub --listen --token-file "
+    "--format",
+    "artifacts save": "URI KEY --at --sign --format",
+    "artifacts list": "URI --at --public-key --format",
     "plan load": "URI --names --memory-bytes --explain --format",
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
     "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --one-node "
@@ -64,6 +68,9 @@ ENVIRONMENT = [
     "PENSTOCK_HUB",
     "PENSTOCK_TOKEN_FILE",
     "PENSTOCK_RUNTIME_DIR",
+    "PENSTOCK_ARTIFACT_DIR",
+    "PENSTOCK_ARTIFACT_KEYS",
+    "PENSTOCK_ARTIFACT_SIGNING_KEY",
     "PENSTOCK_METRICS",
     "PENSTOCK_METRICS_TOKEN_FILE",
     "PENSTOCK_REDIS_URL",

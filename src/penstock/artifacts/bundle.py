@@ -189,9 +189,9 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
         require_room(root.parent, description.nbytes)
         partial_root.mkdir(mode=0o700)
         try:
-            directories = {path.parent for _, files in frames for _, path in files}
-            for directory in sorted(directories):
-                (partial_root / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Each by itself: `mkdir` makes missing parents with another mode.
+            for directory in sorted({parent for _, files in frames for _, path in files for parent in path.parents}):
+                (partial_root / directory).mkdir(mode=0o700, exist_ok=True)
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 for _ in pool.map(partial(_write, partial_root), frames):
                     pass

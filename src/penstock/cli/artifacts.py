@@ -40,7 +40,7 @@ PublicKeys = Annotated[
 @app.command(
     "restore",
     epilog=examples(
-        'eval "$(penstock artifacts restore s3://bucket/llama/ --engine transformers --device cuda)"',
+        "penstock artifacts restore s3://bucket/llama/ --engine vllm --config tp=2 --device cuda",
         "penstock artifacts restore llama --engine mine --config dtype=bf16 --public-key key.pub.pem",
     ),
 )
@@ -59,9 +59,10 @@ def restore(
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Fill the caches of compilers from a bundle, and print the variables that lead there, for a shell.
+    """Fill compilers' caches from a bundle.
 
-    Without a bundle the caches are empty: the engine compiles, and `save` can read them.
+    Prints the variables that lead there, for eval. Without a bundle the caches are empty: the engine compiles, and
+    `save` can read them.
     """
     from penstock import artifacts
     from penstock.artifacts import caches
@@ -94,7 +95,10 @@ def save(
     sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM).")] = None,
     format: FormatOption = Format.human,
 ) -> None:
-    """Write what an engine compiled on this host to a signed bundle beside the model."""
+    """Write what an engine compiled to a bundle.
+
+    The bundle is signed, and lies beside the model.
+    """
     from penstock import artifacts
 
     saved = artifacts.save(uri, key, at=at, private_key=sign)
@@ -106,7 +110,10 @@ def save(
 
 @app.command("list", epilog=examples("penstock artifacts list s3://bucket/llama/ --public-key key.pub.pem"))
 def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: FormatOption = Format.human) -> None:
-    """List the bundles beside a model, each with its key; with a public key, whether its signature holds."""
+    """List the bundles beside a model.
+
+    Each with its key; with a public key, also whether its signature holds.
+    """
     from penstock import artifacts
 
     bundles = artifacts.list_bundles(uri, at=at, public_keys=public_key)

@@ -181,6 +181,25 @@ def load_driver() -> CudaDriver:
     return CudaDriver()
 
 
+_NVML_TEXT_BYTES = 80
+"""Room for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
+
+
+def installed_version() -> str:
+    """Return the version of NVIDIA's driver, as `580.95.05`, by NVML; empty: NVML is not there."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(_NVML_TEXT_BYTES)
+    if nvml.nvmlInit_v2():
+        return ""
+    try:
+        return "" if nvml.nvmlSystemGetDriverVersion(text, _NVML_TEXT_BYTES) else text.value.decode()
+    finally:
+        nvml.nvmlShutdown()
+
+
 def ordinal(device: str) -> int:
     """Return the number of a CUDA device. ConfigError for a device of another kind, or without a number."""
     kind, _, index = device.partition(":")

@@ -192,6 +192,14 @@ def _cache() -> Path:
     return Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "penstock"
 
 
+def _refuse_artifacts(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if compiled code is to be restored: it is too late for that where a loader is made."""
+    # DeepGEMM and FlashInfer are imported by now, and have read where their caches are.
+    if options.get("artifacts"):
+        hint = 'run eval "$(penstock artifacts restore URI --engine sglang)" before SGLang'
+        raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
+
+
 def _loader_class() -> type[Any]:
     """Return the loader, a subclass of SGLang's default one."""
     # Defined inside a function, because this module must be importable without SGLang.
@@ -207,6 +215,7 @@ def _loader_class() -> type[Any]:
 
         def __init__(self, load_config: Any) -> None:
             self._options = replica.read_options(load_config.model_loader_extra_config or {})
+            _refuse_artifacts(self._options)
             self._begun = 0.0
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
