@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_small_convert [--mib 256] [--reps 5]
 
-Rows: BF16 -> FP8 in blocks of 128, and the mean of two checkpoints. Sources and results are in /dev/shm. The times are
+Rows: BF16 -> FP8 in blocks of 128, a copy, and the mean of two checkpoints. Sources and results are in /dev/shm. The times are
 without imports, and with the first call. Not here: large conversions in fresh processes (`bench_convert`).
 """
 
@@ -78,7 +78,7 @@ def measure(work: str, case: str, reps: int, into: Path, convert: Callable[[], o
 
 
 def main() -> None:
-    """Measure both kinds by both ways, in turn."""
+    """Measure all kinds by both ways, in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="of one checkpoint")
     parser.add_argument("--reps", type=int, default=5)
@@ -88,6 +88,8 @@ def main() -> None:
         into = Path(directory) / "out"
         measure("FP8", "script", args.reps, into, lambda: quantise(sources[0], into))
         measure("FP8", "penstock", args.reps, into, lambda: ps.convert(sources[0], into, to="fp8-block128"))
+        measure("copy", "script", args.reps, into, lambda: shutil.copytree(sources[0], into))
+        measure("copy", "penstock", args.reps, into, lambda: ps.convert(sources[0], into, operations="copy"))
         measure("merge", "script", args.reps, into, lambda: merge(sources, into))
         measure("merge", "penstock", args.reps, into, lambda: ps.convert(sources, into, operations="linear"))
 
