@@ -14,6 +14,7 @@ warning if something was refused, and the engine compiles, into a directory that
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import os
@@ -405,6 +406,7 @@ def _fetched(
         fleet.leave()
         raise
     _served.append(fleet)
+    atexit.register(fleet.leave, 0.0)
     return tensors, f"fleet:{name}" if report.storage_bytes < report.nbytes else uri
 
 

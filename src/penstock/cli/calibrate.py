@@ -1,6 +1,7 @@
 """Measurement of the rates that a simulation needs, stage by stage of a sync and a fetch, on this machine.
 
-In: nothing. Out: `Rates`, for `penstock simulate --rates`. A few seconds; memory of half a GiB, host or device.
+In: nothing. Out: `Rates`, for `penstock simulate --rates` and `penstock convert --rates`. About a minute; memory and
+temporary files of half a GiB, memory of the device.
 Not here: links between GPUs and hosts, which a cluster's description says (`plan.cluster`).
 """
 
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 import http.server
 import platform
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +25,11 @@ from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.http.control import ControlConnection, over_tcp
 from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
-from penstock.types import GB, MIB
+from penstock.storage.safetensors import encode_header
+from penstock.types import GB, MIB, DType
 
 _BYTES = 128 * MIB
+_SOURCE_BYTES, _ROWS = 32 * MIB, 2048
 # The quickest of several runs: other processes of the machine only ever make a run slower.
 _REPEAT = 5
 _RUNS = 256
@@ -57,11 +64,15 @@ def calibrate() -> Rates:
         source.append(("quantise_gb_per_s", "assumed: torch is not installed; as fast as a copy"))
     else:
         source.append(("quantise_gb_per_s", f"{where}, fp8-block128"))
+    operations = _operations("cuda:0" if on_device else "cpu") if quantise is not None else {}
+    how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source"
+    source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these: they are of two devices, or of several processes.
     near = {name: getattr(H200_RATES, name) if on_device else 0.0 for name in _NEAR}
     source += [(name, "assumed: as of two H200" if on_device else "assumed: nothing") for name in near]
     return Rates(
         name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
+        operation_gb_per_s=operations,
         quantise_gb_per_s=quantise or stages["device_copy_gb_per_s"],
         post_s=post_s,
         run_s=run_s,
@@ -146,6 +157,73 @@ def _quantise(on_device: bool) -> float | None:
             torch.cuda.synchronize(device)
 
     return source.nbytes / GB / _best_s(run)
+
+
+_CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("copy", "source", 1, {"operations": "copy"}),
+    ("rename", "source", 1, {"operations": {"op": "rename", "rules": [("layers", "blocks")]}}),
+    *((f"to {name}", "source", 1, {"to": name}) for name in ("fp8-block128", "fp8-channel", "mxfp8", "nvfp4")),
+    ("to cast:", "source", 1, {"to": "cast:F16"}),
+    ("dequantise", "fp8-block128", 1, {"operations": "dequantise"}),
+    ("to GGUF (Q8_0)", "source", 1, {"operations": {"op": "gguf", "type": "Q8_0"}}),
+    ("linear", "source", 2, {"operations": "linear"}),
+    ("slerp", "source", 2, {"operations": {"op": "slerp", "t": 0.3}}),
+    ("ties", "source", 3, {"operations": {"op": "ties", "density": 0.5}}),
+)
+"""Beginning of an operation's name, what its sources are, how many it has, and the arguments of `convert`."""
+
+
+def _operations(device: str) -> dict[str, float]:
+    """Return the GB/s that each operation reads where it computes, by real conversions of small checkpoints."""
+    from penstock import api
+
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=_memory_directory()) as name:
+        directory = Path(name)
+        sources = {"source": [_checkpoint(directory / f"source-{number}", number) for number in range(3)]}
+        into = directory / "fp8-block128"
+        api.convert(sources["source"][0], into, to="fp8-block128", devices=device, progress=False)
+        sources["fp8-block128"] = [into]
+        for operation, kind, count, arguments in _CONVERSIONS:
+            into = directory / "result"
+            # Twice: the first time torch compiles or allocates, which a large conversion does once in its whole time.
+            for _ in range(2):
+                report = api.convert(
+                    sources[kind][:count],
+                    into,
+                    devices=device,
+                    workers=api.WorkerSettings(num_workers=1),
+                    progress=False,
+                    **arguments,
+                )
+                shutil.rmtree(into)
+                rate = report.read_bytes / GB / max(report.busy_s["compute"], 1e-6)
+                found[operation] = max(rate, found.get(operation, 0.0))
+    # Small checkpoints have too few heads for it, and it copies too.
+    return {**found, "reshard": found["copy"]}
+
+
+def _memory_directory() -> str | None:
+    """Return a directory in memory, where there is one: disks must not count."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 16 * _SOURCE_BYTES else None
+
+
+def _checkpoint(directory: Path, number: int) -> Path:
+    """Write a checkpoint of linear weights in BF16."""
+    import torch
+
+    nbytes = 2 * _ROWS * _ROWS
+    count = _SOURCE_BYTES // nbytes
+    entries = [
+        (f"model.layers.{i}.mlp.up_proj.weight", DType.BF16, (_ROWS, _ROWS), i * nbytes, (i + 1) * nbytes)
+        for i in range(count)
+    ]
+    values = torch.randn(count, _ROWS, _ROWS, generator=torch.Generator().manual_seed(number)).bfloat16()
+    directory.mkdir()
+    path = directory / "model.safetensors"
+    path.write_bytes(encode_header(entries, None, uri=str(path)) + values.view(torch.uint8).numpy().tobytes())
+    return directory
 
 
 def _posting() -> tuple[float, float, float]:

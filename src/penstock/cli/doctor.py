@@ -115,7 +115,10 @@ def _calibrate(path: Path, format: Format) -> None:
         return
     source = dict(rates.source)
     shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in source}
+    operations = shown.pop("operation_gb_per_s")
     write_fields({name: f"{value:.6g}  {source[name]}" for name, value in shown.items()})
+    how = source["operation_gb_per_s"]
+    write_fields({f"operation {name!r}, GB/s": f"{rate:.6g}  {how}" for name, rate in operations.items()})
 
 
 def find_devices() -> list[Fact]:

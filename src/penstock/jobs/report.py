@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.engine.trace import STAGES, Span
 from penstock.jobs.job import Job
+from penstock.jobs.operations.operation import Chain
 from penstock.plan.placement import depth_of
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote
@@ -27,6 +28,7 @@ from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
 if TYPE_CHECKING:
+    from penstock.jobs.operations.operation import Operation
     from penstock.plan.cluster import Cluster, Rates
 
 
@@ -216,13 +218,24 @@ def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str
     machine = _machine(devices, rates) if devices else "no rates are known of other hosts"
     if isinstance(machine, str):
         return None, machine
+    cluster, known = machine
+    known = msgspec.structs.replace(known, quantise_gb_per_s=_gb_per_s(job.operation, known))
     # Imported only now: most runs are on a processor without measured rates, and nothing is simulated for them.
     from penstock.plan.simulate_convert import simulate_convert
 
     # The same number of tasks ahead as the coordinator gives: it decides how well stages overlap.
     read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
-    simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], *machine, depth=depth)
-    return simulated.predicted_s, f"the rates of {machine[1].name}, a disk that keeps up"
+    simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], cluster, known, depth=depth)
+    return simulated.predicted_s, f"the rates of {known.name}, a disk that keeps up"
+
+
+def _gb_per_s(operation: Operation, rates: Rates) -> float:
+    """Return the rate at which an operation reads, or the steps of a chain one after the other."""
+    if isinstance(operation, Chain):
+        return 1 / sum(1 / _gb_per_s(step, rates) for step in operation.steps)
+    beginnings = [name for name in rates.operation_gb_per_s if operation.name.startswith(name)]
+    # The longest says most: `to fp8-block128` beside `to`.
+    return rates.operation_gb_per_s[max(beginnings, key=len)] if beginnings else rates.quantise_gb_per_s
 
 
 def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
@@ -236,7 +249,11 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
     if is_on_cpu and rates is not None:
         # Bytes are copied out of the page cache and into it; workers beyond the cores share them.
         share = min(1.0, len(os.sched_getaffinity(0)) / count)
-        alone = msgspec.structs.replace(rates, quantise_gb_per_s=rates.quantise_gb_per_s * share)
+        alone = msgspec.structs.replace(
+            rates,
+            quantise_gb_per_s=rates.quantise_gb_per_s * share,
+            operation_gb_per_s={name: rate * share for name, rate in rates.operation_gb_per_s.items()},
+        )
         return _host(CLUSTERS["cpu-pair"][0], count, rates.device_copy_gb_per_s * share), alone
     # Only a host with one known model of GPU: a mixture has no single rate, and the slowest would mislead.
     models = _gpus()

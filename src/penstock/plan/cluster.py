@@ -75,6 +75,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     quantise_gb_per_s: float
     """BF16 read by the transform at the source."""
+    operation_gb_per_s: dict[str, float] = {}
+    """Of a conversion's operations: bytes read by each, by the beginning of its name, as `linear` or `to fp8-block128`.
+    One that is not here is as fast as the transform."""
     digest_gb_per_s: float
     device_copy_gb_per_s: float
     """Bytes copied within one device: the flip of a staged update."""
@@ -111,6 +114,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Raise PlanError unless every rate and cost can be one."""
         if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
             raise PlanError(f"{self.name}: the rates of stages must be above 0")
+        if min(self.operation_gb_per_s.values(), default=1.0) <= 0:
+            raise PlanError(f"{self.name}: the rates of operations must be above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
         if min(*costs, *near, self.worker_gb_per_s) < 0:

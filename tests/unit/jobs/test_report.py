@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from penstock.errors import PlanError
 from penstock.jobs import report as module
 from penstock.jobs.job import Job, plan_job
+from penstock.jobs.operations.formats import Store
+from penstock.jobs.operations.operation import Chain
 from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.report import predict
 from penstock.plan.cluster import CPU_RATES, H200_RATES, Rates
@@ -37,6 +41,22 @@ def test_measured_rates_say_how_long_the_slowest_stage_takes(job: Job) -> None:
     seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
     assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
     assert why == "the rates of here, a disk that keeps up"
+
+
+def test_each_operation_has_its_own_rate(job: Job) -> None:
+    rates = msgspec.structs.replace(RATES, operation_gb_per_s={"co": 9.0, "copy": 0.5, "to fp8-block128": 0.25})
+    nbytes = int(job.read_bytes.sum()) / GB
+    assert predict(job, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes / 0.5, rel=0.05)
+    # The steps of a chain follow each other.
+    quantise = Store("fp8-block128")
+    for operation, expected in ((quantise, 4.0), (Chain(job.operation, quantise), 6.0)):
+        other = dataclasses.replace(job, operation=operation)
+        assert predict(other, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes * expected, rel=0.05)
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(PlanError, match="rates of operations"):
+        msgspec.structs.replace(RATES, operation_gb_per_s={"copy": 0.0}).check()
 
 
 def test_workers_share_the_work_and_the_cores(job: Job) -> None:

@@ -241,6 +241,11 @@ class Chain:
         `recipes`, which every process calls before it runs anything."""
 
     @property
+    def steps(self) -> Sequence[Operation]:
+        """The operations, of which those for each source count once: each has its own part of the bytes."""
+        return [self._each[0] if self._each else self._first, self._second]
+
+    @property
     def name(self) -> str:
         """See `Operation.name`."""
         before = f"[{'; '.join(operation.name for operation in self._each)}]" if self._each else self._first.name
