@@ -68,7 +68,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a bundle says of itself."""
+    """The description of a bundle: its key, and its files with their digests."""
 
     format: Literal["penstock-artifacts-1"]
     key: Key

@@ -34,7 +34,7 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """Whether this process has read the variable already."""
+        """True if this process has read the variable already."""
         return bool(self.module) and self.module in sys.modules
 
 

