@@ -100,7 +100,7 @@ class _Child:
         options: dict[str, Any] = {}
         if asked.case != "stock":
             options["load_format"] = "penstock"
-            if asked.case == "artifacts" or asked.save:
+            if asked.case == "artifacts" or (asked.save and asked.case != "command"):
                 options["model_loader_extra_config"] = {"artifacts": True}
         engine = LLM(
             model=asked.model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=128, seed=0, **options

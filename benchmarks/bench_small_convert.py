@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_small_convert [--mib 256] [--reps 5]
 
-Rows: BF16 -> FP8 in blocks of 128, a copy, and the mean of two checkpoints. Sources and results are in /dev/shm. The times are
-without imports, and with the first call. Not here: large conversions in fresh processes (`bench_convert`).
+Rows: BF16 -> FP8 in blocks of 128, a copy, and the mean of two checkpoints. Sources and results are in /dev/shm. The
+times are without imports, and with the first call. Not here: large conversions in fresh processes (`bench_convert`).
 """
 
 from __future__ import annotations
