@@ -178,7 +178,7 @@ def _operations(device: str) -> dict[str, float]:
     from penstock import api
 
     found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=_memory_directory()) as name:
+    with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         sources = {"source": [_checkpoint(directory / f"source-{number}", number) for number in range(3)]}
         into = directory / "fp8-block128"
@@ -201,12 +201,6 @@ def _operations(device: str) -> dict[str, float]:
                 found[operation] = max(rate, found.get(operation, 0.0))
     # Small checkpoints have too few heads for it, and it copies too.
     return {**found, "reshard": found["copy"]}
-
-
-def _memory_directory() -> str | None:
-    """Return a directory in memory, where there is one: disks must not count."""
-    shared = Path("/dev/shm")
-    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 16 * _SOURCE_BYTES else None
 
 
 def _checkpoint(directory: Path, number: int) -> Path:
