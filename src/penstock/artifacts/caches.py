@@ -40,7 +40,11 @@ class Cache:
 
 CACHES = (
     # Not `startup_plan` and `gpu_p2p_access_cache_*`, which are measurements of one machine, nor `assets`.
-    Cache(name="vllm", variable="VLLM_CACHE_ROOT", parts=("torch_compile_cache", "deep_gemm", "flashinfer_autotune")),
+    Cache(
+        name="vllm",
+        variable="VLLM_CACHE_ROOT",
+        parts=("torch_compile_cache", "deep_gemm", "flashinfer_autotune_cache", "modelinfos"),
+    ),
     Cache(name="inductor", variable="TORCHINDUCTOR_CACHE_DIR"),
     Cache(name="triton", variable="TRITON_CACHE_DIR"),
     Cache(name="flashinfer", variable="FLASHINFER_WORKSPACE_BASE", module="flashinfer"),

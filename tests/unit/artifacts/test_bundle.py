@@ -40,6 +40,7 @@ def fill(root: Path) -> dict[str, bytes]:
         "inductor/fxgraph/x/y": b"",
         "triton/K/kernel.cubin": os.urandom(10_000),
         "vllm/torch_compile_cache/0a/rank_0_0/graph": b"graph" * 1000,
+        "vllm/modelinfos/llama.json": b"{}",
     }
     others = {
         "inductor/locks/a.lock": b"",
