@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.support.keeper import KeeperProcess
 from tests.unit.artifacts.test_bundle import fill, keys, read
 from typer.testing import CliRunner
@@ -129,8 +132,64 @@ def test_a_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
     Path(saved.uri).write_bytes(whole[:size])
     homes.enter("second")
     restored = homes.restore()
-    assert not restored.is_found and "is refused" in restored.why
+    assert not restored.is_found and "is not used" in restored.why
     assert [path.name for path in restored.directory.parent.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.parametrize("name", ["description", "signature", "content"])
+@pytest.mark.parametrize("change", ["missing", "dtype", "shape", "empty"])
+def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: str) -> None:
+    saved, _ = homes.bake()
+    tensors = load_file(saved.uri)
+    whole = tensors.pop(name)
+    if change != "missing":
+        even = whole[: len(whole) // 2 * 2]
+        changed = {"dtype": even.view(torch.bfloat16), "shape": even.view(2, -1), "empty": whole[:0]}
+        tensors[name] = changed[change].clone()
+    save_file(tensors, saved.uri)
+    homes.enter("second")
+    restored = homes.restore()
+    assert not restored.is_found and "is not used" in restored.why and read(restored.directory) == {}
+    # It is listed, and keeps nobody from learning how the nearest bundle differs.
+    (listed,) = ps.artifacts.list_bundles(homes.model, public_keys=[homes.public])
+    assert (listed.signature == "refused") == (name != "content")
+    assert not homes.restore(config={"dtype": "f16"}).is_found
+
+
+def test_a_full_disk_does_not_fail_the_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+    homes.bake()
+    homes.enter("second")
+    monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
+    restored = homes.restore()
+    assert not restored.is_found and "no room" in restored.why and read(restored.directory) == {}
+
+
+def test_a_bundle_that_came_later_is_found(homes: Homes) -> None:
+    home = homes.enter("first")
+    empty = homes.restore().directory
+    (empty / "inductor" / "locks").mkdir(parents=True)
+    homes.enter("other")
+    restored = homes.restore()
+    files = fill(restored.directory)
+    ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+    homes.enter("first")
+    again = homes.restore()
+    assert again.num_files == len(files) and again.directory == empty and empty.parent == home
+
+
+def test_without_a_hub_the_storage_is_read(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
+    saved, files = homes.bake()
+    homes.enter("second")
+    restored = homes.restore(connection=f"unix://{homes.directory}/no-hub")
+    assert restored.source == saved.uri and read(restored.directory) == files
+    assert "read from storage" in caplog.text
+
+
+def test_a_model_hub_cannot_be_written(homes: Homes) -> None:
+    homes.bake()
+    restored = homes.restore()
+    with pytest.raises(ps.ConfigError, match="hf:// cannot be written"):
+        ps.artifacts.save("hf://org/llama", restored.key, private_key=homes.private)
 
 
 def test_a_directory_that_others_can_write_to_is_refused(homes: Homes) -> None:
@@ -215,13 +274,16 @@ def test_bundles_in_an_object_store(homes: Homes, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    left: list[Callable[[float], None]] = []
+    monkeypatch.setattr(store, "atexit", SimpleNamespace(register=lambda leave, *_: left.append(leave)))
     directory = tempfile.mkdtemp(prefix="pa-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub", Auth()), Auth())
     running.start()
     yield running.url
-    while store._served:
-        store._served.pop().leave(0.0)
+    # As at the end of a process.
+    for leave in left:
+        leave(0.0)
     running.stop()
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,12 +39,13 @@ DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors of a bundle."""
 
 MAX_BYTES = 16 * GIB
-"""Most bytes of files that a bundle may have. Reason: vLLM's caches of a large model are some hundred MB."""
+"""Most bytes of files that a bundle may have. Reason: far above the caches that were seen, at most 97 MB
+(benchmarks/results/h100_202611/artifacts.md), and below what would fill a disk."""
 
 _FRAME_BYTES = 4 * MIB
 """Files are compressed together until they have this many bytes: most have a few kB, and resemble each other."""
 _LEVEL = 3
-"""Of zstd. 19 makes Triton's and Inductor's files 15 % smaller, and takes 30 times as long."""
+"""Of zstd: its default."""
 _PURPOSE = b"penstock artifacts 1\n"
 """Before the description in what is signed: a signature for another purpose must not hold for a bundle."""
 
@@ -100,8 +102,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
         ConfigError: the private key cannot be used, or there are no files.
         DestinationError, DiskFull: the bundle cannot be written; what was written is there.
     """
-    with typed(path), open(path.with_name(f"{path.name}.content"), "w+b") as content:
-        os.unlink(content.name)
+    with typed(path), tempfile.TemporaryFile(dir=path.parent) as content:
         frames = []
         # Its digests are those of what was read: a file that changes later changes nothing here.
         with ThreadPoolExecutor(num_threads := len(os.sched_getaffinity(0))) as pool:
@@ -265,7 +266,6 @@ def _placed(description: Description, content: memoryview) -> list[_Placed]:
 def _checked(path: str) -> PurePosixPath:
     """Return the path of a file below the root. FormatError: it could lead out of it, or is in no cache."""
     parts = path.split("/")
-    # `is_copied` knows the first part, and refuses names that begin with a dot.
     if any(part in {"", ".", ".."} or "\0" in part for part in parts) or parts[0] not in caches.NAMES or len(parts) < 2:
         raise FormatError(f"the bundle has a file at {path!r}, which is no place in a cache")
     return PurePosixPath(path)

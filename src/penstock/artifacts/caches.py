@@ -51,8 +51,8 @@ CACHES = (
     Cache(name="deep_gemm", variable="DG_JIT_CACHE_DIR", module="deep_gemm"),
     Cache(name="sglang_deep_gemm", variable="SGLANG_DG_CACHE_DIR", module="deep_gemm"),
 )
-"""Source: vLLM 0.32 envs.py, torch 2.13 cache_dir_utils.py, Triton 3.6 knobs.py, SGLang 0.5 deep_gemm_wrapper, the
-documentation of FlashInfer and DeepGEMM."""
+"""Source: vLLM 0.32 envs.py and utils/deep_gemm.py, torch 2.13 cache_dir_utils.py, Triton knobs.py, SGLang's
+environ.py, the documentation of FlashInfer. Those of FlashInfer, DeepGEMM and SGLang were not tried."""
 
 NAMES = frozenset(cache.name for cache in CACHES)
 

@@ -15,6 +15,7 @@ warning if something was refused, and the engine compiles, into a directory that
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import logging
 import os
@@ -23,8 +24,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,10 +45,19 @@ from penstock.artifacts.bundle import (
 )
 from penstock.artifacts.key import Key, key_of
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import MALFORMED, ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.errors import (
+    MALFORMED,
+    ConfigError,
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    PenstockError,
+    SourceError,
+)
 from penstock.loader.verify import inspect, read_key
 from penstock.report import Summarised, bytes_text
-from penstock.storage import is_remote, list_uris, local_path, text_of
+from penstock.storage import is_remote, list_uris, local_path, text_of, writable_storage
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, sidecar_uri
 from penstock.storage.objects import upload_file
@@ -54,7 +65,7 @@ from penstock.storage.output import typed
 from penstock.types import MIB
 
 if TYPE_CHECKING:
-    from penstock.fetch.join import Fleet
+    import torch
 
 log = logging.getLogger("penstock.artifacts")
 
@@ -68,9 +79,6 @@ _LOCK_S = 600.0
 _RETRY_S = 0.05
 _HOLDER_S = 1.0
 """Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
-
-_served: list[Fleet] = []
-"""Fleets that this process has a bundle from, and serves it to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +196,10 @@ def restore(
     Raises:
         ConfigError: an argument or the cache directory cannot be used.
         NotFound, FormatError, SourceError: the model cannot be opened.
+        DestinationError, DiskFull: the directory of the caches cannot be made.
 
-    A bundle that is missing, unsigned, signed by another key, damaged or out of reach raises nothing: see
-    `Restored.why`. Nothing of a bundle that is refused is written.
+    A bundle that is missing, unsigned, signed by another key, damaged, out of reach or too large for the disk raises
+    nothing: see `Restored.why`. Nothing of a bundle that is refused is written.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -201,19 +210,19 @@ def restore(
     trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
     directory = _directory(settings)
     root = directory / key.id
-    with _locked(root):
+    with typed(root), _locked(root):
         if not (about := _key_path(directory, key.id)).exists():
             about.write_bytes(msgspec.json.encode(key))
-        if not root.exists():
+        # Left by a process that found no bundle and compiled nothing: since then there may be one.
+        _remove_empty(root)
+        if root.exists():
+            found = _Found(source=str(root), why=f"already in {root}")
+        else:
             remove_partial(root)
             bundles = _Bundles(text_of(at) if at is not None else _place_of(place), settings, storage_options)
             found = _find(bundles, key, trusted, root, connection)
             if not found.source:
                 root.mkdir(mode=0o700)
-        elif _has_files(root):
-            found = _Found(source=str(root), why=f"already in {root}")
-        else:
-            found = _Found(why=f"an earlier process found none, and {root} is still empty")
     not_moved = tuple(caches.read_already())
     process.set_variables(caches.variables(root))
     return Restored(
@@ -262,6 +271,8 @@ def save(
         key = _key_of_id(directory, key)
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(text_of(at) if at is not None else _place_of(text_of(uri)), settings, storage_options).uri_of(key)
+    if is_remote(target):
+        writable_storage(target)
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -329,11 +340,19 @@ class _Bundles:
     def uri_of(self, key: Key) -> str:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
-    def load(self, uri: str, *names: str) -> dict[str, Any]:
-        """Return tensors of a bundle. Errors as `load`."""
+    def load(self, uri: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a bundle; of a local file, only the pages that are used are read. Errors as `load`."""
         from penstock.loader.load import load
 
-        return dict(load(uri, names=list(names) or None, storage_options=self.storage_options, progress=False))
+        return load(uri, storage_options=self.storage_options, progress=False)
+
+    def load_description(self, uri: str) -> dict[str, torch.Tensor]:
+        """Return the tensors that describe a bundle. FormatError: the file is no bundle. Others as `load`."""
+        from penstock.loader.load import load
+
+        names = inspect(uri, storage_options=self.storage_options).manifest.tensors.names
+        wanted = [name for name in (DESCRIPTION, SIGNATURE) if name in names]
+        return load(uri, names=wanted, storage_options=self.storage_options, progress=False)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
         try:
@@ -344,8 +363,8 @@ class _Bundles:
             if not uri.endswith(_SUFFIX):
                 continue
             try:
-                tensors = self.load(uri, DESCRIPTION, SIGNATURE)
-                raw, signature = _bytes(tensors[DESCRIPTION]), _bytes(tensors[SIGNATURE])
+                tensors = self.load_description(uri)
+                raw, signature = bytes(_bytes_of(tensors, DESCRIPTION)), bytes(_bytes_of(tensors, SIGNATURE))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound) as error:
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
@@ -368,34 +387,39 @@ def _find(
         return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
     uri = bundles.uri_of(key)
     try:
-        tensors, source = _fetched(uri, key, connection, bundles) if connection is not None else (None, uri)
-        if tensors is None:
-            tensors = bundles.load(uri)
-        missing = {DESCRIPTION, SIGNATURE, CONTENT} - tensors.keys()
-        if missing:
-            raise FormatError(f"the bundle has no tensor {', '.join(sorted(missing))}", uri=uri)
-        description = describe(_bytes(tensors[DESCRIPTION]), _bytes(tensors[SIGNATURE]), trusted)
+        tensors, source = _load(uri, key, connection, bundles)
+        # Copies: what is checked must not change after it.
+        raw, signature = bytes(_bytes_of(tensors, DESCRIPTION)), bytes(_bytes_of(tensors, SIGNATURE))
+        description = describe(raw, signature, trusted)
         # A good bundle under another's name would be code for another machine.
         if description.key != key:
             raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
-        unpack(description, memoryview(tensors[CONTENT].numpy()), root)
+        unpack(description, _bytes_of(tensors, CONTENT), root)
     except NotFound:
         return _Found(why=_nearest(bundles, key, trusted))
-    except (IntegrityError, FormatError, SourceError) as error:
+    except ConfigError:
+        raise
+    except PenstockError as error:
         log.warning("the bundle %s is not used, the engine compiles: %s", display(uri), error.message)
-        return _Found(why=f"{display(uri)} is refused: {error.message}")
+        return _Found(why=f"{display(uri)} is not used: {error.message}")
     return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
 
 
-def _fetched(
+def _load(
     uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
-) -> tuple[dict[str, Any], str]:
-    """Return a bundle's tensors from members of its fleet, or from storage once for all of them. Errors as `fetch`."""
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Return a bundle's tensors and their source: members of its fleet, else the storage. Errors as `fetch`, `load`."""
     from penstock.fetch.join import join
 
+    if connection is None:
+        return bundles.load(uri), uri
     name = fleet_name(key.id)
-    fleet = join(name, connection=connection)
-    tensors: dict[str, Any] = {}
+    try:
+        fleet = join(name, connection=connection)
+    except HubUnavailable as error:
+        log.warning("the bundle is read from storage, %s, instead of fleet %s: %s", display(uri), name, error.message)
+        return bundles.load(uri), uri
+    tensors: dict[str, torch.Tensor] = {}
     try:
         try:
             report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
@@ -405,7 +429,7 @@ def _fetched(
     except BaseException:
         fleet.leave()
         raise
-    _served.append(fleet)
+    # Until the end of the process it is a source for others.
     atexit.register(fleet.leave, 0.0)
     return tensors, f"fleet:{name}" if report.storage_bytes < report.nbytes else uri
 
@@ -418,9 +442,7 @@ def fleet_name(bundle_id: str) -> str:
 def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
     """Return why there is no bundle of a key: there are none, or how the nearest one differs."""
     try:
-        keys = [
-            one.key for _, one in zip(range(_MAX_NEAR), bundles.listed(trusted), strict=False) if one.key is not None
-        ]
+        keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
     except SourceError as error:
         return f"{display(bundles.place)} has no bundle of this key, and cannot be listed: {error.message}"
     if not keys:
@@ -429,12 +451,20 @@ def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
     return f"{display(bundles.place)} has none of this key; the nearest has {'; '.join(nearest)}"
 
 
-def _bytes(tensor: Any) -> bytes:
-    return bytes(tensor.numpy())
+def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str) -> memoryview:
+    """Return the bytes of a bundle's tensor, without a copy. FormatError: it has none of this name, or not as bytes."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
+        raise FormatError(f"the file is no bundle: it has no bytes named {name!r}")
+    return tensor.numpy().data
 
 
-def _has_files(root: Path) -> bool:
-    return any(files for _, _, files in os.walk(root))
+def _remove_empty(root: Path) -> None:
+    """Remove a directory that has no files in it, nor below it."""
+    for directory, _, _ in os.walk(root, topdown=False):
+        # One that has files stays; and a file that appears meanwhile cannot be lost.
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
 
 
 def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:

@@ -348,8 +348,8 @@ def _bundles(uris: Sequence[str]) -> dict[str, str]:
     from penstock.artifacts.store import fleet_name
 
     # An engine checks the signature; one that is refused here would be of no use to it.
-    found = [bundle for uri in uris for bundle in list_bundles(uri) if bundle.key is not None]
-    return {fleet_name(bundle.key.id): bundle.uri for bundle in found if bundle.key is not None}
+    bundles = (bundle for uri in uris for bundle in list_bundles(uri))
+    return {fleet_name(bundle.key.id): bundle.uri for bundle in bundles if bundle.key is not None}
 
 
 def _rest(keeper: api.Keeper) -> str:

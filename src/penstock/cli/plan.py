@@ -178,6 +178,7 @@ def plan_convert(
     Its own tasks, by stage, on a described cluster.
     """
     from penstock.jobs import convert
+    from penstock.jobs.report import compute_gb_per_s
     from penstock.plan.simulate_convert import simulate_convert
 
     job = convert.plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
@@ -187,7 +188,14 @@ def plan_convert(
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
     else:
         described = described.with_gpus(workers)
-    prediction = simulate_convert(job.read_bytes.sum(axis=1), job.tasks.out_bytes, described, speeds, seed=seed)
+    prediction = simulate_convert(
+        job.read_bytes.sum(axis=1),
+        job.tasks.out_bytes,
+        described,
+        speeds,
+        seed=seed,
+        compute_gb_per_s=compute_gb_per_s(job.operation, speeds),
+    )
     write_prediction(prediction, described.name, format, picture)
 
 

@@ -29,7 +29,8 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from penstock.errors import MALFORMED, DestinationError, MissingExtra
+from penstock.config import home_cache
+from penstock.errors import MALFORMED, ConfigError, DestinationError, MissingExtra
 
 _ALIGNMENT = 16
 """Bytes to which all pointers must be aligned for a copy: Triton may have compiled for pointers that are.
@@ -119,8 +120,8 @@ def _path(shape: tuple[str, str, object, int], device: torch.device) -> Path | N
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
-        return Path.home() / ".cache" / "penstock" / "kernels" / f"{name}-{key.hexdigest()[:32]}"
-    except RuntimeError:
+        return home_cache("kernels") / f"{name}-{key.hexdigest()[:32]}"
+    except ConfigError:
         return None
 
 

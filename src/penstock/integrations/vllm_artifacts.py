@@ -10,6 +10,7 @@ other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 
 
-def carry(executor: type[Any], load_format: str, log: Callable[[], Any]) -> None:
+def carry(executor: type[Any], load_format: str, log: Callable[[], logging.Logger]) -> None:
     """Have an executor restore compiled code before its workers start, and save it after their warm-up.
 
     Args:
@@ -58,36 +59,38 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Any]) -> None
     executor.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def _restore(vllm_config: Any, options: Mapping[str, Any], log: Any) -> Restored | None:
+def _restore(vllm_config: Any, options: Mapping[str, Any], log: logging.Logger) -> Restored | None:
     """Restore the code of this configuration; None: the model cannot be opened, and vLLM's own loading says why."""
-    place = _place(vllm_config, options)
+    from vllm.platforms import current_platform
+
+    where = _where(vllm_config, options)
     with Phases("restore compiled code", journey="engine"):
         try:
-            found = artifacts.restore(**place, connection=_connection(options, place["uri"]))
+            restored = artifacts.restore(
+                engine="vllm",
+                config={"vllm_config": vllm_config.compute_hash()},
+                device="cuda" if current_platform.is_cuda_alike() else "cpu",
+                connection=_connection(options, where["uri"]),
+                **where,
+            )
         except SourceError as error:
             log.warning("penstock: no compiled code is restored: %s", error)
             return None
-    log.info("penstock: %s", found)
-    return found
+    log.info("penstock: %s", restored)
+    return restored
 
 
-def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Any) -> None:
+def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: logging.Logger) -> None:
     """Save what was compiled. An engine that cannot save serves all the same."""
     with Phases("save compiled code", journey="engine"):
         try:
-            place = {name: value for name, value in _place(vllm_config, options).items() if name in _OF_SAVE}
-            log.info("penstock: artifacts: %s", artifacts.save(key=restored.key, **place))
+            log.info("penstock: artifacts: %s", artifacts.save(key=restored.key, **_where(vllm_config, options)))
         except PenstockError as error:
             log.error("penstock: the compiled code is not saved: %s", error)
 
 
-_OF_SAVE = ("uri", "at", "storage_options")
-
-
-def _place(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `restore` and `save` share."""
-    from vllm.platforms import current_platform
-
+def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `restore` and `save` share: the model, its bundles' place, storage options."""
     model = vllm_config.model_config
     uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
     if uri.startswith("hf://") and model.revision:
@@ -95,9 +98,6 @@ def _place(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     at = options["artifacts"]
     return {
         "uri": uri,
-        "engine": "vllm",
-        "config": {"vllm_config": vllm_config.compute_hash()},
-        "device": "cuda" if current_platform.is_cuda_alike() else "cpu",
         "at": at if isinstance(at, str) else None,
         "storage_options": options.get("storage_options"),
     }

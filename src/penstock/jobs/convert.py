@@ -73,7 +73,7 @@ from penstock.storage.output import (
 )
 from penstock.storage.weight_set import Uris, WeightSet, open_weights
 from penstock.telemetry.journey import Journey
-from penstock.types import MIB
+from penstock.types import GIB, MIB
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Rates
@@ -83,11 +83,12 @@ WORKER_MEMORY_BYTES = 512 * MIB
 THREAD_BYTES = 1024 * MIB
 """Conversions that read and write at most this much in all are small: one thread makes them in the time in which
 processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
-COPY_THREAD_BYTES = 32 << 30
+COPY_THREAD_BYTES = 16 * GIB
 """The same for operations that change no value: reads, digests and writes let go of the interpreter's lock. Source: two
-cores, 4 GiB in tmpfs: 3.8 s in a thread, 10.4 s in two processes."""
+cores, busy, copies of 4 GiB in tmpfs: 3.8 s in a thread, 10.4 s in two processes, medians of three. Larger ones were
+not tried."""
 _COPIES = frozenset({"copy", "rename", "reshard"})
-_THREAD_OPERATIONS = frozenset({"copy", "rename", "reshard", "store", "dequantise", "gguf", "average", "linear"})
+_THREAD_OPERATIONS = _COPIES | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
 its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
 number of threads, which gives other bits; functions of users may hang or end the process."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.engine.trace import STAGES, Span
 from penstock.jobs.job import Job
-from penstock.jobs.operations.operation import Chain
+from penstock.jobs.operations.operation import Chain, Operation
 from penstock.plan.placement import depth_of
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote
@@ -28,7 +28,6 @@ from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 
 if TYPE_CHECKING:
-    from penstock.jobs.operations.operation import Operation
     from penstock.plan.cluster import Cluster, Rates
 
 
@@ -219,20 +218,26 @@ def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str
     if isinstance(machine, str):
         return None, machine
     cluster, known = machine
-    known = msgspec.structs.replace(known, quantise_gb_per_s=_gb_per_s(job.operation, known))
     # Imported only now: most runs are on a processor without measured rates, and nothing is simulated for them.
     from penstock.plan.simulate_convert import simulate_convert
 
     # The same number of tasks ahead as the coordinator gives: it decides how well stages overlap.
     read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
-    simulated = simulate_convert(read_bytes, job.tasks.out_bytes[rows], cluster, known, depth=depth)
+    simulated = simulate_convert(
+        read_bytes,
+        job.tasks.out_bytes[rows],
+        cluster,
+        known,
+        depth=depth,
+        compute_gb_per_s=compute_gb_per_s(job.operation, known),
+    )
     return simulated.predicted_s, f"the rates of {known.name}, a disk that keeps up"
 
 
-def _gb_per_s(operation: Operation, rates: Rates) -> float:
-    """Return the rate at which an operation reads, or the steps of a chain one after the other."""
+def compute_gb_per_s(operation: Operation, rates: Rates) -> float:
+    """Return the rate in GB/s at which an operation computes what it reads, or a chain's steps one after the other."""
     if isinstance(operation, Chain):
-        return 1 / sum(1 / _gb_per_s(step, rates) for step in operation.steps)
+        return 1 / sum(1 / compute_gb_per_s(step, rates) for step in operation.steps)
     beginnings = [name for name in rates.operation_gb_per_s if operation.name.startswith(name)]
     # The longest says most: `to fp8-block128` beside `to`.
     return rates.operation_gb_per_s[max(beginnings, key=len)] if beginnings else rates.quantise_gb_per_s

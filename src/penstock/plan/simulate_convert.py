@@ -48,7 +48,14 @@ class _Worker:
 
 
 def simulate_convert(
-    in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, *, seed: int = 0, depth: int = DEVICE_DEPTH
+    in_bytes: I64,
+    out_bytes: I64,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    seed: int = 0,
+    depth: int = DEVICE_DEPTH,
+    compute_gb_per_s: float | None = None,
 ) -> Prediction:
     """Run these tasks on a worker for each GPU of the cluster.
 
@@ -58,6 +65,7 @@ def simulate_convert(
         rates: of the transform.
         seed: chooses the slow workers, and those that die and when.
         depth: see `Placement`.
+        compute_gb_per_s: bytes of input that a worker computes; None: as the transform.
 
     Raises:
         PlanError: columns of different lengths; all workers died before the end.
@@ -66,7 +74,7 @@ def simulate_convert(
     rates.check()
     if len(in_bytes) != len(out_bytes):
         raise PlanError(f"in_bytes has {len(in_bytes)} tasks, and out_bytes {len(out_bytes)}")
-    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth)
+    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth, compute_gb_per_s)
     run.go()
     return run.prediction()
 
@@ -74,8 +82,18 @@ def simulate_convert(
 class _Run:
     """The events of one conversion."""
 
-    def __init__(self, in_bytes: I64, out_bytes: I64, cluster: Cluster, rates: Rates, seed: int, depth: int) -> None:
+    def __init__(
+        self,
+        in_bytes: I64,
+        out_bytes: I64,
+        cluster: Cluster,
+        rates: Rates,
+        seed: int,
+        depth: int,
+        compute_gb_per_s: float | None,
+    ) -> None:
         self.cluster = cluster
+        self.compute_gb_per_s = rates.quantise_gb_per_s if compute_gb_per_s is None else compute_gb_per_s
         self.rates = rates
         self.seed = seed
         # As lists: they are read one number at a time, which costs several times as much in numpy.
@@ -103,7 +121,7 @@ class _Run:
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
         if self.rates.worker_gb_per_s:
             storage_s = max(storage_s, 1 / self.rates.worker_gb_per_s / GB)
-        pcie_s, compute_s = 1 / cluster.pcie_gb_per_s / GB, 1 / self.rates.quantise_gb_per_s / GB
+        pcie_s, compute_s = 1 / cluster.pcie_gb_per_s / GB, 1 / self.compute_gb_per_s / GB
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 
     def go(self) -> None:
