@@ -188,7 +188,7 @@ def test_without_a_hub_the_storage_is_read(homes: Homes, caplog: pytest.LogCaptu
 def test_a_model_hub_cannot_be_written(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
-    with pytest.raises(ps.ConfigError, match="hf:// cannot be written"):
+    with pytest.raises(ps.ConfigError, match="hf:// is not an object store that can be written to"):
         ps.artifacts.save("hf://org/llama", restored.key, private_key=homes.private)
 
 

@@ -57,9 +57,10 @@ from penstock.errors import (
 )
 from penstock.loader.verify import inspect, read_key
 from penstock.report import Summarised, bytes_text
-from penstock.storage import is_remote, list_uris, local_path, text_of, writable_storage
+from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, sidecar_uri
+from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
 from penstock.storage.output import typed
 from penstock.types import MIB
@@ -272,7 +273,8 @@ def save(
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(text_of(at) if at is not None else _place_of(text_of(uri)), settings, storage_options).uri_of(key)
     if is_remote(target):
-        writable_storage(target)
+        # Before anything is packed: a wrong place fails at once.
+        locate_object(target, settings=settings, options=storage_options or {})
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     new = path.with_name(f".{path.name}.{os.getpid()}")

@@ -246,21 +246,16 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         raise PermissionDenied("file cannot be read", uri=uri, hint=_READABLE) from error
 
 
-def writable_storage(uri: str) -> WritableStorage:
-    """Return the remote storage of a URI. ConfigError: the URI is a local path, or its storage cannot be written."""
-    scheme = _scheme_of(text_of(uri))
-    if scheme is None:
-        raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file itself")
-    storage = storage_for(scheme)
-    if not isinstance(storage, WritableStorage):
-        raise ConfigError(f"{scheme}:// cannot be written: its storage only reads", hint="write to a local path")
-    return storage
-
-
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
     """Write a whole small file to a remote storage (a manifest, a signature); it appears at once or not at all.
 
     Raises:
         ConfigError: `uri` is a local path, or its storage cannot be written. Others as `open_source`.
     """
-    writable_storage(uri).write_small(uri, data, settings=settings, storage_options=storage_options or {})
+    scheme = _scheme_of(text_of(uri))
+    if scheme is None:
+        raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file itself")
+    storage = storage_for(scheme)
+    if not isinstance(storage, WritableStorage):
+        raise ConfigError(f"{scheme}:// cannot be written: its storage only reads", hint="write to a local path")
+    storage.write_small(uri, data, settings=settings, storage_options=storage_options or {})
