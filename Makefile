@@ -20,8 +20,6 @@ AXE    ?= axe-playwright-python==0.1.8
 HELM   ?= helm-python-sdk==0.2.2
 # Its tests are run against penstock.compat.runai_streamer; without its native backends for object stores.
 RUNAI  ?= runai-model-streamer==0.17.0 humanize==4.17.0
-# What nobody imports is not worth compiling: that takes a third of the set-up's time.
-PIP    := python -m pip install -qq --disable-pip-version-check --no-compile
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -34,6 +32,8 @@ else
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 endif
+
+INSTALL := $(PYTHON) scripts/install.py $(VENV)
 
 ARGS   ?=
 # --required: fail where the vulnerability service is not reachable.
@@ -52,16 +52,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
-	@$(VENV)/bin/$(PIP) --no-deps $(NIXL) \
+	@$(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(INSTALL) --no-deps $(NIXL) \
 		|| echo "NIXL does not install here: its tests are skipped" >&2
-	@$(VENV)/bin/$(PIP) --no-deps $(AXE) \
+	@$(INSTALL) --no-deps $(AXE) \
 		|| echo "axe does not install here: accessibility is not tested" >&2
-	@$(VENV)/bin/$(PIP) --no-deps $(HELM) \
+	@$(INSTALL) --no-deps $(HELM) \
 		|| echo "Helm does not install here: the chart is not tested" >&2
-	@$(VENV)/bin/$(PIP) --no-deps $(RUNAI) \
+	@$(INSTALL) --no-deps $(RUNAI) \
 		|| echo "Run:ai Model Streamer does not install here: its tests are skipped" >&2
-	@$(VENV)/bin/$(PIP) -c constraints.txt $(RAY) \
+	@$(INSTALL) -c constraints.txt $(RAY) \
 		|| echo "Ray does not install here: its tests are skipped" >&2
 	@touch $@
 
@@ -86,13 +86,15 @@ PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py accelerated*.py artifacts.py convert*.py dcp*.py from_pretrained*.py fleet_*.py demo.py keeper_*.py wheel.py))
 OTHERS := $(addprefix tests/integration/test_,bench_%.py dockerfile.py examples.py extension_points.py kubernetes.py pods.py rl_example.py \
 	storage_initializer.py upgrade.py)
+# Small forms of TRL's and verl's examples, in their own environments; make test-engines runs more.
+SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m small
 FIRST := $(filter-out $(LATER) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
 
 test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)
 	@$(MAKE) --no-print-directory -j2 setup storage-servers
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
 	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER)) > .cache/tests.log 2>&1 & \
-	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
+	others=$$!; { $(PYTEST) $(LATER) && $(SMALL); } > .cache/later.log 2>&1 & \
 	later=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
 	wait $$later || status=$$?; cat .cache/later.log; \
 	wait $$others || status=$$?; cat .cache/tests.log; exit $$status

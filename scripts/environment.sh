@@ -4,7 +4,7 @@ torch="torch==2.13.0"
 
 # Install packages into $venv.
 install() {
-    "$venv/bin/python" -m pip install --quiet --no-compile "$@"
+    "${PYTHON:-python3}" scripts/install.py "$venv" "$@"
 }
 
 # Install the CPU build of torch where pip can find one; the ordinary one runs as well, only larger.

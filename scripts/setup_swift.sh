@@ -10,6 +10,6 @@ if [ "$(cat "$venv/pins" 2>/dev/null)" = "$pins" ]; then exit 0; fi
 rm -rf "$venv"
 "$python" -m venv "$venv"
 # shellcheck disable=SC2086
-"$venv/bin/python" -m pip install --no-compile --quiet --disable-pip-version-check $pins
+"$python" scripts/install.py "$venv" $pins
 "$venv/bin/python" -c 'import swift, pyeclib.ec_iface'
 echo "$pins" >"$venv/pins"

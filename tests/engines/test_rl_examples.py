@@ -22,7 +22,8 @@ def test_an_engine_and_a_trainer_come_back(program: str, tmp_path: Path) -> None
     assert "log-probabilities equal in 40 steps" in told and "after one update" in told
 
 
-# Here and not among the tests that need no engine: TRL's rollout worker and Penstock's transfer for TRL import vLLM.
+# TRL's rollout worker and Penstock's transfer for TRL import vLLM.
+@pytest.mark.small
 def test_trl_learns_by_the_server_without_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("trl")

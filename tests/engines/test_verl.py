@@ -148,13 +148,23 @@ def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, ru
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
 
 
+@pytest.mark.small
+def test_verls_trainer_learns(runtime: str, tmp_path: Path) -> None:
+    told = train(runtime, tmp_path, "--steps", "6")
+    assert "log-probabilities equal in 6 steps" in told
+
+
 def test_verls_trainer_resumes_after_its_engine_was_killed(runtime: str, tmp_path: Path) -> None:
-    """Run verl's own trainer: the program checks each step's log-probabilities, the reward and the restart."""
+    told = train(runtime, tmp_path, "--steps", "16", "--kill", "engine@4")
+    assert "log-probabilities equal in 16 steps" in told
+    assert "verl resumed with 2 ranks from its checkpoint of step 3" in told
+
+
+def train(runtime: str, work: Path, *options: str) -> str:
+    """Run verl's own trainer, which checks each step's log-probabilities and the reward; return what it prints."""
     pytest.importorskip("transfer_queue")
-    command = [sys.executable, str(EXAMPLES / "verl_grpo.py"), "--task", "even", "--steps", "16"]
-    command += ["--kill", "engine@4", "--rise", "0.05", "--work", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "verl_grpo.py"), "--task", "even", "--rise", "0.05", "--work", str(work)]
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False, env=environ)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=1700, check=False, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    assert "log-probabilities equal in 16 steps" in done.stdout
-    assert "verl resumed with 2 ranks from its checkpoint of step 3" in done.stdout
+    return done.stdout

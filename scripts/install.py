@@ -1,0 +1,61 @@
+"""Install packages into a virtual environment by uv, from the indexes that pip is configured for.
+
+    python scripts/install.py VENV [arguments of `uv pip install`]
+
+uv installs vLLM's 170 packages in 17 seconds, where pip needs six minutes (2 cores). It does not read pip's
+configuration, which is where many machines name their index and their certificates.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+UV = "uv==0.13.9"
+# Options of pip, the variables of uv with the same meaning, and what separates their values.
+SAME = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "default-timeout": ("UV_HTTP_TIMEOUT", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+
+
+def settings(listing: str) -> dict[str, str]:
+    """Return uv's environment for the output of `pip config list`."""
+    environment: dict[str, str] = {}
+    # Variables override `[install]`, which overrides `[global]`.
+    for section in ("global.", "install.", ":env:."):
+        for line in listing.splitlines():
+            key, _, value = line.removeprefix(section).partition("=")
+            if line.startswith(section) and key in SAME:
+                variable, separator = SAME[key]
+                environment[variable] = separator.join(str(ast.literal_eval(value)).split())
+    return environment
+
+
+def main() -> int:
+    """Install, and return the exit status of uv."""
+    venv, *arguments = sys.argv[1:]
+    python = Path(venv) / "bin" / "python"
+    pip = [str(python), "-m", "pip"]
+    uv = Path(venv) / "bin" / "uv"
+    if not uv.exists():
+        # Another environment, whose packages this one sees, may have uv in its own directory.
+        options = ["-qq", "--disable-pip-version-check", "--no-compile", "--ignore-installed"]
+        subprocess.run([*pip, "install", *options, UV], check=True)
+    listing = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True).stdout
+    # As pip does, take the newest release of all indexes, not of the first that has the package.
+    environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings(listing), **os.environ}
+    command = [str(uv), "pip", "install", "--quiet", "--python", str(python), *arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
