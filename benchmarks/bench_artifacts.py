@@ -29,6 +29,8 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from penstock.artifacts.caches import CACHES
+
 CASES = ("stock", "weights", "artifacts")
 PROMPT = list(range(1, 17))
 _TIMEOUT_S = 900.0
@@ -43,6 +45,8 @@ class _Child:
         self.phases: dict[str, float] = {}
         self.hits: dict[str, int] = {}
         """What torch found in its caches, and did not."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds of the stages of torch.compile, which contain each other; those of at least 0.5 s."""
 
     def phase(self, name: str) -> None:
         """End a phase that began when the one before it ended."""
@@ -51,7 +55,9 @@ class _Child:
 
     def tell(self, token: int) -> None:
         """Print the phases until the first token, and the token."""
-        print(json.dumps({"phases": self.phases, "token": token, "hits": self.hits}), flush=True)
+        print(
+            json.dumps({"phases": self.phases, "token": token, "hits": self.hits, "spent_s": self.spent_s}), flush=True
+        )
 
     def transformers(self) -> None:
         asked = self._asked
@@ -88,6 +94,8 @@ class _Child:
         counters = torch._dynamo.utils.counters
         found = {**counters["inductor"], **counters["aot_autograd"]}
         self.hits = {name: count for name, count in found.items() if "cache" in name}
+        stages = zip(*torch._dynamo.utils.compile_times(repr="csv", aggregate=True), strict=True)
+        self.spent_s = {name: round(float(spent), 2) for name, spent in stages if float(spent) >= 0.5}
         self.tell(token)
         if asked.save:
             print(artifacts.save(asked.model, restored.key), file=sys.stderr)
@@ -146,9 +154,12 @@ def write_keys(directory: Path) -> None:
 
 def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = False) -> dict[str, Any]:
     """Start a process in a fresh home; return its seconds, phases and token."""
-    home = Path(tempfile.mkdtemp(dir=directory))
+    # Empty in each run, and at one path, as pods of one image have it: torch looks for what it tuned where it wrote it.
+    home = directory / "home"
+    home.mkdir()
     restores = case in {"artifacts", "command"}
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(("TORCHINDUCTOR", "TRITON"))}
+    places = {cache.variable for cache in CACHES}
+    environ = {name: text for name, text in os.environ.items() if name not in places}
     environ |= {
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),

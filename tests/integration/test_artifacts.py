@@ -85,6 +85,21 @@ def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
     assert ps.inspect(homes.model).num_tensors == len(ps.load(homes.model))
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("first", False), ("second", True)])
+def test_what_torch_tuned_is_said_to_be_lost_at_another_path(
+    homes: Homes, name: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = homes.enter("first")
+    restored = homes.restore()
+    fill(restored.directory)
+    (restored.directory / "inductor" / "ab" / "x.best_config").write_text("{}")
+    ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+    shutil.rmtree(first)
+    homes.enter(name)
+    assert homes.restore().is_found
+    assert ("torch tunes some kernels again" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

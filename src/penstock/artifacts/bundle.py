@@ -74,7 +74,14 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: Literal["penstock-artifacts-1"]
     key: Key
+    directory: str
+    """Where the caches were when they were packed."""
     frames: tuple[_Frame, ...]
+
+    @property
+    def is_tied(self) -> bool:
+        """True if what torch tuned is in it: torch (2.11 to 2.13) looks for it at the path where it was written."""
+        return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
     def num_files(self) -> int:
@@ -90,7 +97,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Description:
     """Write the caches below `root` to a bundle.
 
-    Files that a compiler removes, or is writing, meanwhile are left out. Equal files make equal bundles.
+    Files that a compiler removes, or is writing, meanwhile are left out. Equal files at one path make equal bundles.
 
     Args:
         root: a directory with those of `caches`.
@@ -117,7 +124,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
                 f"there is no compiled code in {root}",
                 hint="call restore() before the engine compiles: it makes the engine put its caches there",
             )
-        description = Description(format="penstock-artifacts-1", key=key, frames=tuple(frames))
+        description = Description(format="penstock-artifacts-1", key=key, directory=str(root), frames=tuple(frames))
         raw = msgspec.json.encode(description)
         entries, start = [], 0
         for name, nbytes in ((DESCRIPTION, len(raw)), (SIGNATURE, 64), (CONTENT, content.tell())):
@@ -216,7 +223,7 @@ def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
     group: list[tuple[str, bytes, bool]] = []
     size = 0
     for directory, names, files in os.walk(root):
-        # In order: equal files make equal bundles.
+        # In order: equal files at one path make equal bundles.
         names.sort()
         for name in sorted(files):
             path = Path(directory, name)

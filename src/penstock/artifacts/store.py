@@ -397,6 +397,14 @@ def _find(
         if description.key != key:
             raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
         unpack(description, _bytes_of(tensors, CONTENT), root)
+        if description.is_tied and description.directory != str(root):
+            log.warning(
+                "the bundle %s was saved in %s and is now in %s: torch tunes some kernels again; set one "
+                "PENSTOCK_ARTIFACT_DIR on all hosts",
+                display(uri),
+                description.directory,
+                root,
+            )
     except NotFound:
         return _Found(why=_nearest(bundles, key, trusted))
     except ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +89,11 @@ def test_the_files_come_back_for_this_user_alone(packed: tuple[Path, dict[str, b
     assert stat.S_IMODE((tmp_path / "new/inductor/ab/cab.py").stat().st_mode) == 0o600
 
 
-def test_equal_files_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
-    unpack(describe(*parts(packed[0])[:2], [PUBLIC]), memoryview(parts(packed[0])[2]), tmp_path / "new")
-    pack(tmp_path / "new", KEY, PRIVATE, tmp_path / "again.safetensors")
+def test_equal_files_at_one_path_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    description = describe(*parts(packed[0])[:2], [PUBLIC])
+    shutil.rmtree(description.directory)
+    unpack(description, memoryview(parts(packed[0])[2]), Path(description.directory))
+    pack(Path(description.directory), KEY, PRIVATE, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == packed[0].read_bytes()
 
 
@@ -135,7 +138,7 @@ def made(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> 
     file = msgspec.structs.replace(file, **{name: text for name, text in changes.items() if name != "frames"})
     frames = (bundle._Frame(len(content), (file,)),)
     frames = changes.get("frames", lambda frames: frames)(frames)  # type: ignore[operator]
-    return Description(format="penstock-artifacts-1", key=KEY, frames=frames), content
+    return Description(format="penstock-artifacts-1", key=KEY, directory="/caches", frames=frames), content
 
 
 PATHS = [
@@ -161,11 +164,16 @@ BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
     "no zstd": lambda: (made()[0], b"x" * len(made()[1])),
     "cut": lambda: (made()[0], made()[1][:-1]),
     "twice": lambda: (
-        Description(format="penstock-artifacts-1", key=KEY, frames=made()[0].frames * 2),
+        Description(format="penstock-artifacts-1", key=KEY, directory="/caches", frames=made()[0].frames * 2),
         made()[1] * 2,
     ),
     "below a file": lambda: (
-        Description(format="penstock-artifacts-1", key=KEY, frames=made()[0].frames + made("inductor/a/b")[0].frames),
+        Description(
+            format="penstock-artifacts-1",
+            key=KEY,
+            directory="/caches",
+            frames=made()[0].frames + made("inductor/a/b")[0].frames,
+        ),
         made()[1] * 2,
     ),
 }
