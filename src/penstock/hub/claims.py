@@ -146,9 +146,11 @@ def update_table(
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
-    # Those that the table lists report for themselves, with a request of their own.
+    # Those that the table lists report for themselves, with a request of their own. As a set: a fleet that starts has
+    # a thousand of both.
+    listed = frozenset(claims.members)
     for member, holding in reported.items():
-        if member not in claims.members and holding.num_chunks == num_chunks:
+        if member not in listed and holding.num_chunks == num_chunks:
             claims = update_member(claims, member, holding, now)
     return update_member(claims, request.member, request.holding, now)
 
