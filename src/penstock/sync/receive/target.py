@@ -19,6 +19,7 @@ import torch
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.hub.messages import TableReply
+from penstock.lifecycle import paused_gc
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
@@ -133,10 +134,12 @@ def wanted_of(
     if isinstance(target, torch.nn.Module):
         # Loaders compare devices: the recording tensors must report the one of the model.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
-        recording = record(target, table, load=load, device=device)
-        if strict:
-            _check(recording, target)
-        return wanted(target, recording, table, load=load, tags=tags)
+        # Small objects for each tensor, all of which stay: 30,000 experts set off full collections again and again.
+        with paused_gc():
+            recording = record(target, table, load=load, device=device)
+            if strict:
+                _check(recording, target)
+            return wanted(target, recording, table, load=load, tags=tags)
     # A receiver that does not know the checkpoint before it is published makes its tensors now.
     rows = declared(target if isinstance(target, Mapping) else target(_published(table)))
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])

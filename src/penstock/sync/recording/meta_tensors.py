@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +51,7 @@ class Buffer:
         self.tensor = tensor.detach()
         self.name = name
         self.dtype = tensor.dtype
-        self.grid = Grid(tensor.shape, tensor.stride())
+        self.grid = _grid(tuple(tensor.shape), tensor.stride())
         self.offset = tensor.storage_offset()
         span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.start_bytes = self.offset * tensor.itemsize
@@ -58,30 +59,61 @@ class Buffer:
         self.pieces: list[Piece] = [] if piece is None else [piece]
         # Still the one piece that it was made with.
         self.untouched = piece is not None
-        self._boxes: list[Box] = []
+        # Made when it is first written to: temporaries are read once and need none.
+        self._boxes: _Boxes | None = None
 
     def names(self) -> tuple[str, ...]:
         """Return the checkpoint tensors that are in the buffer."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.names))
 
-    def put(self, new: Sequence[Piece]) -> None:
-        """Write pieces over the present ones."""
+    def put(self, new: Sequence[tuple[Piece, Box]]) -> None:
+        """Write pieces over the present ones, each with its box in the buffer."""
         self.untouched = False
-        # The boxes of `pieces`, computed lazily: temporaries are read once and need none.
-        if len(self._boxes) != len(self.pieces):
-            self._boxes = [piece.map.target_box() for piece in self.pieces]
-        for piece in new:
-            box = piece.map.target_box()
-            if any(_meet(box, old) for old in self._boxes):
+        if self._boxes is None:
+            self._boxes = _Boxes(piece.map.target_box() for piece in self.pieces)
+        for piece, box in new:
+            if self._boxes.meet(box):
                 self.pieces = [rest for old in self.pieces for rest in _without(old, box)]
-                self._boxes = [piece.map.target_box() for piece in self.pieces]
+                self._boxes = _Boxes(piece.map.target_box() for piece in self.pieces)
             self.pieces.append(piece)
-            self._boxes.append(box)
+            self._boxes.add(box)
+
+
+class _Boxes:
+    """Boxes in the order of where they begin in the first dim: few of an expert's thousands can meet a new one."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        self._starts: list[int] = []
+        self._boxes: list[Box] = []
+        self._longest = 0
+        for box in boxes:
+            self.add(box)
+
+    def add(self, box: Box) -> None:
+        """Add a box."""
+        start, stop = _first_dim(box)
+        at = bisect.bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._boxes.insert(at, box)
+        self._longest = max(self._longest, stop - start)
+
+    def meet(self, box: Box) -> bool:
+        """Return whether a box has an element in common with one of these."""
+        start, stop = _first_dim(box)
+        # One that begins earlier than the longest of them before this box ends before it, too.
+        low = bisect.bisect_right(self._starts, start - self._longest)
+        high = bisect.bisect_left(self._starts, stop)
+        return any(_meet(box, old) for old in self._boxes[low:high])
+
+
+def _first_dim(box: Box) -> tuple[int, int]:
+    """Return the range of a box in the first dim; a scalar's has none."""
+    return (box.start[0], box.stop[0]) if box.start else (0, 1)
 
 
 def _meet(box: Box, other: Box) -> bool:
     """Return whether two boxes have a common element."""
-    # `stride_map.meet` without allocating a box: an expert's parameter has hundreds of pieces, each compared with all.
+    # `intersect.common_box` without allocating a box.
     for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
         if a >= d or c >= b:
             return False
@@ -92,6 +124,16 @@ def identity(box: Box) -> StrideMap:
     """Return the map of each element of a box to its own place."""
     digits = tuple((n, dim, 1, dim, 1) for dim, n in enumerate(box.shape) if n > 1)
     return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
+
+
+# Loaders copy thousands of tensors of the same few shapes.
+_grid = functools.lru_cache(maxsize=1024)(Grid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> StrideMap:
+    """Return the map of each element of a tensor to its own place."""
+    return identity(Box.full(shape))
 
 
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
@@ -236,7 +278,7 @@ class LoadRecorder:
     def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the recording tensor of one tensor of the checkpoint."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
-        return self.made(meta, self.device, Piece(map=identity(Box.full(shape)), names=(name,)))
+        return self.made(meta, self.device, Piece(map=_whole(tuple(shape)), names=(name,)))
 
     def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
@@ -328,7 +370,7 @@ class LoadRecorder:
             except NotBoxes:
                 # The elements cannot be named as boxes: the whole buffer must count as unknown, never less.
                 maps = [identity(Box.full(buffer.grid.shape))]
-            buffer.put([Piece(map=region, names=names, why=why) for region in maps])
+            buffer.put([(Piece(map=region, names=names, why=why), region.target_box()) for region in maps])
 
     def set_number(self, target: torch.Tensor, value: float) -> None:
         """Set all elements that a tensor shows to one number."""
@@ -336,7 +378,7 @@ class LoadRecorder:
             return
         try:
             if view := self._view(target):
-                view.buffer.put([Piece(map=region, value=value) for region in view.region()])
+                view.buffer.put([(Piece(map=region, value=value), region.target_box()) for region in view.region()])
         except NotBoxes as error:
             self.unknown([target], (), str(error))
 
@@ -344,25 +386,26 @@ class LoadRecorder:
         """Record `target.copy_(source)`."""
         if not target.numel():
             return
-        names = self.names([source])
         if self._buffer(target) is None:
-            self._lose(names, "copied into a tensor that is no parameter or buffer of the model")
+            self._lose(self.names([source]), "copied into a tensor that is no parameter or buffer of the model")
         elif not self.is_tracked(source):
             # A scalar that the loader made itself, such as padding: its value is real and the same at every load.
             if source.numel() == 1 and self._buffer(source) is None and not source.is_meta:
                 self.set_number(target, source.item())
             else:
-                self.unknown([target], names, "values that are not the checkpoint's")
+                self.unknown([target], self.names([source]), "values that are not the checkpoint's")
         else:
             try:
                 self._copy(target, source)
             except (NotBoxes, PlanError) as error:
-                self.unknown([target], names, str(error))
+                self.unknown([target], self.names([source]), str(error))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the pieces of a source to a target, with the conversions on the way. NotBoxes: they are no boxes."""
         # `copy_` broadcasts its source.
-        spread = self.shown(source, lambda meta: meta.expand(target.shape))
+        spread = source
+        if source.shape != target.shape:
+            spread = self.shown(source, lambda meta: meta.expand(target.shape))
         to, view = self._view(target), self._view(spread)
         if to is None or view is None:
             return
@@ -374,14 +417,13 @@ class LoadRecorder:
             steps.append(("cast", dtype_of(to.dtype)))
         if to.dtype != to.buffer.dtype:
             steps.append(("view", dtype_of(to.buffer.dtype)))
-        pieces = list(view.pieces_to(to))
+        pieces = [(piece, piece.map.target_box()) for piece in view.pieces_to(to)]
         # Parts of a fresh buffer may never have been written: whatever was in the target there is overwritten by
         # garbage in a real load, so it becomes unknown here.
-        if sum(piece.map.target_box().num_elements for piece in pieces) < target.numel():
-            why = "elements that were never written"
-            to.buffer.put([Piece(map=region, names=self.names([source]), why=why) for region in to.region()])
+        if sum(box.num_elements for _, box in pieces) < target.numel():
+            self.unknown([target], self.names([source]), "elements that were never written")
         if steps:
-            pieces = [_stepped(piece, steps) for piece in pieces]
+            pieces = [(_stepped(piece, steps), box) for piece, box in pieces]
         to.buffer.put(pieces)
 
     def shown(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -406,6 +448,9 @@ class LoadRecorder:
                 return tree_map(lambda meta: Recorded(meta, self, args[0].device), out)
             if packet in MAKE:
                 return make(self, func, args, kwargs)
+            # What `RULES` has for it, without a look at all arguments: nearly all that a loader writes, it copies.
+            if packet is _aten.copy_ and len(args) > 1 and (self._buffer(args[0]) or self.is_tracked(args[1])):
+                return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
             # A loader's own arithmetic, with shapes, indices or expert maps: run as usual.
