@@ -116,3 +116,20 @@ def test_the_thread_of_a_closed_listener_ends_though_its_descriptor_is_used_agai
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_no_answer_waits_for_a_delayed_ack() -> None:
+    # A listener as the hub's: its protocol is 0, so that asyncio would leave Nagle's algorithm on.
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.bind(("127.0.0.1", 0))
+    bound.listen()
+    listener = GuardedListener(bound, Admission(ConnectionLimits(), name="test"))
+    with contextlib.closing(listener), socket.create_connection(listener.getsockname()):
+        accepted = None
+        deadline = time.monotonic() + 10
+        while accepted is None and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                accepted, _ = listener.accept()
+        assert accepted is not None
+        with contextlib.closing(accepted):
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
