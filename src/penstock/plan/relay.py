@@ -174,11 +174,11 @@ def _ring(nodes: dict[str, Node]) -> dict[str, str]:
     order = sorted(nodes.values(), key=lambda node: (first["rack", node.rack], first["host", node.host], node.order))
     parents = {}
     for i, node in enumerate(order):
-        before = [order[i - k] for k in range(1, min(len(order), _SCANNED))]
-        if before:
-            keen = (other for other in before if not other.last_resort and node.member not in other.complainers)
+        before = (order[i - k] for k in range(1, min(len(order), _SCANNED)))
+        keen = (other for other in before if not other.last_resort and node.member not in other.complainers)
+        if len(order) > 1:
             # Better a poor upstream than none: a ring with a gap would stop all members behind it.
-            parents[node.member] = next(keen, before[0]).member
+            parents[node.member] = next(keen, order[i - 1]).member
     return parents
 
 
