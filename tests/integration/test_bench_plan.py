@@ -34,3 +34,11 @@ def test_tasks_are_planned_and_placed(op: str) -> None:
     told = json.loads(done.stdout)
     assert told["workers"] == 16 and 250 < told["tasks"] < 1000
     assert told["predicted_s"] >= told["limit_s"] > 0
+
+
+def test_a_loader_is_recorded() -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_record", "--small", "--runs", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # 4 layers of 25 experts of 3 tensors; an engine of two holds 12 of the experts.
+    assert done.stdout.startswith("300 tensors, 144 rows: ")
