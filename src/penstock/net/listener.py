@@ -142,7 +142,9 @@ class GuardedListener(socket.socket):
             sock.peer = str(address[0])
             # An answer of two writes, its head and its body, would wait 40 ms for a delayed ACK. asyncio sets this only
             # where the socket names its protocol, which a listener of ours does not.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):
+                # Refused by some systems if the peer has gone already, which is no fault of the listener.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", sock.cut)
         if connection is not None:
             sock.connection = connection
