@@ -135,6 +135,8 @@ class Member:
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now = threading.Event()
+        # Re-entrant: a heartbeat may find that this member must register again, with a heartbeat of its own.
+        self._reporting = threading.RLock()
         self._closing = threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
@@ -295,7 +297,9 @@ class Member:
 
     def _report(self) -> None:
         """Send a heartbeat, and keep an operator's order to drain this member, for a hub that loses its memory."""
-        self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state())).drain
+        # One at a time: an older state that arrives after a newer one would replace it, such as the member's failure.
+        with self._reporting:
+            self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state())).drain
 
     def _beat(self) -> None:
         """Send heartbeats until `leave`, and do what has to be done regularly: the body of the thread."""
@@ -398,7 +402,8 @@ class Member:
             return call()
         except UnknownMember:
             self.welcome = self._greet()
-            self._hub.beat(self.id, self._state())
+            with self._reporting:
+                self._hub.beat(self.id, self._state())
             return call()
 
     def upstreams(self, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
