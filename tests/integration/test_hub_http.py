@@ -281,7 +281,7 @@ def test_mutual_tls(serve, guarded, tmp_path, monkeypatch) -> None:
         with hub, pytest.raises(HubUnavailable):
             hub.hello(hello(hub.member))
     with (
-        HubClient.connect(url, certificate=member, timeout_s=0.5) as hub,
+        HubClient.connect(url, certificate=member, timeout_s=10) as hub,
         pytest.raises(HubUnavailable, match="does not verify") as unverified,
     ):
         hub.hello(hello(hub.member))
