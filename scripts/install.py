@@ -2,8 +2,8 @@
 
     python scripts/install.py VENV [arguments of `uv pip install`]
 
-uv installs vLLM's 170 packages in 17 seconds, where pip needs six minutes (2 cores). It does not read pip's
-configuration, which is where many machines name their index and their certificates.
+uv installs the environment of the engine tests in 25 seconds, where pip needs six minutes (2 cores). It does not read
+pip's configuration, which is where many machines name their index and their certificates.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ trl="trl==1.16.0"
 . scripts/environment.sh
 
 build() {
-    install_torch
+    # First: a machine without it needs nothing of the rest.
     if ! install --no-deps "$vllm" setuptools==78.1.1; then
         echo "$vllm does not install here: its tests are skipped" >&2
         exit 0
     fi
+    install_torch
     # Its own requirements, less the torch family (pinned to a local build) and Intel's OpenMP.
     "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import importlib.metadata as metadata

@@ -80,7 +80,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_tied(self) -> bool:
-        """True if what torch tuned is in it: torch (2.11 to 2.13) looks for it at the path where it was written."""
+        """True if what torch tuned is in it: torch (2.11, 2.13) looks for it at the path where it was written."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property

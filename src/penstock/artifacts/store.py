@@ -182,7 +182,7 @@ def restore(
     Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
 
     Args:
-        uri: of the model; its headers are read for its revision. Bundles lie beside it.
+        uri: of the model; its headers are read for its revision. Bundles are stored beside it.
         engine: the program that compiles, as `vllm`, `sglang`, `transformers`, or a name of your own.
         config: what else its code depends on, as texts: dtype, parallel sizes, a hash of the engine's configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.

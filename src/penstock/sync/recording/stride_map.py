@@ -71,15 +71,6 @@ def _box(start: tuple[int, ...], runs: Iterator[tuple[int, int]]) -> Box:
     return Box(start=start, stop=tuple(a + n for a, n in zip(start, extent, strict=True)))
 
 
-def _is_outside(index: list[int], shape: tuple[int, ...]) -> bool:
-    """Return whether an index is past the end in some dim."""
-    # A loop, which takes a third of the time of `any`.
-    for at, extent in zip(index, shape, strict=True):  # noqa: SIM110
-        if at >= extent:
-            return True
-    return False
-
-
 class Grid:
     """A tensor's shape and strides, to locate element offsets in it. Not for tensors without elements."""
 
@@ -97,7 +88,7 @@ class Grid:
             if self.strides[dim] < 1:
                 raise NotBoxes("a tensor that repeats its own elements")
             start[dim], rest = divmod(rest, self.strides[dim])
-        if rest or _is_outside(start, self.shape):
+        if rest or any(a >= n for a, n in zip(start, self.shape, strict=True)):
             raise NotBoxes("a view that begins outside the tensor")
         return tuple(start)
 
@@ -114,7 +105,7 @@ class Grid:
             if dim >= 0:
                 last[dim] += step * (n - 1)
         # Each dim may fit alone while their sum leaves a row: check the last element as well as the first.
-        if _is_outside(last, self.shape):
+        if any(a >= n for a, n in zip(last, self.shape, strict=True)):
             raise NotBoxes("a view that continues from one row into the next")
         return start, placed
 
