@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,13 @@ def test_a_hub_in_the_environment_makes_a_replica_join_and_serve(
 ) -> None:
     first = read(llama)
     assert f"storage {llama}" in caplog.text
-    (member,) = ps.status("llama").members
-    assert [holding.state for holding in member.holdings] == ["whole"]
+    # The heartbeat that says so is sent at the end of the fetch, which does not wait for it.
+    deadline = time.monotonic() + 10
+    states: list[str] = []
+    while states != ["whole"] and time.monotonic() < deadline:
+        (member,) = ps.status("llama").members
+        states = [holding.state for holding in member.holdings]
+    assert states == ["whole"]
     caplog.clear()
     assert_equal(read(llama, serve=False), first)
     assert " <- " in caplog.text
