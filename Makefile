@@ -83,9 +83,10 @@ storage-servers:
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in two groups, everything else beside them, and print after.
-LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py accelerated*.py convert*.py dcp*.py from_pretrained*.py fleet_*.py keeper_*.py))
-OTHERS := $(addprefix tests/integration/test_,artifacts.py bench_%.py demo.py dockerfile.py examples.py extension_points.py kubernetes.py pods.py rl_example.py \
-	storage_initializer.py upgrade.py wheel.py)
+# The groups take about the same time.
+LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py accelerated*.py convert*.py keeper_*.py))
+OTHERS := $(wildcard $(addprefix tests/integration/test_,artifacts.py bench_*.py dcp*.py demo.py dockerfile.py examples.py extension_points.py fleet_*.py \
+	from_pretrained*.py gguf.py kubernetes.py pods.py rl_example.py s3.py safetensors_suite.py storage_initializer.py upgrade.py wheel.py))
 # Small forms of TRL's and verl's examples, in their own environments; make test-engines runs more.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m small
 FIRST := $(filter-out $(LATER) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.chaos.soak import run
+from tests.support.drills import drill
 
 
+@drill
 def test_births_and_deaths_leave_nothing_in_those_that_stay() -> None:
     outcome = run(20.0, seed=1)
     assert outcome.holds, "\n".join(outcome.lines())

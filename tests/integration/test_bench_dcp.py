@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.drills import drill
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@drill
 def test_rows_are_measured_beside_torch() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_dcp", "--mib", "2", "--ranks", "1", "--runs", "1"]
     done = subprocess.run(

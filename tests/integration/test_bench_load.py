@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = drill
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 from penstock.testing.network_volume import refusal
 
 ROOT = Path(__file__).parents[2]
 
 
+@drill
 def test_each_file_has_a_row_in_every_place(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     small = ["--mib", "16", "--tensors", "200", "--runs", "1", "--latency-ms", "0", "--mb-per-s", "0"]

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 ROOT = Path(__file__).parents[2]
 
 
+@drill
 @pytest.mark.timeout(400)
 def test_it_runs() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_stragglers", "--repeats", "1", "--num-tasks", "60"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_fetch import rates
 from benchmarks.bench_sync import share_of
+from tests.support.drills import drill
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,7 @@ def test_no_row_prints_a_figure_that_was_not_measured() -> None:
         assert "0.0 GB/s (0.0-0.0)" not in page.read_text(encoding="utf-8"), page
 
 
+@drill
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_has_every_row(tmp_path: Path) -> None:

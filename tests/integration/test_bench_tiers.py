@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.drills import drill
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,7 @@ def test_each_link_has_its_row_and_its_limit(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@drill
 def test_the_keepers_swaps(tmp_path: Path) -> None:
     found = ran("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found

@@ -28,7 +28,7 @@ from penstock.jobs.convert import convert
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
-NUM_BATCHES, BATCH, ALWAYS = 10, 20, 3
+NUM_BATCHES, BATCH, ALWAYS = 10, 20, 1
 """The others are run on demand: `DRILLS=all`, two minutes."""
 AT_ONCE = 4
 DONE_S = 90.0

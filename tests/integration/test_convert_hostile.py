@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
+from tests.support.drills import drill
 from tests.support.fork_server import ForkServer
 from tests.support.tensor_file import write_file
 
@@ -246,6 +247,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@drill
 def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
@@ -112,6 +113,7 @@ def test_a_node_that_dies_costs_its_tasks_alone(tmp_path: Path, environ: dict[st
     assert files(tmp_path / "out") == files(tmp_path / "expected")
 
 
+@drill
 def test_the_command_writes_nothing_but_json_to_stdout(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=2_000_000)
     words = ["--to", "cast:F32", "--workers", "1", "--devices", "cpu", "--format", "json"]

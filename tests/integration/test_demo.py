@@ -1,4 +1,7 @@
-"""The demo: a fleet reads storage once, a model in training is served, conversions go on; all with equal bits."""
+"""The demo: a fleet reads storage once, a model in training is served, conversions go on; all with equal bits.
+
+CI runs `make demo`, which does the same in larger sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.support.drills import drill
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
@@ -30,7 +34,7 @@ def script(name: str, monkeypatch) -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@drill
 def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
     demo_fleet = script("demo_fleet", monkeypatch)
     write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
@@ -44,7 +48,7 @@ def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys)
     assert "DIFFERENT" not in printed
 
 
-@pytest.mark.slow
+@drill
 def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
     assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
     printed = capsys.readouterr().out
@@ -52,7 +56,7 @@ def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
     assert "1, killed, back" in printed
 
 
-@pytest.mark.slow
+@drill
 def test_the_demos_conversion_goes_on_where_it_was_killed(monkeypatch, tmp_path: Path, capsys) -> None:
     assert script("demo_convert", monkeypatch).convert_demo(16 * MIB, tmp_path)
     printed = capsys.readouterr().out

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import drills
 from tests.support.fork_server import ForkServer
 from tests.support.sync import SyncTask, SyncWorker, truth
 
@@ -188,6 +189,7 @@ def test_drills(batch: int, fork_server: ForkServer) -> None:
     held(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
 
 
+@drills.drill
 def test_drills_of_ranks_that_quantise_what_they_hold_together(fork_server: ForkServer) -> None:
     held(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
 

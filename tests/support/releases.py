@@ -69,17 +69,13 @@ def _install(building: Path) -> None:
     tree, environment = building / "tree", building / "environment"
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True, timeout=60)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    built = subprocess.run(
-        [*pip, "wheel", "--no-deps", "-w", building, tree], capture_output=True, text=True, timeout=170, check=False
-    )
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    install = [sys.executable, ROOT / "scripts" / "install.py", sys.prefix, "--no-deps", "--target", packages, tree]
+    built = subprocess.run(install, capture_output=True, text=True, timeout=170, check=False)
     if built.returncode and "hatchling" in built.stderr:
         pytest.skip("the build needs hatchling from a package index, which does not answer here")
     assert built.returncode == 0, built.stderr
-    (wheel,) = building.glob("penstock-*.whl")
-    venv.create(environment, symlinks=True)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    subprocess.run([*pip, "install", "--no-deps", "--target", packages, wheel], check=True, timeout=170)
     # Dependencies are those of this environment. By a .pth file, which does not read the .pth files in the directories
     # that it names: this tree's editable installation is one of them, and must not be found.
     depends = [entry for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}]

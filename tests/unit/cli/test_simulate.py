@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
@@ -57,6 +58,7 @@ def test_what_is_no_cluster_is_a_config_error(tmp_path: Path) -> None:
             CliRunner().invoke(app, ["simulate", "fetch", "--cluster", name], catch_exceptions=False)
 
 
+@drill
 def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     file = tmp_path / "rates.json"
     run("doctor", "--calibrate", str(file))
