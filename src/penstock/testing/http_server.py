@@ -244,7 +244,7 @@ class RangeServer:
             return start - now
 
     def count_sent(self, nbytes: int) -> None:
-        """Add bytes of a body that were given to the network."""
+        """Add bytes of a body that are given to the network; negative: that were not, after all."""
         with self._lock:
             self.num_bytes_sent += nbytes
 
@@ -399,8 +399,13 @@ class _Handler(BaseHTTPRequestHandler):
                     wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
                     if wait_s > 0 and self.server.owner.closing.wait(wait_s):
                         break
-                sent = self._send_piece(descriptor, at, piece, chunked=faults.chunked)
-                self.server.owner.count_sent(sent)
+                # Before they are sent: a client that has read all of them may look at the count at once.
+                self.server.owner.count_sent(piece)
+                sent = 0
+                try:
+                    sent = self._send_piece(descriptor, at, piece, chunked=faults.chunked)
+                finally:
+                    self.server.owner.count_sent(sent - piece)
                 at += sent
         finally:
             client = self.headers.get("Authorization", "")
