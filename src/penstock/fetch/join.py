@@ -177,6 +177,8 @@ class Fleet:
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
         """Digest weights that this process has already, then let other members read them.
 
+        The hub knows them when this returns; if it does not answer, from the first heartbeat that it answers.
+
         Args:
             tensors: contiguous, on one device; they must not change until `fence` or `leave`.
             revision: name of the revision; None: the root of their digests.
@@ -198,6 +200,8 @@ class Fleet:
         weights.path = "offered"
         weights.set_state("whole")
         self.member.show(weights)
+        # The caller may tell a reader next, which would find no source while the heartbeat is under way.
+        self.member.report_now()
         return weights.key
 
     def fence(self) -> None:

@@ -267,14 +267,15 @@ class HubClient(Closing):
         """
         return self._request("POST", "/v1/hello", hello, Welcome)
 
-    def beat(self, member: str, beat: Beat) -> BeatReply:
+    def beat(self, member: str, beat: Beat, *, within_s: float | None = None) -> BeatReply:
         """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
+        path = f"/v1/members/{quote(member, safe='')}"
         # A hub of an earlier release answers 204, without a body.
-        return self._request("PUT", f"/v1/members/{quote(member, safe='')}", beat, BeatReply) or BeatReply()
+        return self._request("PUT", path, beat, BeatReply, within_s=within_s) or BeatReply()
 
-    def leave(self, member: str) -> None:
+    def leave(self, member: str, *, within_s: float | None = None) -> None:
         """Sign a member off for good."""
-        self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None)
+        self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None, within_s=within_s)
 
     def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
         """Return the upstreams to read chunks from. Raises UnknownMember: see `beat`."""

@@ -82,6 +82,8 @@ SHOWN_S = 600.0
 """A start that ended longer ago is reported without its phases: a fleet that runs for days need not repeat them."""
 _BEAT_PAUSE_S = 0.2
 """Least time between two heartbeats that are sent because a phase began; the next regular one reports the rest."""
+LEAVE_S = 2.0
+"""Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
 JOIN_AGAIN_S = 0.1
 """Pause before the next attempt to reach this host's own hub."""
 
@@ -295,11 +297,15 @@ class Member:
         with contextlib.suppress(PenstockError):
             self._report()
 
-    def _report(self) -> None:
+    def _report(self, within_s: float | None = None) -> None:
         """Send a heartbeat, and keep an operator's order to drain this member, for a hub that loses its memory."""
         # One at a time: an older state that arrives after a newer one would replace it, such as the member's failure.
-        with self._reporting:
-            self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state())).drain
+        if not self._reporting.acquire(timeout=-1 if within_s is None else within_s):
+            raise HubUnavailable("the hub has not answered the heartbeat before this one")
+        try:
+            self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state(), within_s=within_s)).drain
+        finally:
+            self._reporting.release()
 
     def _beat(self) -> None:
         """Send heartbeats until `leave`, and do what has to be done regularly: the body of the thread."""
@@ -486,15 +492,19 @@ class Member:
         has_failed = bool(recent_failures()) or (boot is not None and boot.state == "failed")
         # The hub remembers why; the next regular heartbeat would come after this member has left.
         if has_failed and not self.hub_is_away:
-            self.report_now()
+            with contextlib.suppress(PenstockError):
+                self._report(LEAVE_S)
         self._closing.set()
         self._beat_now.set()
-        self._beats.join()
-        # After the last heartbeat, which would register this member again. Without an answer the hub forgets it after
-        # its TTL.
-        with contextlib.suppress(PenstockError):
-            self._hub.leave(self.id)
+        self._beats.join(LEAVE_S)
+        # After the last heartbeat, which would register this member again. One that is still under way waits for a hub
+        # that does not answer.
+        if not self._beats.is_alive():
+            with contextlib.suppress(PenstockError):
+                self._hub.leave(self.id, within_s=LEAVE_S)
         self._free()
+        # With the hub's client closed, a heartbeat under way has ended.
+        self._beats.join()
 
     def _free(self) -> None:
         """Close what was opened; also after a constructor that failed halfway."""
