@@ -10,7 +10,7 @@ from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
 VERBS += ["publisher", "subscriber", "convert", "manifest", "phase", "serve_metrics", "drain", "status", "why"]
-VERBS += ["log_prob_check", "artifacts"]
+VERBS += ["log_prob_check", "artifacts", "start_loading"]
 VALUES = [
     "AttachReport",
     "Attached",
@@ -22,6 +22,7 @@ VALUES = [
     "InspectReport",
     "Manifest",
     "LoadReport",
+    "Loading",
     "TensorStream",
     "Variant",
 ]

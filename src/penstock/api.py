@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import LoadReport
     from penstock.loader.safe_open import load_file, safe_open
+    from penstock.loader.start import Loading, start_loading
     from penstock.loader.verify import InspectReport, ManifestReport, VerifyReport, inspect, manifest, verify
     from penstock.phases import phase
     from penstock.sync.check import StagedVersion, log_prob_check
@@ -45,6 +46,7 @@ _ROOMS = {
     "InspectReport": "loader.verify",
     "Keeper": "keeper.keeper",
     "LoadReport": "loader.report",
+    "Loading": "loader.start",
     "ManifestReport": "loader.verify",
     "MetricsEndpoint": "telemetry.endpoint",
     "PublishReport": "sync.report",
@@ -73,6 +75,7 @@ _ROOMS = {
     "publisher": "sync.publish.publisher",
     "safe_open": "loader.safe_open",
     "serve_metrics": "telemetry.endpoint",
+    "start_loading": "loader.start",
     "status": "hub.client",
     "stream": "loader.load",
     "subscriber": "sync.receive.subscribe",
@@ -91,6 +94,7 @@ __all__ = [
     "InspectReport",
     "Keeper",
     "LoadReport",
+    "Loading",
     "ManifestReport",
     "MetricsEndpoint",
     "PublishReport",
@@ -119,6 +123,7 @@ __all__ = [
     "publisher",
     "safe_open",
     "serve_metrics",
+    "start_loading",
     "status",
     "stream",
     "subscriber",

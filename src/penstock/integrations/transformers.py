@@ -1,8 +1,8 @@
 """transformers models through Penstock: `from_pretrained`, for names of a hub, directories and object stores.
 
 In: a model class, the name or URI of a model, options of transformers; a group of ranks. Out: the model that the
-class's own from_pretrained returns. For a live model: `weights_loader`, its own loading in place, and
-`checkpoint_shards`, the shards that a trainer's rank publishes.
+class's own from_pretrained returns, or that model while its weights arrive (`start_from_pretrained`). For a live model:
+`weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank publishes.
 Not here: what is replaced in the libraries (`accelerated`), the exchange between ranks (`loader.shared_read`).
 
     one process, the checkpoint fits the model tensor by tensor:   empty model on the device -> load_into
@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from penstock.loader.start import Loading
     from penstock.sync.recording.layout import Load
     from penstock.sync.shards import Shard
     from penstock.types import TensorTable
@@ -101,7 +102,7 @@ def from_pretrained(
     if group is not None:
         why = "the ranks of a group read it together"
     elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
-        model, why = _filled(model_class, name, options, arguments)
+        model, why = _filled(model_class, name, options, arguments, _load_all)
         if model is not None:
             return model
     else:
@@ -114,6 +115,59 @@ def from_pretrained(
             hint="leave it out; `penstock.verify(uri)` compares all digests before",
         )
     return _by_transformers(model_class, name, group, options, arguments)
+
+
+def start_from_pretrained(
+    model_class: Any,
+    name_or_uri: str | os.PathLike[str],
+    *,
+    first: Sequence[str] = (),
+    memory_bytes: int | str | None = None,
+    verify: bool | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Loading:
+    """Start to load a model, and return at once: the load's `module` is the model that `from_pretrained` returns.
+
+    The model answers while its weights arrive: each layer waits for its own. See `penstock.start_loading`.
+
+    Args:
+        model_class, name_or_uri: as for `from_pretrained`; a directory or a prefix of an object store.
+        first: globs of the model's tensors to read before the others; see `penstock.start_loading`.
+        memory_bytes, verify, storage_options, progress, trace: see `penstock.start_loading`.
+        options: `config`, `dtype` and `device_map` (one device).
+
+    Raises:
+        ConfigError: the checkpoint does not fit the model tensor by tensor on one device, as merged experts and
+            quantised weights do not; the message says why. `from_pretrained` loads it.
+        NotFound, MissingExtra: as `from_pretrained`. Else as `penstock.start_loading`.
+    """
+    _check_version()
+    uri = texts_of(name_or_uri)[0]
+    arguments = {
+        "storage_options": storage_options,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "progress": progress,
+        "trace": trace,
+    }
+    under_way: list[Loading] = []
+
+    def start(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
+        from penstock import api
+
+        loading = api.start_loading(model, uri, rename=targets.__getitem__, first=first, **arguments)
+        under_way.append(loading)
+
+    why = "it is named as on a hub"
+    if os.path.isdir(uri) or (is_remote(uri) and not uri.startswith(_HUB)):
+        _, why = _filled(model_class, uri, options, arguments, start)
+    if not under_way:
+        hint = "use from_pretrained, which returns when all of it is loaded"
+        raise ConfigError(f"the model cannot be used while it is loaded: {why}", uri=uri, hint=hint)
+    return under_way[0]
 
 
 def weights_loader(model: Any) -> Load:
@@ -185,14 +239,30 @@ def checkpoint_shards(
     return rename.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
 
 
+def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
+    """Fill the model's tensors, and return when all of them are there."""
+    from penstock import api
+
+    state = model.state_dict(keep_vars=True)
+    api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
+
+
 def _filled(
-    model_class: Any, uri: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
+    model_class: Any,
+    uri: str,
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    fill: Callable[[Any, Mapping[str, str], str, Mapping[str, Any]], None],
 ) -> tuple[Any | None, str]:
-    """Return the model, filled in place; or None and why transformers has to load it."""
+    """Return the model, filled in place; or None and why transformers has to load it.
+
+    Args:
+        model_class, uri, options: as of `from_pretrained`.
+        arguments: of the load.
+        fill: gets the empty model, its name for each tensor of the checkpoint, the URI and `arguments`.
+    """
     import torch
     from transformers import AutoConfig, GenerationConfig, initialization
-
-    from penstock import api
 
     others = sorted(set(options) - _IN_PLACE)
     if others:
@@ -221,15 +291,14 @@ def _filled(
         targets, why = _targets(model, table)
         if why is not None:
             return None, why
-        state = model.state_dict(keep_vars=True)
-        api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
         # transformers initialises every tensor without this mark at random: these are loaded.
-        for tensor in state.values():
+        for tensor in model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
         # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
         model.initialize_weights()
         if model.can_generate() and (files / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(files)
+        fill(model, targets, uri, arguments)
     _logger.info("penstock: %s filled in place", uri)
     return model.eval(), ""
 

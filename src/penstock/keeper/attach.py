@@ -44,6 +44,7 @@ from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
 from penstock.keeper.lease import LeaseOwner, LeaseRenewal, LeaseState
 from penstock.lifecycle import Closing
+from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
 from penstock.net.unix_sockets import host_id
@@ -528,26 +529,12 @@ def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
         raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
     # Only after every check: an error must leave the module unchanged.
-    places = _places(module)
+    places = places_of(module)
     for target, tensor in pairs:
         _point(target, tensor, places[id(target)])
 
 
-_Place = tuple[dict[str, torch.Tensor | None], str]
-
-
-def _places(module: torch.nn.Module) -> dict[int, list[_Place]]:
-    """Return the places of each parameter and buffer by its id; a tied one has several."""
-    places: dict[int, list[_Place]] = {}
-    for submodule in module.modules():
-        for members in (submodule._parameters, submodule._buffers):
-            for name, tensor in members.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((members, name))  # type: ignore[arg-type]
-    return places
-
-
-def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[_Place]) -> None:
+def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:
     """Make a tensor the memory of a target, in all the target's places."""
     # The same object keeps references of optimizers and of the engine valid; torch allows this on one device only.
     if target.device == tensor.device:

@@ -7,8 +7,9 @@ Not here: the run itself (`session`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.arguments import require_type
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.loader.load import deferred_interrupts, open_session, reports_failure
+from penstock.loader.pending import own_tensor
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
@@ -74,15 +76,7 @@ def load_into(
     """
     # Before anything is opened: a target that cannot be filled needs no request to a store.
     targets = targets_of(target)
-    devices = {tensor.device for tensor in targets.values() if tensor.numel()}
-    if any(device.type == "meta" for device in devices):
-        raise PlanError(
-            "some targets are on the meta device", hint="materialise them first: module.to_empty(device=...)"
-        )
-    # One device for one load: staging, streams and the checker are of one. A target without elements has none.
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    if devices:
-        raise PlanError("targets are on several devices", hint="call load_into once for the targets of each device")
+    device = device_of(targets)
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
@@ -120,18 +114,63 @@ def _load_into(
                 rows, filled = match_targets(table, targets_of(target), rename, strict)
         # Tensors without a target, and tied targets' second names, are not read.
         table = table.take(rows)
-        if group is not None:
-            return _from_group(session, group, table, filled)
-        return _fill(session, table, filled)
+        report = _fill(session, table, filled) if group is None else _from_group(session, group, table, filled)
+        if isinstance(target, torch.nn.Module):
+            put_back(target)
+        return report
 
 
 def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory."""
     if isinstance(target, torch.nn.Module):
-        # The state dict and not the parameters: buffers that a checkpoint never has are not in it.
-        return {name: tensor.detach() for name, tensor in target.state_dict(keep_vars=True).items()}
+        return {name: tensor.detach() for name, tensor in own_state(target).items()}
     require_tensors("the target", target)
     return {name: tensor.detach() for name, tensor in target.items()}
+
+
+def own_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and persistent buffers: the objects themselves, also after a load that failed.
+
+    Raises:
+        ConfigError: the module is being loaded (`start_loading`).
+    """
+    # The state dict and not the parameters: buffers that a checkpoint never has are not in it.
+    return {name: own_tensor(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def put_back(module: torch.nn.Module) -> None:
+    """Put a module's own tensors into its places again, where pending ones of a load that failed are left."""
+    for members, name in chain.from_iterable(places_of(module).values()):
+        members[name] = own_tensor(members[name])  # type: ignore[arg-type]
+
+
+def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return the one device of all targets. PlanError: there are several, or the meta device is among them."""
+    devices = {tensor.device for tensor in targets.values() if tensor.numel()}
+    if any(device.type == "meta" for device in devices):
+        raise PlanError(
+            "some targets are on the meta device", hint="materialise them first: module.to_empty(device=...)"
+        )
+    # One device for one load: staging, streams and the checker are of one. A target without elements has none.
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    if devices:
+        raise PlanError("targets are on several devices", hint="call load_into once for the targets of each device")
+    return device
+
+
+Place = tuple[dict[str, torch.Tensor | None], str]
+"""Where a module has a tensor: one of its dicts of parameters or buffers, and the name in it."""
+
+
+def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
+    """Return the places of each parameter and buffer by its id; a tied one has several."""
+    places: dict[int, list[Place]] = {}
+    for submodule in module.modules():
+        for members in (submodule._parameters, submodule._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((members, name))  # type: ignore[arg-type]
+    return places
 
 
 def require_tensors(what: str, tensors: object) -> None:
@@ -175,13 +214,13 @@ def match_targets(
             faults.append(f"{name}: {dtype} {list(shape)} does not fit {wanted}: {tensor.dtype} {list(tensor.shape)}")
             continue
         # By address: a module lists a tied weight under both names, and two reads into one place would race.
-        if (place := _place_of(tensor)) in places and tensor.numel():
+        if (place := place_of(tensor)) in places and tensor.numel():
             continue
         places.add(place)
         rows.append(row)
         filled.append(tensor)
     if strict:
-        missing = [n for n, t in targets.items() if n not in used and t.numel() and _place_of(t) not in places]
+        missing = [n for n, t in targets.items() if n not in used and t.numel() and place_of(t) not in places]
         absent.extend(f"{name}: the weight set has no tensor for it" for name in missing)
     # All offenders before one error: a wrong `rename` is then plain from a single run.
     if misfits := [*faults, *absent]:
@@ -191,13 +230,43 @@ def match_targets(
     return rows, filled
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor: equal for tied weights."""
     return tensor.data_ptr(), tensor.nbytes
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory in which a tensor lies, perhaps with others."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
+    with marks_target(session):
+        nbytes = fill_slabs(session, table, filled)
+        return session.finish(num_tensors=len(table), nbytes=nbytes)
+
+
+def fill_slabs(
+    session: Session,
+    table: TensorTable,
+    filled: list[torch.Tensor],
+    order: Sequence[int] | None = None,
+    on_filled: Callable[[int], None] | None = None,
+) -> int:
+    """Read every row into its tensor; return the bytes.
+
+    Args:
+        session: opened; the caller finishes it.
+        table: the rows, in file order.
+        filled: the tensor of each row.
+        order: indices of the tensors that have bytes, counted among themselves: the order in which they are wanted;
+            None: file order.
+        on_filled: called with such an index once the tensor is complete and verified.
+    """
     plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
     filled_by_slab = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
+    if order is not None:
+        plan = session.plan = plan.in_order_of(order)
     # The targets themselves are the slabs, so that no second copy of the weights is needed. A target that is not
     # contiguous is filled through a slab of its own, and copied when that is complete.
     flat = [
@@ -208,17 +277,23 @@ def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> L
     ]
     place = place_on(session.options.device, plan.slab_nbytes.tolist(), flat)
     checker = session.checker(plan, place)
-    with marks_target(session):
-        run = session.begin(plan, place, checker=checker)
-        session.enter_move()
-        for slab in run.slabs():
-            # Verified by now: where digests are compared, a damaged slab is never copied.
-            target = filled_by_slab[slab]
-            if not target.is_contiguous():
-                target.copy_(flat[slab].view(target.dtype).view(target.shape))
-        with session.progress() as progress:
-            progress.follow(run.ticket, stall_s=session.settings.stall_s)
-        return session.finish(num_tensors=len(table), nbytes=plan.nbytes)
+    # With a bound that is never reached, slabs are also checked one by one as they are waited for.
+    window_bytes = 0 if order is None else plan.nbytes
+    run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
+    session.enter_move()
+    for slab in run.slabs():
+        # Verified by now: where digests are compared, a damaged slab is never copied.
+        target = filled_by_slab[slab]
+        if not target.is_contiguous():
+            target.copy_(flat[slab].view(target.dtype).view(target.shape))
+            if order is not None and target.device.type == "cuda":
+                # The stream of its user does not wait for this thread's.
+                torch.cuda.current_stream(target.device).synchronize()
+        if on_filled is not None:
+            on_filled(slab)
+    with session.progress() as progress:
+        progress.follow(run.ticket, stall_s=session.settings.stall_s)
+    return plan.nbytes
 
 
 def _from_group(session: Session, group: ProcessGroup, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:

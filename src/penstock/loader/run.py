@@ -48,6 +48,7 @@ class LoadRun(Run):
         checker: digests complete slabs; None: slabs are ready when their bytes are.
         reads: which reads of the plan to carry out; None: all.
         window_bytes: reads start at most this far ahead of the slabs consumed; 0: no bound.
+        order: the slabs as `slabs` yields them; None: plan order. The plan's reads should be in this order too.
 
     Attributes:
         reads: file index, offset and bytes of each read of the plan.
@@ -69,6 +70,7 @@ class LoadRun(Run):
         checker: Checker | None = None,
         reads: Sequence[int] | None = None,
         window_bytes: int = 0,
+        order: Sequence[int] | None = None,
     ) -> None:
         super().__init__(plan.nbytes, trace=trace, stall_s=stall_s)
         self.plan = plan
@@ -113,7 +115,10 @@ class LoadRun(Run):
         self._placed: set[int] = set()
         self._awaited_reads: set[int] = set()
         # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
-        self._awaited = 0 if window_bytes else max(0, len(self._missing) - 1)
+        self._order = range(len(self._missing)) if order is None else order
+        self._awaited = 0
+        if self._order:
+            self._awaited = self._order[0] if window_bytes else self._order[-1]
         self._consumed_bytes = 0
         self._is_closed = False
 
@@ -128,13 +133,13 @@ class LoadRun(Run):
         return self.ticket
 
     def slabs(self) -> Iterator[int]:
-        """Yield slab indices in plan order, each once it is complete and checked.
+        """Yield slab indices in plan order, or in the order given, each once it is complete and checked.
 
         Raises:
             PenstockError: what stopped the run.
         """
         ready, ticket = self._ready, self.ticket
-        for index, nbytes in enumerate(self._slab_nbytes):
+        for index in self._order:
             self._awaited = index
             if not ready[index]:
                 if self._window_bytes:
@@ -145,7 +150,7 @@ class LoadRun(Run):
                         self._flush_checks()
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
             yield index
-            self._consumed_bytes += nbytes
+            self._consumed_bytes += self._slab_nbytes[index]
 
     def wait_reads(self, reads: Iterable[int]) -> None:
         """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""

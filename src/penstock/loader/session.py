@@ -426,8 +426,9 @@ class Session(Closing):
         checker: Checker | None = None,
         reads: Sequence[int] | None = None,
         window_bytes: int = 0,
+        order: Sequence[int] | None = None,
     ) -> LoadRun:
-        """Start the run of `plan` into `place`; the session closes it."""
+        """Start the run of `plan` into `place`; the session closes it. Arguments as of `LoadRun`."""
         # No staging where every read can go straight to its slabs: host memory, and no byte between them to skip.
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
         if self.intake.pool is None and not (direct and bool(plan.covered().all())):
@@ -445,6 +446,7 @@ class Session(Closing):
             checker=checker,
             reads=reads,
             window_bytes=window_bytes,
+            order=order,
         )
         self.paths = self.run.paths
         self.run.start()

@@ -10,7 +10,7 @@ Not here: the reading (`engine`), what a box is in bytes (`layout`), where a mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,26 @@ class LoadPlan:
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
         return np.asarray(sums == self.read_nbytes)
 
+    def in_order_of(self, slabs: Sequence[int]) -> LoadPlan:
+        """Return the plan with its reads in the order in which slabs are wanted; the slabs keep their numbers.
+
+        Args:
+            slabs: every slab once, the one that is wanted first at the start.
+        """
+        rank = np.empty(len(slabs), np.int64)
+        rank[np.asarray(slabs, np.int64)] = np.arange(len(slabs))
+        if not self.num_reads:
+            return self
+        # A read that crosses several tensors is needed for the first of them that is wanted.
+        first_wanted = np.minimum.reduceat(rank[self.seg_slab], self.seg_first[:-1])
+        reads = np.argsort(first_wanted, kind="stable")
+        counts = np.diff(self.seg_first)[reads]
+        ends = np.cumsum(counts)
+        segments = np.repeat(self.seg_first[:-1][reads] - (ends - counts), counts) + np.arange(int(ends[-1]))
+        by_read = {name: getattr(self, name)[reads] for name in ("read_file", "read_offset", "read_nbytes")}
+        by_segment = {name: getattr(self, name)[segments] for name in _SEGMENT_COLUMNS}
+        return replace(self, seg_first=np.concatenate(([0], ends)).astype(np.int64), **by_read, **by_segment)
+
     def explain(self, limit: int = 20) -> str:
         """Return the plan in words: totals, then the first `limit` reads."""
         over = int(self.read_nbytes.sum()) - self.nbytes
@@ -99,6 +119,9 @@ class LoadPlan:
         if self.num_reads > limit:
             lines.append(f"... and {self.num_reads - limit} more")
         return "\n".join(lines)
+
+
+_SEGMENT_COLUMNS = ("seg_src", "seg_slab", "seg_dst", "seg_run", "seg_rows", "seg_pitch")
 
 
 @dataclass(slots=True)

@@ -118,6 +118,21 @@ def test_the_plan_moves_exactly_the_wanted_bytes(data, chunk, align, gap, pack, 
 
 
 @settings(max_examples=200, deadline=None)
+@given(data=weight_sets(), chunk=st.sampled_from([4, 64]), gap=st.sampled_from([0, 30]), choice=st.data())
+def test_reads_in_another_order_move_the_same_bytes(data, chunk, gap, choice):  # type: ignore[no-untyped-def]
+    table, files, boxes = data
+    nbytes = [len(f) for f in files]
+    plan = plan_load(table, file_nbytes=nbytes, chunk_bytes=chunk, boxes=boxes, pack=False, max_gap_bytes=gap)
+    wanted = choice.draw(st.permutations(range(len(plan.slab_nbytes))))
+    other = plan.in_order_of(wanted)
+    assert all(map(np.array_equal, carry_out(plan, files), carry_out(other, files)))
+    # A read comes no later than any read whose slabs are all wanted after its first one.
+    bounds = zip(other.seg_first[:-1].tolist(), other.seg_first[1:].tolist(), strict=True)
+    first_wanted = [min(wanted.index(slab) for slab in other.seg_slab[a:b].tolist()) for a, b in bounds]
+    assert first_wanted == sorted(first_wanted)
+
+
+@settings(max_examples=200, deadline=None)
 @given(data=weight_sets())
 def test_without_gaps_or_alignment_nothing_is_over_read_and_covered_reads_are_exact(data):  # type: ignore[no-untyped-def]
     table, files, _ = data

@@ -1,0 +1,114 @@
+"""Tensors that stand in a module for parameters whose bytes have not arrived: any use of one waits for its bytes.
+
+In: a parameter, and a function that waits for it. Out: a tensor of the same shape, dtype and device for the module.
+Not here: when the bytes arrive, and the swap back to the parameter itself (`start`).
+
+A `PendingTensor` has no memory of the parameter: it is a tensor on the meta device. Code that does not go through
+torch's Python functions, such as a C++ extension, finds no bytes there and fails; it cannot read bytes that have not
+arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError
+
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
+)
+_PROPERTIES += " itemsize nbytes grad grad_fn retains_grad output_nr"
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex storage_offset"
+)
+_METHODS += " __len__ is_signed is_conj is_neg get_device"
+
+_DESCRIBES = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()]
+    + [getattr(torch.Tensor, name) for name in _METHODS.split()]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+"""Functions of torch that tell what a tensor is and read none of its bytes: they do not wait."""
+
+
+class PendingTensor(torch.Tensor):
+    """A parameter whose bytes have not arrived. Each use waits for them, then acts on the parameter itself."""
+
+    _parameter: torch.Tensor
+    _wait: Callable[[], None]
+    _has_ended: Callable[[], bool]
+
+    @staticmethod
+    def of(parameter: torch.Tensor, wait: Callable[[], None], has_ended: Callable[[], bool]) -> PendingTensor:
+        """Return a pending tensor for a parameter or buffer.
+
+        Args:
+            parameter: what it stands for; it must stay as it is until its bytes have arrived.
+            wait: returns when the bytes are there; raises the error if they do not come.
+            has_ended: returns whether its load has ended: then another one may fill the parameter.
+        """
+        empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
+        pending = empty.as_subclass(PendingTensor)
+        pending._parameter = parameter
+        pending._wait = wait
+        pending._has_ended = has_ended
+        if isinstance(parameter, torch.nn.Parameter):
+            # The mark by which torch recognises a parameter of another class.
+            pending._is_param = True
+        return pending
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch with the parameters in place of the pending tensors, once they have arrived."""
+        resolve = _parameter_of if func in _DESCRIBES else _arrived
+        return func(*_replaced(tuple(args), resolve), **_replaced(dict(kwargs or {}), resolve))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, or copy, the parameter itself."""
+        return _arrived(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameter itself."""
+        return _arrived(self).__deepcopy__(memo)
+
+
+def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a module's own tensor: of a pending one, the parameter that it stands for, to fill it again.
+
+    Raises:
+        ConfigError: its load is still under way.
+    """
+    if not isinstance(tensor, PendingTensor):
+        return tensor
+    if not tensor._has_ended():
+        raise ConfigError("the module is being loaded", hint="call Loading.wait() or Loading.close() first")
+    return tensor._parameter
+
+
+def _parameter_of(pending: PendingTensor) -> torch.Tensor:
+    return pending._parameter
+
+
+def _arrived(pending: PendingTensor) -> torch.Tensor:
+    pending._wait()
+    return pending._parameter
+
+
+def _replaced(value: Any, resolve: Callable[[PendingTensor], torch.Tensor]) -> Any:
+    """Return arguments with each pending tensor replaced, also inside lists, tuples and dicts."""
+    if isinstance(value, PendingTensor):
+        return resolve(value)
+    if type(value) in {list, tuple}:
+        return type(value)(_replaced(one, resolve) for one in value)
+    if type(value) is dict:
+        return {key: _replaced(one, resolve) for key, one in value.items()}
+    return value

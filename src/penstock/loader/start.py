@@ -1,0 +1,314 @@
+"""The verb `start_loading`: fill a module's parameters by a thread, in the order of its forward pass, while it is used.
+
+In: a module and a URI. Out: a `Loading`; the module may be called at once, and waits where it needs bytes.
+Not here: the tensors that wait (`pending`), the run (`run`), a load that returns when all is there (`into`).
+
+    parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+
+from penstock.arguments import require_type
+from penstock.errors import Cancelled, ConfigError, IntegrityError, OperationFailed, PenstockError
+from penstock.lifecycle import Closing, deferred
+from penstock.loader.into import (
+    Place,
+    Rename,
+    device_of,
+    fill_slabs,
+    marks_target,
+    match_targets,
+    memory_of,
+    own_state,
+    place_of,
+    places_of,
+    targets_of,
+)
+from penstock.loader.load import open_session
+from penstock.loader.pending import PendingTensor, own_tensor
+from penstock.loader.progress import ProgressOption
+from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.session import Options, Session
+from penstock.storage.weight_set import Names, Uris
+from penstock.telemetry.journey import Journey
+from penstock.types import TensorTable
+
+_LOOK_S = 0.5
+"""Longest wait of a user of the module between two looks at the state; the end of each wait is announced."""
+
+
+class Loading(Closing):
+    """A load under way into a module that may be used already. A context manager, whose exit is `close`.
+
+    Made by `start_loading`. A thread fills the parameters in order. Each use of a parameter waits until its bytes have
+    arrived and, where there are digests, were compared; after that the parameter is the same object as before.
+
+    If the load fails, or is closed before its end, each use of any of its parameters raises that error, until they are
+    filled by another load.
+
+    Attributes:
+        module: the module that is being filled.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, session: Session, journey: Journey, table: TensorTable, filled: _Filled
+    ) -> None:
+        self.module = module
+        self._session = session
+        self._journey = journey
+        self._table = table
+        self._filled = filled
+        self._pid = os.getpid()
+        self._report: LoadReport | None = None
+        self._error: PenstockError | None = None
+        self._changed = threading.Condition()
+        self._has_arrived = [False] * (len(filled.order) + 1)
+        """By slab; the last entry: everything has arrived."""
+        # By slab: a model with experts has 30,000 tensors, and each is looked for once.
+        self._pending: dict[int, list[tuple[PendingTensor, torch.Tensor, list[Place]]]] = {}
+        for tensor, places, slab in filled.replaced:
+            pending = PendingTensor.of(tensor, partial(self._await, slab), self._has_ended)
+            self._pending.setdefault(slab, []).append((pending, tensor, places))
+        self._thread = threading.Thread(target=self._run, name="penstock-loading", daemon=True)
+
+    @property
+    def done(self) -> bool:
+        """Return whether the load has ended, well or not. `wait` tells which, and does not wait then."""
+        return self._report is not None or self._error is not None
+
+    def _has_ended(self) -> bool:
+        return self.done
+
+    def wait(self) -> LoadReport:
+        """Wait until all of it has arrived; return the report.
+
+        Raises:
+            PenstockError: the load failed. Bounded: a load without progress for `stall_s` fails.
+        """
+        self._await(len(self._has_arrived) - 1)
+        assert self._report is not None
+        # It closes its files.
+        self._thread.join()
+        return self._report
+
+    def close(self) -> None:
+        """End the load; if that is before its end, the parameters raise Cancelled from then on. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
+        while self._thread.is_alive():
+            # The run may begin only now.
+            if self._error is not None and (run := self._session.run) is not None:
+                run.ticket.cancel()
+            self._thread.join(_LOOK_S)
+        atexit.unregister(self.close)
+
+    def _start(self) -> None:
+        """Put the pending tensors into the module, and start the thread."""
+        self._place_pending()
+        # A thread that reads into memory must not outlive what the interpreter frees at its end.
+        atexit.register(self.close)
+        self._thread.start()
+
+    def _place_pending(self) -> None:
+        """Put a pending tensor into each place of the module."""
+        for pending, _, places in chain.from_iterable(self._pending.values()):
+            for members, name in places:
+                members[name] = pending
+
+    def _place_parameters(self, slab: int) -> None:
+        """Put the module's own tensors back into their places."""
+        for _, tensor, places in self._pending.get(slab, ()):
+            for members, name in places:
+                members[name] = tensor
+
+    def _run(self) -> None:
+        """Fill the parameters, in order: the body of the thread."""
+        session = self._session
+        error: PenstockError = OperationFailed(
+            "the thread that loads ended by an error that is not Penstock's", hint="stderr has its traceback"
+        )
+        try:
+            with marks_target(session):
+                nbytes = fill_slabs(session, self._table, self._filled.tensors, self._filled.order, self._note)
+                report = session.finish(num_tensors=len(self._table), nbytes=nbytes)
+            self._journey.outcome = outcome_of(report)
+            self._journey.end()
+            self._finish(report)
+        except PenstockError as failure:
+            error = failure
+        finally:
+            # Also after another kind of error: the users of the module must not wait for ever.
+            self._journey.end(error)
+            self._fail(error)
+            session.close()
+
+    def _note(self, slab: int) -> None:
+        """Put the parameters of a slab back into the module: its bytes are there."""
+        with self._changed:
+            if self._error is not None:
+                raise Cancelled("the load was closed")
+            self._has_arrived[slab] = True
+            self._place_parameters(slab)
+            self._changed.notify_all()
+
+    def _finish(self, report: LoadReport) -> None:
+        with self._changed:
+            if self._error is not None:
+                return
+            self._report = report
+            self._has_arrived[-1] = True
+            self._place_parameters(len(self._has_arrived) - 1)
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+
+    def _fail(self, error: PenstockError) -> None:
+        """Make every use of the parameters raise an error, also of those that had arrived."""
+        with self._changed:
+            if self.done:
+                return
+            self._error = error
+            self._place_pending()
+            self._changed.notify_all()
+
+    def _await(self, slab: int) -> None:
+        """Wait until a slab has arrived. Raises the error that ended the load."""
+        if self._pid != os.getpid():
+            hint = "call Loading.wait() before the fork"
+            raise ConfigError("the weights were still being loaded when this process was forked", hint=hint)
+        with self._changed:
+            while self._error is None and not self._has_arrived[slab]:
+                self._changed.wait(_LOOK_S)
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+
+
+class _Filled:
+    """What a load fills, and in which order.
+
+    Args:
+        module: the module.
+        filled: the tensors that are filled, as `match_targets` returns them.
+        first: globs of names of the module's tensors that are wanted before the others.
+
+    Attributes:
+        tensors: `filled`.
+        order: indices of those that have bytes, counted among themselves (as slabs are), the first wanted at the start.
+        replaced: the module's parameters and buffers with their places, and the slab that each waits for; the number
+            of slabs: for all of them.
+    """
+
+    def __init__(self, module: torch.nn.Module, filled: list[torch.Tensor], first: Sequence[str]) -> None:
+        self.tensors = filled
+        state = own_state(module)
+        with_bytes = [tensor for tensor in filled if tensor.numel()]
+        slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
+        memories = {memory_of(tensor) for tensor in with_bytes}
+        wanted: dict[int, tuple[int, int]] = {}
+        self.replaced: list[tuple[torch.Tensor, list[Place], int]] = []
+        # By the module's own tensors: pending ones of a load that failed may be in their places.
+        places: dict[int, list[Place]] = {}
+        for of_one in places_of(module).values():
+            own = own_tensor(of_one[0][0][of_one[0][1]])  # type: ignore[arg-type]
+            places.setdefault(id(own), []).extend(of_one)
+        seen = set[int]()
+        for position, (name, tensor) in enumerate(state.items()):
+            if not tensor.numel() or memory_of(tensor) not in memories:
+                continue
+            slab = slab_of.get(place_of(tensor), len(with_bytes))
+            # A tied weight is wanted as early as the first of its names.
+            rank = next((i for i, glob in enumerate(first) if fnmatch.fnmatchcase(name, glob)), len(first))
+            wanted[slab] = min(wanted.get(slab, (rank, position)), (rank, position))
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                # A tensor over a part of what is filled (fused projections) waits for everything.
+                self.replaced.append((tensor, places[id(tensor)], slab))
+        self.order = sorted(range(len(with_bytes)), key=lambda slab: wanted[slab])
+
+
+def start_loading(
+    module: torch.nn.Module,
+    uri: Uris,
+    *,
+    first: Sequence[str] = (),
+    strict: bool = True,
+    rename: Rename = None,
+    names: Names = None,
+    verify: bool | None = None,
+    memory_bytes: int | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Loading:
+    """Start to fill a module from a weight set, and return at once: the module may be called while bytes arrive.
+
+    The tensors are read in the order in which the module defines them, which is the order of the forward pass in most
+    models. A layer whose bytes have arrived runs; one whose bytes have not waits for them. So the first forward pass
+    takes the time of the load or of the computation, whichever is longer, and weights that it does not use (a vision
+    tower, an expert that no token is routed to) do not delay it.
+
+    Args:
+        module: its parameters and persistent buffers are filled; on one device, not meta.
+        uri: the weight set; see `load`.
+        first: globs of names of the module's tensors to read before the others, in the order of the globs.
+        strict, rename, names, memory_bytes, storage_options, progress, trace: see `load_into`. `progress` is called by
+            the thread that loads.
+        verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
+            files are compared at the end of each file, when parts of it may have been used: with `verify=True` they do
+            not suffice.
+
+    Returns:
+        The load under way. Call its `wait` before `torch.compile`, before CUDA graphs are captured, before a fork, and
+        before the module's parameters are given to code that is not torch's.
+
+    Raises:
+        PlanError: as `load_into`; nothing was touched.
+        IntegrityError: `verify=True`, and there is no manifest with digests.
+        PenstockError: the weight set cannot be opened. What fails after that is raised by each use of a parameter.
+
+    Ownership: parameters stay the same objects with the same memory; during the load other tensors stand in their
+        places in the module (`pending`), so take references to them before this call, or after `wait`.
+    """
+    require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
+    globs = "a sequence of globs, such as ['model.language_model.*']"
+    require_type("first", first, (list, tuple), globs)
+    targets = targets_of(module)
+    device = device_of(targets)
+    options = Options(
+        device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
+    )
+    with deferred():
+        journey = Journey("load", uri=str(uri), device=str(device)).begin()
+        try:
+            session = open_session(uri, options, memory_bytes, None)
+            try:
+                journey.received = session.received
+                session.phases.enter("plan")
+                if verify and session.manifest.leaves is None:
+                    why = session.weights.why_unverified or "there are no digests of its parts"
+                    raise IntegrityError(
+                        f"verify=True, but {why}: they would be used before they are verified",
+                        uri=str(uri),
+                        hint="write a manifest with `penstock manifest URI`, or use load_into",
+                    )
+                table = session.table()
+                rows, filled = match_targets(table, targets, rename, strict)
+                loading = Loading(module, session, journey, table.take(rows), _Filled(module, filled, first))
+            except BaseException:
+                session.close()
+                raise
+        except BaseException as error:
+            journey.end(error)
+            raise
+        loading._start()
+        return loading
