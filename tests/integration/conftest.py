@@ -165,6 +165,17 @@ class Host:
             assert time.monotonic() < deadline, held
             time.sleep(0.01)
 
+    def wait_for_versions(self, versions: list[int], *, timeout_s: float = 30.0) -> None:
+        """Return once the hub knows that subscribers have these versions."""
+        hub, deadline = self.hub(), time.monotonic() + timeout_s
+        while True:
+            syncs = [sync for member in hub.status().members for sync in member.syncs]
+            found = sorted(sync.version for sync in syncs if sync.side == "subscriber")
+            if found == versions:
+                return
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+
 
 @pytest.fixture
 def host(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
@@ -178,6 +189,11 @@ def host(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
         for path, value in SMALL.items():
             monkeypatch.setattr(path, value)
         yield found
+
+
+def reads_from_a_whole_holder(held: list[HoldingState]) -> bool:
+    """The first holder is whole, so that the one with a part of it is the reader."""
+    return any(one.state == "whole" for one in held) and any(one.state == "filling" and one.have for one in held)
 
 
 def check(worker: Worker, truth: dict[str, torch.Tensor]) -> dict[str, Any]:

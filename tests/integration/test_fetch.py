@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, check, reads_from_a_whole_holder
 from tests.support.fleet import digests
 
 import penstock as ps
@@ -81,7 +81,7 @@ def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth)
     check(holder, truth)
     reader = host.start()
     reader.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     holder.say_until("serving")
     holder.kill(signal.SIGTERM)
     host.wait_for(lambda held: any(one.state == "draining" for one in held))
@@ -107,7 +107,7 @@ def test_a_refusal_names_alternatives(host: Host, made: Path, truth) -> None:
     check(holder, truth)
     reader = host.start()
     member = reader.say_until("joined")["member"]
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     reader.kill(signal.SIGSTOP)  # its place stays taken, and nobody gets anything from it
     refused = host.start(wait_s=5.0, environ={"PENSTOCK_STALL_S": "2.0"})
     message = refused.say_until("failed")["message"]
@@ -136,7 +136,7 @@ def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
     check(holder, truth)
     reader = host.start(fallback=str(made))
     reader.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     holder.tell("fence")
     holder.tell("corrupt 0")
     report = check(reader, truth)
@@ -160,7 +160,7 @@ def test_a_fetch_that_fails_says_so_and_leaves_the_dict_empty(host: Host, made: 
     check(holder, truth)
     reader = host.start(environ={"PENSTOCK_STALL_S": "1.5"})
     reader.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     holder.kill()
     failed = reader.say_until("failed")
     assert failed["num_tensors"] == 0 and not failed["mutated"]
@@ -172,7 +172,7 @@ def test_a_target_in_place_that_was_touched_says_so(host: Host, made: Path, trut
     check(holder, truth)
 
     def kill() -> None:
-        host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+        host.wait_for(reads_from_a_whole_holder)
         holder.kill()
 
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")

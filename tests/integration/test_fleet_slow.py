@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import SMALL, Host, check
+from tests.integration.conftest import SMALL, Host, check, reads_from_a_whole_holder
 from tests.support.fork_server import ForkServer
 
 import penstock as ps
@@ -35,7 +35,7 @@ def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made
     check(host.start(fallback=str(made)), truth)
     slow = host.start({"penstock.fetch.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
     slow.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     for worker in [host.start() for _ in range(3)]:
         check(worker, truth)
     assert "fetched" not in slow.said
@@ -71,7 +71,7 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
     check(holder, truth)
     reader = host.start()
     reader.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     reader.kill()
     late = check(host.start(connection={"transports": ["shm"]}, wait_s=20.0), truth)
     assert late["storage_bytes"] == 0
@@ -108,7 +108,7 @@ def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, tr
     check(holder, truth)
     reader = host.start(environ={"PENSTOCK_STALL_S": "4"})
     reader.say_until("joined")
-    host.wait_for(lambda held: any(one.state == "filling" and one.have for one in held))
+    host.wait_for(reads_from_a_whole_holder)
     reader.kill(signal.SIGSTOP)
     check(host.start(), truth)
     time.sleep(5)  # longer than its patience, which is for others: it did not wait for them

@@ -180,6 +180,8 @@ def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
         got = step(publishers, subscribers, version)[:2]
         for worker, said in zip(subscribers, got, strict=True):
             holds(worker, said, version)
+        # The next trainer learns of it from the hub.
+        host.wait_for_versions([version, version])
         for one in publishers:
             one.kill()
 

@@ -147,6 +147,8 @@ def test_a_withdrawn_version_is_raised_once_by_a_subscriber_also_where_another_o
     publishers[0].ask("publish 1")
     for one in (subscriber, other):
         holds(one, one.ask("update"), 1)
+    # Both are sources of it when the publisher is gone.
+    host.wait_for_versions([-1, 1, 1])
     publishers[0].ask("together 2")
     assert subscriber.ask("stage 2")["prepared"] == 2
     publishers[0].kill(signal.SIGKILL)
