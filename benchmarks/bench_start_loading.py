@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--small", action="store_true", help="a few MB")
     parser.add_argument("--gib", type=float, default=1.0, help="size of each model")
     parser.add_argument("--gbps", default="0.2,0.4,0.8", help="rates of the storage, in GB/s")
-    parser.add_argument("--tokens", type=int, default=512, help="length of the prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--directory", default="/dev/shm", help="where the models are written")

@@ -21,7 +21,7 @@ COMMANDS = {
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
-    "--artifacts --drain-s --format",
+    "--artifacts --accept --drain-s --format",
     "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --token-file --wait-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --force --ray --rates --hub --token-file --listen --list-ops --dry-run --format",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.jobs.convert import WorkerSettings, convert
     from penstock.jobs.report import ConvertReport
     from penstock.keeper.attach import Attached, AttachReport, attach
+    from penstock.keeper.hand_over import hand_over
     from penstock.keeper.keeper import Keeper
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
@@ -64,6 +65,7 @@ _ROOMS = {
     "attach": "keeper.attach",
     "convert": "jobs.convert",
     "drain": "hub.client",
+    "hand_over": "keeper.hand_over",
     "inspect": "loader.verify",
     "join": "fetch.join",
     "load": "loader.load",
@@ -112,6 +114,7 @@ __all__ = [
     "attach",
     "convert",
     "drain",
+    "hand_over",
     "inspect",
     "join",
     "load",

@@ -1,5 +1,7 @@
 """On a GPU: transformers models filled through Penstock give the logits that `from_pretrained` gives, bit for bit."""
 
+import gc
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from tests.support.tiny_models import save_llama  # noqa: E402 - after what it needs
+from tests.support.keeper import KeeperProcess  # noqa: E402 - after what it needs
+from tests.support.tiny_models import save_llama  # noqa: E402
 
-from penstock.integrations.transformers import from_pretrained  # noqa: E402
+import penstock as ps  # noqa: E402
+from penstock.integrations.transformers import from_pretrained, start_from_pretrained  # noqa: E402
+from penstock.testing.http_server import Faults, RangeServer  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -47,3 +52,31 @@ def test_a_checkpoint_that_transformers_converts(tmp_path: Path) -> None:
     true = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(directory), device_map="cuda:0", dtype=torch.bfloat16)
     assert torch.equal(logits(mine), logits(true))
+
+
+def test_it_answers_while_it_loads(tmp_path: Path) -> None:
+    directory = write(tmp_path, tied=False, max_shard_size="4MB", dtype="bfloat16")
+    ps.manifest(str(directory))
+    true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
+    faults = Faults(total_bytes_per_s=20 << 20)
+    with RangeServer(directory, faults=faults) as server:
+        auto = transformers.AutoModelForCausalLM
+        with start_from_pretrained(auto, server.url, device_map="cuda:0", verify=True) as loading:
+            # On a stream of its own, which does not wait for the one that copies.
+            with torch.cuda.stream(torch.cuda.Stream()):
+                assert torch.equal(logits(loading.module), logits(true))
+            assert loading.wait().verified
+    assert {p.device.type for p in loading.module.parameters()} == {"cuda"}
+
+
+def test_the_next_process_uses_finished_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write(tmp_path, tied=True, max_shard_size="1GB", dtype="bfloat16")
+    true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
+    with tempfile.TemporaryDirectory(prefix="pk-") as sockets:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", sockets)
+        with KeeperProcess(["--accept", "--device", "cuda:0"], timeout_s=120):
+            for _ in range(2):
+                model = from_pretrained(transformers.AutoModelForCausalLM, directory, device_map="cuda:0", keeper=True)
+                assert torch.equal(logits(model), logits(true))
+            del model
+            gc.collect()

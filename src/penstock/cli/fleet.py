@@ -278,7 +278,9 @@ def drain(
 
 
 def keep(
-    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")],
+    uris: Annotated[
+        list[str] | None, typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")
+    ] = None,
     model: Annotated[
         list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: its last part.")
     ] = None,
@@ -299,6 +301,9 @@ def keep(
     artifacts: Annotated[
         bool, typer.Option("--artifacts", help="Keep the bundles of compiled code beside each model, too.")
     ] = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Keep finished parameters that engines of this host hand over, too.")
+    ] = False,
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
     ] = 30.0,
@@ -311,6 +316,9 @@ def keep(
     from penstock import api
     from penstock.storage.locate import look, model_name
 
+    uris = uris or []
+    if not uris and not accept:
+        raise ConfigError("there is nothing to keep", hint="give a URI, or --accept")
     # By position: the first --model names the first URI.
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):
@@ -328,6 +336,7 @@ def keep(
         disk=disk,
         disk_bytes=disk_bytes,
         connection=connection_of(hub, token_file, listen),
+        accept=accept,
     ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in [*zip(names, uris, strict=True), *bundles.items()]]
         if format is Format.json:
@@ -337,7 +346,8 @@ def keep(
         # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
-        text = f"keeping {', '.join(names)}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
+        kept = ", ".join(names) if names else "what engines hand over"
+        text = f"keeping {kept}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
         # Only once signals are handled: a script that reads the note may send one at once.
         keeper.serve(drain_s=drain_s, ready=partial(note, text))
 

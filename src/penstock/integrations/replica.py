@@ -42,7 +42,8 @@ DRAIN_S = 30.0
 OPTIONS = ("fleet", "hub", "listen", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
-LOADER_OPTIONS = ("artifacts", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify", *OPTIONS)
+_OWN_OPTIONS = ("artifacts", "device", "distributed", "finished", "keeper", "memory_bytes", "storage_options", "verify")
+LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
 """Keys of an engine's extra configuration: of `penstock.stream`, but for `distributed`; a keeper; those of a fleet."""
 
 
@@ -133,7 +134,7 @@ def read_options(extra: Any) -> dict[str, Any]:
     options = dict(extra)
     if "memory_bytes" in options:
         options["memory_bytes"] = parse_bytes(options["memory_bytes"])
-    for name in ("distributed", "verify"):
+    for name in ("distributed", "finished", "verify"):
         if not isinstance(options.get(name, False), bool):
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):

@@ -192,8 +192,10 @@ def _cache() -> Path:
     return Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "penstock"
 
 
-def _refuse_artifacts(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if compiled code is to be restored: it is too late for that where a loader is made."""
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that are for vLLM alone."""
+    if options.get("finished"):
+        raise ConfigError('"finished" is for vLLM', hint='give "keeper", which attaches to the checkpoint')
     # DeepGEMM and FlashInfer are imported by now, and have read where their caches are.
     if options.get("artifacts"):
         hint = 'run eval "$(penstock artifacts restore URI --engine sglang)" before SGLang'
@@ -215,7 +217,7 @@ def _loader_class() -> type[Any]:
 
         def __init__(self, load_config: Any) -> None:
             self._options = replica.read_options(load_config.model_loader_extra_config or {})
-            _refuse_artifacts(self._options)
+            _refuse_options(self._options)
             self._begun = 0.0
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 

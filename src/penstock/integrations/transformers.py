@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import ConfigError, MissingExtra, NotFound
+from penstock.errors import BudgetTooSmall, ConfigError, HubUnavailable, MissingExtra, NotFound
 from penstock.integrations.accelerated import accelerated as accelerated  # its name for users of transformers
 from penstock.integrations.accelerated import directory
 from penstock.loader.progress import ProgressOption
 from penstock.storage import is_remote, local_path, read_small
-from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, texts_of
+from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, model_name, texts_of
 from penstock.storage.repository import parse
 from penstock.storage.weight_set import open_weights
 
@@ -60,6 +60,7 @@ def from_pretrained(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
+    keeper: bool | str = False,
     **options: Any,
 ) -> Any:
     """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
@@ -77,12 +78,16 @@ def from_pretrained(
         storage_options: credentials and endpoint; see `penstock.load`.
         progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
         trace: see `penstock.load`; only where the model is filled in place.
+        keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
+            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). True: under
+            a name made of all these; a text: under this name.
         options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
             `token`, `quantization_config` and all others.
 
     Raises:
         NotFound: there is no `config.json`. MissingExtra: transformers 5 is not installed.
-        ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place.
+        ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place; or
+            `keeper` with options or a model whose parameters cannot be kept (the message says which).
         PeerLost: another rank of the group failed. Else as `accelerated`, `penstock.load_into` and transformers.
 
     In one process, weights that fit the model tensor by tensor are read straight into the empty model on its one
@@ -99,6 +104,12 @@ def from_pretrained(
         "progress": progress,
         "trace": trace,
     }
+    if keeper:
+        if group is not None:
+            raise ConfigError(
+                "keeper and group do not go together", hint="each rank attaches by itself: leave out group"
+            )
+        return _kept(model_class, name, keeper, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
     elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
@@ -301,6 +312,71 @@ def _filled(
         fill(model, targets, uri, arguments)
     _logger.info("penstock: %s filled in place", uri)
     return model.eval(), ""
+
+
+def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Return the model over a keeper's finished parameters; if there are none, load it and hand them over."""
+    import torch
+    from transformers import AutoConfig, GenerationConfig, initialization
+
+    from penstock import api
+    from penstock.artifacts.key import key_of
+    from penstock.peer.local_weights import revision_of
+
+    others = sorted(set(options) - _IN_PLACE)
+    device = _one_device(options.get("device_map"))
+    if others or device is None:
+        what = others[0] if others else f"device_map={options['device_map']!r}"
+        raise ConfigError(f"{what} is not for parameters of a keeper", uri=uri, hint="leave out keeper=")
+    if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
+        hint = "give a directory or a prefix of an object store"
+        raise ConfigError("keeper= is not for names of a hub", uri=uri, hint=hint)
+    storage_options = arguments["storage_options"]
+    with _local_files(uri, storage_options) as files:
+        config = options.get("config")
+        config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError("parameters of a quantised model are not kept", uri=uri, hint="leave out keeper=")
+        concrete = _concrete(model_class, config)
+        with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+            manifest = weights.manifest
+        kind = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+        described = {
+            "class": concrete.__qualname__,
+            "dtype": str(kind),
+            "config": config.to_json_string(use_diff=False),
+        }
+        key = key_of(revision_of(manifest), engine="transformers", config=described, device=str(device))
+        name = keeper if isinstance(keeper, str) else f"{model_name(uri)}.{key.id}"
+        try:
+            attached = api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+        except (NotFound, HubUnavailable) as error:
+            _logger.info("penstock: %s is loaded: %s", uri, error.message)
+        else:
+            with initialization.no_init_weights(), torch.device("meta"):
+                model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+            model.tie_weights()
+            attached.attach_into(model)
+            for tensor in model.state_dict(keep_vars=True).values():
+                tensor._is_hf_initialized = True
+            # Buffers that are in no checkpoint have no memory yet; `initialize_weights` computes them.
+            for module in model.modules():
+                for buffer in module._non_persistent_buffers_set:
+                    if (empty := module._buffers[buffer]) is not None:
+                        module._buffers[buffer] = torch.empty_like(empty, device=device)
+            model.initialize_weights()
+            if model.can_generate() and (files / "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(files)
+            _logger.info("penstock: %s", attached.report.summary())
+            return model.eval()
+    model = from_pretrained(model_class, uri, **arguments, **options)
+    try:
+        report = api.hand_over(model, name).report
+    except (NotFound, BudgetTooSmall) as error:
+        _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
+    else:
+        _logger.info("penstock: handed over: %s", report.summary())
+    return model
 
 
 def _by_transformers(

@@ -103,11 +103,13 @@ def _loader_class() -> type[Any]:
             super().__init__(plain)
             self._objects: dict[str, str] = {}
             self._after_weights: ExitStack | None = None
+            self._vllm_config: Any = None
 
-        def load_model(self, *arguments: Any, **named: Any) -> Any:
+        def load_model(self, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
             """Return a new model with its weights."""
+            self._vllm_config = vllm_config
             with ExitStack() as self._after_weights:
-                model = super().load_model(*arguments, **named)
+                model = super().load_model(vllm_config, *arguments, **named)
             self._after_weights = None
             return model
 
@@ -117,8 +119,17 @@ def _loader_class() -> type[Any]:
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
+            load = partial(super().load_weights, model, model_config)
             with Phases("load weights", journey="engine"):
-                super().load_weights(model, model_config)
+                if self._options.get("finished") and self._after_weights is not None:
+                    # By name: most engines need no keeper.
+                    from penstock.integrations.vllm_finished import load_finished
+
+                    uri = self._objects.get(model_config.model, model_config.model)
+                    rank = f"{_rank()}/{_world_size()}"
+                    load_finished(model, self._vllm_config, uri, self._options, rank, load, vllm_logger())
+                else:
+                    load()
             # What follows in `load_model`; nothing does in a load into a model that is there already.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))

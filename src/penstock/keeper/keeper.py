@@ -6,7 +6,7 @@ Not here: the API for engines (`attach`), fetching (`fetch.join`), one model (`r
 (`memory.tiers`).
 
 The caller's thread keeps, drops and leaves. Threads of the member's server call `_recalled` when an engine asks for a
-lease, and its heartbeat calls `_damaged`; reloads run in a thread of their own.
+lease, and its heartbeat calls `_damaged`; reloads, and models that are handed over, have a thread of their own.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.result import SCHEME, MemoryDestination
+from penstock.keeper.hand_over import ACCEPTS, HANDLER, HandOver, HandOverHandler
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device
@@ -46,7 +47,7 @@ from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
 from penstock.memory.tiers import Level, Tiers
-from penstock.peer.local_weights import LocalWeights, revision_of
+from penstock.peer.local_weights import LocalWeights, device_id, revision_of
 from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.metrics import Sample, watch
@@ -96,6 +97,7 @@ class Keeper:
         connection: hub, token, address and transports; see `penstock.join`.
         max_readers: concurrent readers of each model; see `penstock.join`.
         max_bytes_per_s: limit for all readers together; see `penstock.join`.
+        accept: also keep finished parameters that engines of this host hand over (`hand_over`), within `memory_bytes`.
 
     Raises:
         ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
@@ -114,6 +116,7 @@ class Keeper:
         max_readers: int = 4,
         max_bytes_per_s: int | str = 0,
         settings: Settings | None = None,
+        accept: bool = False,
     ) -> None:
         connection = resolve_connection(connection)
         self.device = resolve_device(device)
@@ -123,6 +126,9 @@ class Keeper:
         self._max_readers = max_readers
         self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
+        # The caller's thread adds models, and another one those that are handed over.
+        self._adding = threading.Lock()
+        self._handed_over: HandOverHandler | None = None
         # One at a time: several reloads would need memory for all of them, and share one link.
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
@@ -150,6 +156,12 @@ class Keeper:
             raise
         self.member.server.recall = self._recalled
         self.member.on_damaged = self._damaged
+        if accept:
+            self._handed_over = HandOverHandler(self._take, self._reloads)
+            self.member.server.handlers[HANDLER] = self._handed_over
+            door = Path(self.member.server.addresses[0].removeprefix("unix://"))
+            # Last: engines look for it.
+            door.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
 
     def keep(
@@ -183,11 +195,31 @@ class Keeper:
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
-        self.tiers.put(resident.block, resident.fill, again=self._moves_idle, user=resident)
-        self._models[resident.shown.key] = resident
-        self.member.report_now()
+        self._add(resident, again=self._moves_idle)
         assert resident.report is not None
         return resident.report
+
+    def _add(self, resident: ResidentModel, *, again: bool) -> None:
+        """Make room for a model, fill it and serve it; `again`: it can be filled again from its source."""
+        with self._adding:
+            self.tiers.put(resident.block, resident.fill, again=again, user=resident)
+            self._models[resident.shown.key] = resident
+        self.member.report_now()
+
+    def _take(self, wanted: HandOver) -> None:
+        """Keep parameters that a member of this host offers."""
+        for kept in self.models():
+            if kept.model == wanted.model:
+                if kept.revision == wanted.revision:
+                    return
+                hint = "two engines made different parameters under one name: name them apart, or drop those"
+                raise ConfigError(f"{wanted.model!r} is kept already, with other bytes", hint=hint)
+        identity = Identity(model=wanted.model, revision=wanted.revision)
+        fleet = Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
+        resident = ResidentModel(fleet, wanted.revision, wanted.nbytes)
+        # The engine may be gone when the memory is needed for another model, so it never leaves the last tier.
+        self._add(resident, again=False)
+        log.info("keeping %s, handed over: %d bytes", wanted.model, wanted.nbytes)
 
     def into(self, model: str) -> MemoryDestination:
         """Return a destination for `convert` that writes the result into this keeper's memory and keeps it.
@@ -210,9 +242,7 @@ class Keeper:
         if any(other.block == resident.block for other in self._models.values()):
             raise ConfigError(f"{model!r} is kept already, from this very conversion")
         # Never from its source again: the conversion's sources may have changed, or be gone.
-        self.tiers.put(resident.block, resident.fill, again=False, user=resident)
-        self._models[resident.shown.key] = resident
-        self.member.report_now()
+        self._add(resident, again=False)
 
     def models(self) -> list[ResidentStatus]:
         """Return the state of every kept model, in the order in which they were added."""
@@ -291,7 +321,7 @@ class Keeper:
         begun, damage = time.monotonic(), resident.why
         try:
             if not resident.can_reload:
-                raise NotFound("a conversion made the model in memory, so it has no source: run the conversion again")
+                raise NotFound("it was made in memory, so it has no source: convert it, or start its engine, again")
             if self.device.type != "cpu":
                 # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
                 self.member.server.drain(resident.shown.key, DRAIN_S)
@@ -375,6 +405,8 @@ class Keeper:
         self.member.hide(weights, 0.0)
         self.member.report_now()
         del self._models[key]
+        if self._handed_over is not None:
+            self._handed_over.forget(resident.name)
         self._once_idle(lambda: self.tiers.drop(resident.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:

@@ -57,7 +57,7 @@ class ResidentModel:
         fleet: the fleet membership that serves the model.
         revision: the expected revision.
         nbytes: bytes of memory, gaps between tensors included.
-        uri, storage_options, progress: see `Keeper.keep`.
+        uri, storage_options, progress: see `Keeper.keep`; without a URI it is fetched from members alone.
 
     Attributes:
         report: report of the last fetch.
@@ -77,8 +77,8 @@ class ResidentModel:
         fleet: Fleet,
         revision: str,
         nbytes: int,
-        uri: Uris,
-        storage_options: Mapping[str, str] | None,
+        uri: Uris | None = None,
+        storage_options: Mapping[str, str] | None = None,
         progress: ProgressOption = False,
     ) -> None:
         self.name = fleet.identity.model
@@ -179,7 +179,7 @@ class ConvertedModel(ResidentModel):
     can_reload = False
 
     def __init__(self, fleet: Fleet, job: Job, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
-        super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]), (), None)
+        super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]))
         self._make = make
         self._max_readers = max_readers
 

@@ -1,0 +1,338 @@
+"""Finished parameters: handed over to a keeper, and used by the next process without a loader and without a copy."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.support.fork_server import ForkServer
+from tests.support.keeper import KeeperProcess
+from tests.support.tiny_models import save_llama, save_mixtral
+
+import penstock as ps
+from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
+from penstock.integrations.transformers import from_pretrained
+from penstock.keeper import hand_over as handing
+from penstock.keeper import lease
+from penstock.keeper.hand_over import HandOver
+
+WIDTH = 512
+ENGINE = """
+import json, sys, torch
+import penstock as ps
+with torch.device("meta"):
+    model = torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range(8)])
+attached = ps.attach("finished")
+attached.attach_into(model)
+maps = [line for line in open("/proc/self/maps") if "memfd:penstock-arena" in line]
+with torch.no_grad():
+    answer = model(torch.ones(1, {width})).tolist()
+print(json.dumps({{"answer": answer, "num_maps": len(maps), "path": attached.report.path}}))
+"""
+"""A process whose parameters never had memory of their own."""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="pk-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    yield directory
+    gc.collect()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def keeper(fork_server: ForkServer) -> Iterator[KeeperProcess]:
+    with KeeperProcess(["--accept", "--memory-bytes", "64M"], fork_server=fork_server) as process:
+        yield process
+
+
+def made(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module) -> torch.Tensor:
+    found = model(torch.ones(1, WIDTH))
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def kept() -> list[tuple[str, str]]:
+    return [(state.state, holder.name) for holder in ps.status("finished").members for state in holder.holdings]
+
+
+def test_the_next_process_uses_the_same_memory(keeper: KeeperProcess) -> None:
+    model = made()
+    wanted, own, objects = answer(model), model[0].weight.data_ptr(), [id(p) for p in model.parameters()]
+    attached = ps.hand_over(model, "finished")
+    assert attached.report.verified
+    # The module's own memory is free, and its parameters are the same objects.
+    assert model[0].weight.data_ptr() != own
+    assert [id(p) for p in model.parameters()] == objects
+    assert torch.equal(answer(model), wanted)
+    # It has left the fleet: the keeper alone has them.
+    assert [state for state, _ in kept()] == ["whole"]
+    command = [sys.executable, "-c", ENGINE.format(width=WIDTH)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert torch.equal(torch.tensor(found["answer"]), wanted)
+    assert found["num_maps"] == 1
+    assert found["path"].startswith("shm, mapped: ")
+
+
+def test_the_keeper_goes_on_when_the_engine_is_gone() -> None:
+    model = made()
+    with ps.Keeper(accept=True) as keeper:
+        attached = ps.hand_over(model, "finished")
+        wanted = answer(model)
+        del model
+        attached.close()
+        gc.collect()
+        with torch.device("meta"):
+            other = made()
+        with ps.attach("finished") as again:
+            again.attach_into(other)
+            assert torch.equal(answer(other), wanted)
+            del other
+        gc.collect()
+        keeper.drop("finished", drain_s=5)
+        assert keeper.models() == []
+        # After a drop it is taken again.
+        ps.hand_over(made(), "finished").close()
+        assert [model.model for model in keeper.models()] == ["finished"]
+
+
+def test_tied_tensors_and_buffers() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(32, 16)
+            self.head = torch.nn.Linear(16, 32, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.rand(3, dtype=torch.float64))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    with ps.Keeper(accept=True) as keeper:
+        model, other = Model(), Model()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        ps.hand_over(model, "finished")
+        assert model.head.weight is model.embed.weight
+        assert keeper.models()[0].nbytes < 2 * model.embed.weight.nbytes
+        ps.attach("finished").attach_into(other)
+        assert other.head.weight is other.embed.weight
+        for module in (model, other):
+            assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
+        del model, other, module
+        gc.collect()
+
+
+def test_where_no_keeper_accepts_them() -> None:
+    model = made()
+    own = model[0].weight.data_ptr()
+    with pytest.raises(NotFound, match="no keeper on this host accepts"):
+        ps.hand_over(model, "finished")
+    with ps.Keeper(), pytest.raises(NotFound, match="no keeper on this host accepts"):
+        ps.hand_over(model, "finished")
+    assert model[0].weight.data_ptr() == own
+
+
+def test_a_keeper_without_room_says_how_much_it_takes() -> None:
+    model = made()
+    own = model[0].weight.data_ptr()
+    with ps.Keeper(accept=True, memory_bytes="1M") as keeper:
+        for _ in range(2):
+            with pytest.raises(BudgetTooSmall) as raised:
+                ps.hand_over(model, "finished")
+            assert raised.value.minimum_bytes > 8 * WIDTH * WIDTH * 4
+        assert keeper.models() == []
+    assert model[0].weight.data_ptr() == own
+
+
+def test_other_bytes_under_a_name_that_is_taken() -> None:
+    with ps.Keeper(accept=True) as keeper:
+        first = ps.hand_over(made(0), "finished")
+        with pytest.raises(OperationFailed, match="kept already, with other bytes"):
+            ps.hand_over(made(1), "finished")
+        # The same bytes are one model, however many hand them over.
+        second = ps.hand_over(made(0), "finished")
+        assert len(keeper.models()) == 1
+        first.close()
+        second.close()
+
+
+def test_two_engines_at_once() -> None:
+    results: list[torch.Tensor] = []
+    with ps.Keeper(accept=True) as keeper:
+        # Made here: the seed is the process's.
+        models = [made() for _ in range(3)]
+
+        def engine() -> None:
+            model = models.pop()
+            attached = ps.hand_over(model, "finished")
+            results.append(answer(model))
+            del model
+            attached.close()
+
+        threads = [threading.Thread(target=engine) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(keeper.models()) == 1
+    assert len(results) == 3
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "4")
+    code = (
+        "import torch, penstock as ps; from penstock.keeper import hand_over as h; import os, signal\n"
+        "def ask(door, wanted, connection):\n"
+        "    body = h.msgspec.msgpack.encode(wanted)\n"
+        "    with h.ControlConnection(h.over_unix(str(door)), 'localhost') as control:\n"
+        "        control.request('POST', '/v1/keep', body, timeout_s=5)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "h._ask = ask\n"
+        "m = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)])\n"
+        "h.hand_over(m, 'finished')\n"
+    )
+    with ps.Keeper(accept=True) as keeper:
+        killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        deadline = time.monotonic() + 30
+        while any(state.state != "whole" for one in ps.status("finished").members for state in one.holdings):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # Either all of it had arrived, verified, or nothing is kept.
+        assert all(model.state == "kept" and model.tier == "host" for model in keeper.models())
+        with ps.hand_over(made(), "other"):
+            assert "other" in [model.model for model in keeper.models()]
+
+
+def test_a_keeper_that_is_killed_in_the_middle(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    own, wanted = model[0].weight.data_ptr(), answer(model)
+    real = handing._ask
+
+    def ask(*arguments: Any) -> None:
+        os.kill(keeper.process.pid, signal.SIGKILL)
+        keeper.process.wait(timeout=30)
+        real(*arguments)
+
+    monkeypatch.setattr(handing, "_ask", ask)
+    with pytest.raises(OperationFailed, match="does not answer"):
+        ps.hand_over(model, "finished")
+    assert model[0].weight.data_ptr() == own
+    assert torch.equal(answer(model), wanted)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    with ps.Keeper(accept=True) as keeper:
+        model = made()
+        model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).as_subclass(Odd))
+        with pytest.raises(PlanError, match=r"3\.weight \(Odd\)"):
+            ps.hand_over(model, "finished")
+        model = made()
+        model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).t())
+        with pytest.raises(PlanError, match="not contiguous"):
+            ps.hand_over(model, "finished")
+        with pytest.raises(ConfigError):
+            ps.hand_over(model, "")
+        with pytest.raises(ConfigError):
+            ps.hand_over({}, "finished")  # type: ignore[arg-type]
+        assert keeper.models() == []
+
+
+def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "3")
+    with ps.Keeper(accept=True) as keeper:
+        door = handing._keeper_of(torch.device("cpu"))
+        wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
+        with pytest.raises(OperationFailed, match="could not keep it"):
+            handing._ask(door, wanted, ps.ConnectionSettings())
+        assert keeper.models() == []
+
+
+def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "3")
+    with ps.Keeper(accept=True) as keeper:
+        ps.hand_over(made(), "finished").close()
+        gc.collect()
+        (weights,) = keeper.member.weights
+        weights.rows[0][0] ^= 1
+        with pytest.raises(ps.PenstockError):
+            ps.attach("finished", wait_s=0.2)
+        deadline = time.monotonic() + 30
+        while keeper.models()[0].state != "lost":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(ps.IntegrityError):
+            keeper.check()
+
+
+# -- transformers
+
+
+@pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
+def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.integrations.transformers")
+    directory = save(tmp_path / "model")
+    true = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    prompt = torch.arange(6)[None]
+    wanted = true.generate(prompt, max_new_tokens=4, do_sample=False)
+    with ps.Keeper(accept=True) as keeper:
+        for said in ("handed over", "no copy"):
+            caplog.clear()
+            model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True)
+            assert said in caplog.text
+            assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
+            assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.state_dict().items())
+            assert all(torch.equal(dict(model.named_buffers())[name], t) for name, t in true.named_buffers())
+            assert not model.training
+        # Another dtype is another model.
+        other = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, dtype=torch.float16)
+        assert other.dtype == torch.float16
+        assert len(keeper.models()) == 2
+        del model, other
+        gc.collect()
+
+
+def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = save_llama(tmp_path / "model")
+    model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper="mine")
+    assert model.model.embed_tokens.weight.numel()
+    assert "are not kept for the next process" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("org/name", {}, "names of a hub"),
+        ("", {"attn_implementation": "eager"}, "attn_implementation"),
+        ("", {"device_map": "auto"}, "device_map"),
+    ],
+)
+def test_what_transformers_cannot_attach_to(name: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    place = name or save_llama(tmp_path / "model")
+    with pytest.raises(ConfigError, match=why):
+        from_pretrained(transformers.AutoModelForCausalLM, place, keeper=True, **options)
