@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.keeper.attach import Attached, AttachReport, attach
     from penstock.keeper.hand_over import hand_over
     from penstock.keeper.keeper import Keeper
+    from penstock.loader.emptied import Emptied, empty_module
     from penstock.loader.into import load_into
     from penstock.loader.load import TensorStream, Weights, load, stream
     from penstock.loader.report import LoadReport
@@ -40,6 +41,7 @@ _ROOMS = {
     "AttachReport": "keeper.attach",
     "Attached": "keeper.attach",
     "ConvertReport": "jobs.report",
+    "Emptied": "loader.emptied",
     "FetchReport": "fetch.report",
     "Fleet": "fetch.join",
     "Hooks": "sync.receive.hooks",
@@ -65,6 +67,7 @@ _ROOMS = {
     "attach": "keeper.attach",
     "convert": "jobs.convert",
     "drain": "hub.client",
+    "empty_module": "loader.emptied",
     "hand_over": "keeper.hand_over",
     "inspect": "loader.verify",
     "join": "fetch.join",
@@ -89,6 +92,7 @@ __all__ = [
     "AttachReport",
     "Attached",
     "ConvertReport",
+    "Emptied",
     "FetchReport",
     "Fleet",
     "Hooks",
@@ -114,6 +118,7 @@ __all__ = [
     "attach",
     "convert",
     "drain",
+    "empty_module",
     "hand_over",
     "inspect",
     "join",
