@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -355,3 +358,16 @@ def test_a_model_that_transformers_must_load_is_refused(tmp_path: Path) -> None:
         start_from_pretrained(transformers.AutoModelForCausalLM, directory)
     with pytest.raises(ConfigError, match="named as on a hub"):
         start_from_pretrained(transformers.AutoModelForCausalLM, "org/name")
+
+
+def test_a_module_that_is_dropped_is_freed(checkpoint: Path) -> None:
+    (checkpoint / "model-b.safetensors").write_bytes(b"broken" * 9)
+    for place in (checkpoint / "model-a.safetensors", checkpoint):
+        model = empty()
+        gone = weakref.ref(model)
+        with contextlib.suppress(PenstockError), ps.start_loading(model, str(place), strict=False) as loading:
+            loading.wait()
+        del model
+        loading = None
+        gc.collect()
+        assert gone() is None

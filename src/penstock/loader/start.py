@@ -111,7 +111,6 @@ class Loading(Closing):
             if self._error is not None and (run := self._session.run) is not None:
                 run.ticket.cancel()
             self._thread.join(_LOOK_S)
-        atexit.unregister(self.close)
 
     def _start(self) -> None:
         """Put the pending tensors into the module, and start the thread."""
@@ -152,6 +151,8 @@ class Loading(Closing):
             self._journey.end(error)
             self._fail(error)
             session.close()
+            # It would keep the module until the end of the process.
+            atexit.unregister(self.close)
 
     def _note(self, slab: int) -> None:
         """Put the parameters of a slab back into the module: its bytes are there."""
@@ -170,7 +171,6 @@ class Loading(Closing):
             self._has_arrived[-1] = True
             self._place_parameters(len(self._has_arrived) - 1)
             self._changed.notify_all()
-        atexit.unregister(self.close)
 
     def _fail(self, error: PenstockError) -> None:
         """Make every use of the parameters raise an error, also of those that had arrived."""
