@@ -46,7 +46,11 @@ def main() -> int:
     python = Path(venv) / "bin" / "python"
     pip = [str(python), "-m", "pip"]
     uv = Path(venv) / "bin" / "uv"
-    if not uv.exists():
+    own = Path(sys.executable).with_name("uv")
+    if own.exists():
+        # That of the environment in which this runs.
+        uv = own
+    elif not uv.exists():
         # Another environment, whose packages this one sees, may have uv in its own directory.
         options = ["-qq", "--disable-pip-version-check", "--no-compile", "--ignore-installed"]
         subprocess.run([*pip, "install", *options, UV], check=True)

@@ -10,8 +10,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.drills import drill
 
 pytest.importorskip("torch")
 
@@ -30,7 +32,15 @@ def environ() -> Iterator[dict[str, str]]:
         yield {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+LONG = {"fetch_torchrun", "load_into_transformers"}
+
+
+def long_one(example: Path) -> Any:
+    """The example, as a drill if it takes long and another one does nearly the same."""
+    return pytest.param(example, marks=drill) if example.stem in LONG else example
+
+
+@pytest.mark.parametrize("example", [long_one(path) for path in EXAMPLES], ids=lambda path: path.stem)
 def test_the_example_runs(example: Path, environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=LAST_S, env=environ

@@ -34,7 +34,7 @@ from penstock.hub.local_hub import find_hub
 from penstock.testing.checkpoints import write_llama
 
 NUM_BATCHES, BATCH = 10, 20
-BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHES // 5)
+BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHES // 10)
 AT_ONCE = 6
 DONE_S = 60.0
 """A drill takes two seconds, or some more where somebody falls silent: far below this."""

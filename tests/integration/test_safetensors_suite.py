@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.drills import drill
 
 SUITE = Path(__file__).parents[2] / ".cache" / "safetensors-tests"
 
@@ -65,6 +66,7 @@ def test_it_passes_as_a_program_has_it(tmp_path: Path) -> None:
     assert found["skipped"] == 14
 
 
+@drill
 def test_it_passes_where_every_local_file_is_read_by_penstock(tmp_path: Path) -> None:
     found = run(ALL_BY_PENSTOCK, tmp_path, "--deselect", OTHER_TEXT)
     assert found["passed"] >= 60

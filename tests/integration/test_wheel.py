@@ -48,8 +48,8 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
 def test_a_clean_environment_runs_it(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", environment).returncode == 0
-    done = run(environment / "bin" / "pip", "install", "-q", "--disable-pip-version-check", wheel)
-    if done.returncode and ("No matching distribution" in done.stderr or "connection" in done.stderr.lower()):
+    done = run(sys.executable, ROOT / "scripts" / "install.py", environment, wheel)
+    if done.returncode and ("No solution found" in done.stderr or "connect" in done.stderr.lower()):
         pytest.skip("no package index answers here")
     assert done.returncode == 0, done.stderr
     write_file(tmp_path / "model.safetensors", {"w": (DType.F32, (2, 3), bytes(24))})
