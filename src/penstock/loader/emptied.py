@@ -12,10 +12,6 @@ the parameters (optimizers, compiled code) does not change.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +24,13 @@ from penstock.errors import ConfigError, IntegrityError
 from penstock.loader.into import device_of, load_into, own_state, place_of, places_of, put_back, targets_of
 from penstock.loader.pending import PendingTensor
 from penstock.loader.report import LoadReport
+from penstock.memory.pages import give_back
 from penstock.storage.weight_set import Uris
 from penstock.types import U64
 
 Refill = Callable[[dict[str, torch.Tensor]], object]
 """Fills tensors by name in place: from a keeper, or `Fleet.fetch`."""
 
-_libc: Any = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _LISTED = 5
 
 
@@ -125,34 +120,5 @@ def _leaves(tensor: torch.Tensor) -> U64:
 
 
 def _give_back(tensor: torch.Tensor) -> int:
-    """Give back the pages that lie wholly in a tensor's memory; return their bytes, 0 for memory that is shared."""
-    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    if not tensor.is_contiguous() or not _is_private(start, stop):
-        return 0
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    nbytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if nbytes <= 0:
-        return 0
-    if _libc.madvise(first, nbytes, mmap.MADV_DONTNEED):
-        number = ctypes.get_errno()
-        # Locked pages cannot be given back.
-        if number == errno.EINVAL:
-            return 0
-        raise ConfigError(f"cannot give memory back: {os.strerror(number)}")
-    return nbytes
-
-
-def _is_private(start: int, stop: int) -> bool:
-    """Return whether an address range lies in private mappings of this process, all of it."""
-    at = start
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        for line in maps:
-            bounds, permissions = line.split(maxsplit=2)[:2]
-            low, high = (int(bound, 16) for bound in bounds.split("-"))
-            if low <= at < high:
-                if not permissions.endswith("p"):
-                    return False
-                at = high
-                if at >= stop:
-                    return True
-    return False
+    """Give back the pages that lie wholly in a tensor's memory; return their bytes."""
+    return give_back(tensor.data_ptr(), tensor.nbytes) if tensor.is_contiguous() else 0
