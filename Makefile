@@ -86,7 +86,7 @@ PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 # The groups take about the same time.
 LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py))
 OTHERS := $(wildcard $(addprefix tests/integration/test_,artifacts.py bench_*.py dcp*.py demo.py dockerfile.py examples.py extension_points.py fleet_*.py \
-	from_pretrained*.py kubernetes.py pods.py rl_example.py storage_initializer.py upgrade.py wheel.py))
+	from_pretrained*.py kubernetes.py pods.py rl_example.py shared_read.py storage_initializer.py upgrade.py wheel.py))
 # Small forms of TRL's and verl's examples, in their own environments; make test-engines runs more.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m small
 FIRST := $(filter-out $(LATER) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance

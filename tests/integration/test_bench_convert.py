@@ -21,6 +21,7 @@ def rows(home: Path, *more: str) -> tuple[int, list[dict[str, object]]]:
     return done.returncode, [json.loads(line) for line in (home / "convert.jsonl").read_text().splitlines()]
 
 
+@drill
 def test_it_runs(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "fp8", "--script-bytes", "17M")
     assert code == 0

@@ -13,6 +13,7 @@ from tests.support.drills import drill
 ROOT = Path(__file__).parents[2]
 
 
+@drill
 def test_the_command_prints_each_receiver_and_the_limit() -> None:
     what = ["--total-gb", "0.02", "--receivers", "2", "--repeat", "2", "--format", "json"]
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", *what]

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.drills import drill
 
 import penstock
 from penstock.errors import ConfigError, PlanError
@@ -184,6 +185,7 @@ def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
         assert not (tmp_path / f"{kind} out").exists()
 
 
+@drill
 def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
     try:
         SwiftServer.check()
