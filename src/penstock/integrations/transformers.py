@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import json
 import logging
 import os
 import tempfile
@@ -106,9 +107,7 @@ def from_pretrained(
     }
     if keeper:
         if group is not None:
-            raise ConfigError(
-                "keeper and group do not go together", hint="each rank attaches by itself: leave out group"
-            )
+            raise ConfigError("keeper= and group= do not go together", hint="each rank attaches by itself")
         return _kept(model_class, name, keeper, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
@@ -341,10 +340,12 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
             manifest = weights.manifest
         kind = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+        # Without the place where it was read: the same model elsewhere has the same parameters.
+        fields = {field: value for field, value in config.to_dict().items() if field != "_name_or_path"}
         described = {
             "class": concrete.__qualname__,
             "dtype": str(kind),
-            "config": config.to_json_string(use_diff=False),
+            "config": json.dumps(fields, sort_keys=True, default=str),
         }
         key = key_of(revision_of(manifest), engine="transformers", config=described, device=str(device))
         name = keeper if isinstance(keeper, str) else f"{model_name(uri)}.{key.id}"

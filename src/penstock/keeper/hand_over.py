@@ -6,8 +6,8 @@ Not here: keeping (`keeper`), attaching (`attach`), the names by which engines l
     engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
     engine: attach, bind its module to the kept memory, leave: its own memory is free
 
-The keeper listens at its Unix socket, in a directory that only this user can enter; the file `accepts` beside it says
-that it takes parameters, and for which device. It takes bytes only from members of the fleet, by grants of the hub.
+The keeper listens at its Unix socket, in a directory that only this user can enter; the file `accepts` there
+names the device whose parameters it takes. It takes bytes only from members of the fleet, by grants of the hub.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a keeper is with a request."""
+    """The state of a request at the keeper."""
 
     state: Literal["filling", "kept", "failed"]
     error: str = ""
@@ -103,7 +103,8 @@ class HandOverHandler:
         failure = running.exception()
         if failure is None:
             return HandOverState(state="kept")
-        del self._started[key]
+        # Another thread may have done so, too.
+        self._started.pop(key, None)
         if not isinstance(failure, PenstockError):
             return HandOverState(state="failed", error=repr(failure), hint="report it: it is an error of Penstock")
         minimum = failure.minimum_bytes if isinstance(failure, BudgetTooSmall) else 0
@@ -111,8 +112,8 @@ class HandOverHandler:
 
     def forget(self, model: str) -> None:
         """Take a model again if it is handed over again: it was dropped."""
-        for key in [key for key in self._started if key[0] == model]:
-            del self._started[key]
+        for key in [key for key in list(self._started) if key[0] == model]:
+            self._started.pop(key, None)
 
 
 def hand_over(

@@ -46,7 +46,7 @@ class PendingTensor(torch.Tensor):
         """Return a pending tensor for a parameter or buffer.
 
         Args:
-            parameter: what it stands for; it must stay as it is until its bytes have arrived.
+            parameter: the tensor that it replaces; do not move or resize it before its bytes have arrived.
             wait: returns when the bytes are there; raises the error if they do not come.
             has_ended: returns whether its load has ended: then another one may fill the parameter.
         """

@@ -194,7 +194,7 @@ class Loading(Closing):
 
 
 class _Filled:
-    """What a load fills, and in which order.
+    """The tensors that a load fills, and their order.
 
     Args:
         module: the module.
