@@ -19,6 +19,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +258,65 @@ def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mappi
     api.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """A model that is one module on one device, in the dtype of its options, without quantisation."""
+
+    config: Any
+    concrete: Any
+    """Its class."""
+    device: Any
+    dtype: Any
+    tensors: TensorTable
+    """Of the checkpoint."""
+    revision: str
+    """Of the checkpoint."""
+
+
+def _plain(
+    model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
+) -> _Plain | str:
+    """Describe a model by its configuration and the headers of its weights; return why not, if it is no plain one."""
+    from transformers import AutoConfig
+
+    from penstock.peer.local_weights import revision_of
+
+    others = sorted(set(options) - _IN_PLACE)
+    if others:
+        return f"{others[0]} is given"
+    device = _one_device(options.get("device_map"))
+    if device is None:
+        return f"device_map is {options['device_map']!r}"
+    config = options.get("config")
+    if config is None and not (files / "config.json").exists():
+        raise NotFound("there is no config.json", uri=uri)
+    # A copy: building a model writes to its config.
+    config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        return "it is quantised"
+    concrete = _concrete(model_class, config)
+    # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        manifest = weights.manifest
+    dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+    return _Plain(
+        config=config,
+        concrete=concrete,
+        device=device,
+        dtype=dtype,
+        tensors=manifest.tensors,
+        revision=revision_of(manifest),
+    )
+
+
+def _read_generation(model: Any, files: Path) -> None:
+    """Give a model that generates the configuration of generation that is beside its weights."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (files / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(files)
+
+
 def _filled(
     model_class: Any,
     uri: str,
@@ -272,28 +332,14 @@ def _filled(
         fill: gets the empty model, its name for each tensor of the checkpoint, the URI and `arguments`.
     """
     import torch
-    from transformers import AutoConfig, GenerationConfig, initialization
+    from transformers import initialization
 
-    others = sorted(set(options) - _IN_PLACE)
-    if others:
-        return None, f"{others[0]} is given"
-    device = _one_device(options.get("device_map"))
-    if device is None:
-        return None, f"device_map is {options['device_map']!r}"
     storage_options = arguments["storage_options"]
     with _local_files(uri, storage_options) as files:
-        config = options.get("config")
-        if config is None and not (files / "config.json").exists():
-            raise NotFound("there is no config.json", uri=uri)
-        # A copy: building a model writes to its config.
-        config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
-        if getattr(config, "quantization_config", None) is not None:
-            return None, "it is quantised"
-        concrete = _concrete(model_class, config)
-        # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
-        with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
-            table = weights.manifest.tensors
-        kind = _dtype(options.get("dtype")) or config.dtype or _first_floating(table)
+        plain = _plain(model_class, uri, files, options, storage_options)
+        if isinstance(plain, str):
+            return None, plain
+        config, concrete, device, kind, table = plain.config, plain.concrete, plain.device, plain.dtype, plain.tensors
         # Not initialised: every parameter is about to be overwritten.
         with initialization.no_init_weights(), torch.device(device):
             model = concrete._from_config(copy.deepcopy(config), dtype=kind)
@@ -306,8 +352,7 @@ def _filled(
             tensor._is_hf_initialized = True
         # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
         model.initialize_weights()
-        if model.can_generate() and (files / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(files)
+        _read_generation(model, files)
         fill(model, targets, uri, arguments)
     _logger.info("penstock: %s filled in place", uri)
     return model.eval(), ""
@@ -316,30 +361,20 @@ def _filled(
 def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
     """Return the model over a keeper's finished parameters; if there are none, load it and hand them over."""
     import torch
-    from transformers import AutoConfig, GenerationConfig, initialization
+    from transformers import initialization
 
     from penstock import api
     from penstock.artifacts.key import key_of
-    from penstock.peer.local_weights import revision_of
 
-    others = sorted(set(options) - _IN_PLACE)
-    device = _one_device(options.get("device_map"))
-    if others or device is None:
-        what = others[0] if others else f"device_map={options['device_map']!r}"
-        raise ConfigError(f"{what} is not for parameters of a keeper", uri=uri, hint="leave out keeper=")
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
         hint = "give a directory or a prefix of an object store"
         raise ConfigError("keeper= is not for names of a hub", uri=uri, hint=hint)
     storage_options = arguments["storage_options"]
     with _local_files(uri, storage_options) as files:
-        config = options.get("config")
-        config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError("parameters of a quantised model are not kept", uri=uri, hint="leave out keeper=")
-        concrete = _concrete(model_class, config)
-        with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
-            manifest = weights.manifest
-        kind = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+        plain = _plain(model_class, uri, files, options, storage_options)
+        if isinstance(plain, str):
+            raise ConfigError(f"its parameters are not kept: {plain}", uri=uri, hint="leave out keeper=")
+        config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         # Without the place where it was read: the same model elsewhere has the same parameters.
         fields = {field: value for field, value in config.to_dict().items() if field != "_name_or_path"}
         described = {
@@ -347,7 +382,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
             "dtype": str(kind),
             "config": json.dumps(fields, sort_keys=True, default=str),
         }
-        key = key_of(revision_of(manifest), engine="transformers", config=described, device=str(device))
+        key = key_of(plain.revision, engine="transformers", config=described, device=str(device))
         name = keeper if isinstance(keeper, str) else f"{model_name(uri)}.{key.id}"
         try:
             attached = api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
@@ -366,8 +401,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
                     if (empty := module._buffers[buffer]) is not None:
                         module._buffers[buffer] = torch.empty_like(empty, device=device)
             model.initialize_weights()
-            if model.can_generate() and (files / "generation_config.json").exists():
-                model.generation_config = GenerationConfig.from_pretrained(files)
+            _read_generation(model, files)
             _logger.info("penstock: %s", attached.report.summary())
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
