@@ -228,6 +228,9 @@ class CudaDriver:
             # The driver of CUDA 12.8 and 12.9 has one argument more, for the number of the copy that failed.
             self._batch = getattr(waiting, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
+        # Called for every chunk of a load, by a thread that nothing else may hold up.
+        self._copy_to_device = self._calls["cuMemcpyHtoDAsync_v2"]
+        self._record, self._query = self._calls["cuEventRecord"], self._calls["cuEventQuery"]
         self._contexts: dict[int, int] = {}
         self._do("cuInit", 0)
 
@@ -376,11 +379,12 @@ class CudaDriver:
 
     def record(self, event: int, stream: int) -> None:
         """Set the event behind what is queued on the stream (0: the default one)."""
-        self._do("cuEventRecord", event, stream)
+        if code := self._record(event, stream):
+            self.fail("cuEventRecord", code)
 
     def is_done(self, event: int) -> bool:
         """Return whether the device has passed the event. Raises the error of the work before it."""
-        code = self._calls["cuEventQuery"](event)
+        code = self._query(event)
         # An error here is of any work before the event: the driver reports it at the next call.
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
@@ -452,7 +456,8 @@ class CudaDriver:
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queue a copy of pinned host bytes."""
-        self._do("cuMemcpyHtoDAsync_v2", dst, src, nbytes, stream)
+        if code := self._copy_to_device(dst, src, nbytes, stream):
+            self.fail("cuMemcpyHtoDAsync_v2", code)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""

@@ -1,25 +1,24 @@
 """The fetch executor for files in the page cache: one thread and the kernel's workers, instead of many threads.
 
-In: fetch items, by priority. Out: the same effects as `run.Executor`, which takes the items that do not suit a ring.
+In: fetch items, in order. Out: the same effects as `run.Executor`, which takes the items that do not suit a ring.
 Not here: the ring (`storage.io_uring`), what an item reads (`loader.run`).
 
-    post --heap--> item.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
-                      `--Queued--> ring --completion--> item.arrived() --place item--> the same thread
+    items --> item.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
+                 `--Queued--> ring --completion--> item.arrived() --device's copy--> item.finish()
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Ticket, WorkItem, guarded, start_thread
+from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Pending, Ticket, WorkItem, guarded, start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
 from penstock.storage.io_uring import Uring
@@ -37,16 +36,19 @@ class Queued(NamedTuple):
 
 
 class RingItem(WorkItem, Protocol):
-    """A work item that a ring can carry out."""
+    """A work item that a ring can carry out: `queue`, `arrived`, then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
         """Return the read, its buffer acquired; None: run the item as any other; "later": there is no room now."""
         ...
 
-    def arrived(self) -> None:
-        """Pass on the bytes: the queued read is complete."""
+    def arrived(self) -> Pending | None:
+        """Copy the bytes to their places, or start a device's copy: the queued read is complete."""
         ...
 
+
+READS_AHEAD = 4
+"""Reads that wait in the kernel for a worker: one that has ended a read begins the next without waiting for Python."""
 
 _WAIT_S = 0.1
 """Longest stay in the kernel before looking whether the work was stopped."""
@@ -61,13 +63,14 @@ class _Flying:
 
 
 class RingFetch:
-    """Executor of fetch items on a ring; its thread also carries out the place items posted to `place`.
+    """Executor of fetch items on a ring; its thread also starts and awaits the copies of what was read.
 
     One thread for both: two threads that hand over every chunk of a 55 GB/s stream spend their time on the GIL.
+    `place` takes the place items of reads that the threads carried out.
 
     Args:
-        ring: of at least `depth` entries; closed with the executor.
-        depth: reads in flight, each by a worker of the kernel.
+        ring: of at least `num_reads + READS_AHEAD` entries; closed with the executor.
+        num_reads: that the kernel's workers carry out at the same time.
         threads: takes the items that do not suit the ring; closed with this one.
         ticket: stopped by the first error of an item.
         trace: where spans go.
@@ -77,18 +80,20 @@ class RingFetch:
     name = "fetch"
 
     def __init__(
-        self, ring: Uring, depth: int, threads: Executor, ticket: Ticket, *, trace: Trace, stall_s: float
+        self, ring: Uring, num_reads: int, threads: Executor, ticket: Ticket, *, trace: Trace, stall_s: float
     ) -> None:
-        self.num_threads = depth
+        self.num_threads = num_reads
         self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self._wake)
         self._ring = ring
-        self._depth = depth
+        self._depth = num_reads + (READS_AHEAD if ring.limits_workers else 0)
         self._threads = threads
         self._ticket = ticket
         self._trace = trace
         self._stall_s = stall_s
-        self._heap: list[tuple[int, int, RingItem]] = []
-        self._sequence = itertools.count()
+        self._items: Iterator[RingItem] = iter(())
+        # The item that was taken out of `items` and had to wait.
+        self._next: RingItem | None = None
+        self._tokens = itertools.count()
         self._state = threading.Condition()
         self._closed = False
         self._flying: dict[int, _Flying] = {}
@@ -98,17 +103,17 @@ class RingFetch:
         """Return whether a read or a copy is in flight."""
         return bool(self._flying) or self._threads.is_busy() or self.place.is_busy()
 
-    def post(self, *items: RingItem) -> None:
-        """Queue items."""
-        with self._state:
-            for item in items:
-                heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
-            # Stored once it runs: `close` joins only a thread that was started.
-            if self._thread is None and items:
-                thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
-                start_thread(thread)
-                self._thread = thread
-            self._state.notify()
+    def start(self, items: Iterable[RingItem]) -> None:
+        """Carry out all items, in their order. Call it once.
+
+        The ring's thread makes each item when it has room for it: to make thousands takes milliseconds, in which the
+        first reads can be under way already.
+        """
+        self._items = iter(items)
+        thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
+        start_thread(thread)
+        # Stored once it runs: `close` joins only a thread that was started.
+        self._thread = thread
 
     def close(self) -> None:
         """See `Executor.close`; what was posted to `place` is carried out or abandoned too."""
@@ -124,7 +129,7 @@ class RingFetch:
 
     def _wake(self) -> None:
         """Let the ring's thread look for posted items, unless it is the one that posted."""
-        if threading.current_thread() is self._thread:
+        if self._thread is not None and threading.get_ident() == self._thread.ident:
             return
         with self._state:
             self._state.notify()
@@ -138,35 +143,39 @@ class RingFetch:
                 self._complete(POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
                 continue
             with self._state:
-                if not self._heap and not self.place.has_items():
+                if self._next is None and not self.place.has_items():
                     if self._closed and not is_placing:
                         return
                     self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
         """Put items in flight while there is room for them."""
-        while len(self._flying) < self._depth and self._heap:
-            # One call that holds the GIL, instead of a lock, which would be taken 10,000 times.
-            entry = heapq.heappop(self._heap)
-            item = entry[2]
+        while len(self._flying) < self._depth:
+            item = self._next or next(self._items, None)
+            self._next = None
+            if item is None:
+                return
             if self._ticket.stopped:
+                # Those that were not made yet hold nothing.
+                self._items = iter(())
                 item.abandon()
-                continue
+                return
             read = guarded(self._ticket, item.queue)
             if isinstance(read, Failed):
                 item.abandon()
             elif read is None:
                 self._threads.post(item)
             elif read == "later":
-                with self._state:
-                    heapq.heappush(self._heap, entry)
-                    # With reads in flight their completion is waited for instead, in `_complete`.
-                    if not self._flying:
+                self._next = item
+                # With reads in flight their completion is waited for instead, in `_complete`.
+                if not self._flying:
+                    with self._state:
                         self._state.wait(POLL_S)
                 return
             else:
-                self._flying[entry[1]] = _Flying(item, read, time.perf_counter())
-                self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, entry[1])
+                token = next(self._tokens)
+                self._flying[token] = _Flying(item, read, time.perf_counter())
+                self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
 
     def _complete(self, timeout_s: float) -> None:
         """Wait for completions and pass them on."""
@@ -195,9 +204,13 @@ class RingFetch:
                 self._ticket.fail(_fault(flying, -result))
                 flying.item.abandon()
                 continue
-            self._trace.add(self.name, flying.item.name, flying.start, now, flying.read.nbytes)
-            if isinstance(guarded(self._ticket, flying.item.arrived), Failed):
-                flying.item.abandon()
+            item = flying.item
+            self._trace.add(self.name, item.name, flying.start, now, flying.read.nbytes)
+            copy = Failed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
+            if isinstance(copy, Failed):
+                item.abandon()
+            else:
+                self.place.watch(item, copy, now)
 
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():
@@ -215,6 +228,7 @@ class HostedExecutor:
     """
 
     def __init__(self, name: str, ticket: Ticket, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
+        self._ticket = ticket
         self._loop = Executor(name, 1, ticket, trace=trace, stall_s=stall_s)
         # In the order of posting, without a heap: an item is posted when its read arrives, and waits for no other.
         self._items: deque[WorkItem] = deque()
@@ -233,6 +247,13 @@ class HostedExecutor:
         """Queue items, from any thread."""
         self._items.extend(items)
         self._wake()
+
+    def watch(self, item: WorkItem, copy: Pending | None, start: float) -> None:
+        """Finish an item when its copy, which the hosting thread has started, is done; None: it is done."""
+        if copy is None:
+            guarded(self._ticket, item.finish)
+        else:
+            self._in_flight.append(InFlight(copy, item, start))
 
     def turn(self) -> bool:
         """Start what was posted, finish what is done; return whether something is still in flight."""

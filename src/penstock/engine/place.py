@@ -12,7 +12,9 @@ there.
 from __future__ import annotations
 
 import threading
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -121,6 +123,9 @@ class HostPlace:
         return None
 
 
+FIRST_BYTES = 512 << 20
+"""Slabs that are allocated first: 10 ms of a link's bytes, in which the driver makes some GB more."""
+
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
 
@@ -148,14 +153,14 @@ class CudaRegistrar:
 class CudaPending:
     """Copies up to an event; its handle, which the place owns."""
 
-    __slots__ = ("_driver", "_event")
+    __slots__ = ("_driver", "event")
 
     def __init__(self, driver: CudaDriver, event: int) -> None:
-        self._driver, self._event = driver, event
+        self._driver, self.event = driver, event
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return self._driver.is_done(self._event)
+        return self._driver.is_done(self.event)
 
 
 class CudaPlace:
@@ -179,29 +184,39 @@ class CudaPlace:
         # Kernels of the caller may still read or write the slabs that it gave.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
-        self._events: dict[int, torch.cuda.Event] = {}
+        # A number once: torch makes it anew for each look.
+        self._queue: int = self._stream.cuda_stream
+        self._pending: dict[int, CudaPending] = {}
+        # Torch's own objects, which own the events.
+        self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
 
     def allocate(self) -> None:
-        """Allocate every slab that there is none of yet.
+        """Allocate every slab that there is none of yet; copies to the first ones can begin before the rest is there.
 
         Raises:
-            DeviceOutOfMemory: nothing stays allocated.
+            DeviceOutOfMemory: nothing stays allocated once the place is dropped.
         """
+        first = bisect(list(accumulate(self._nbytes)), FIRST_BYTES) + 1
         try:
-            with self._lock, torch.cuda.stream(self._caller):
-                # Slabs that `slab` made meanwhile stay: copies to them may be under way.
-                open_slabs = [index for index, slab in enumerate(self._slabs) if slab is None]
-                nbytes = [self._nbytes[index] for index in open_slabs]
-                # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
-                # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes.
-                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
-                slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
-                self._stream.wait_stream(self._caller)
-                for index, slab in zip(open_slabs, slabs, strict=True):
-                    self._slabs[index] = slab
+            self._allocate(0, first)
+            self._allocate(first, len(self._nbytes))
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(sum(self._nbytes)) from error
+
+    def _allocate(self, start: int, stop: int) -> None:
+        """Allocate the slabs `[start, stop)` that there are none of yet."""
+        with self._lock, torch.cuda.stream(self._caller):
+            # Slabs that `slab` made meanwhile stay: copies to them may be under way.
+            open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
+            nbytes = [self._nbytes[index] for index in open_slabs]
+            # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
+            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes.
+            torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+            slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
+            self._stream.wait_stream(self._caller)
+            for index, slab in zip(open_slabs, slabs, strict=True):
+                self._slabs[index] = slab
 
     def slab(self, index: int) -> torch.Tensor:
         """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
@@ -235,23 +250,25 @@ class CudaPlace:
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Place.copy`."""
-        event, stream = self._event_of(buffer), self._stream.cuda_stream
+        pending, stream = self._pending_of(buffer), self._queue
         # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
         # takes a switch interval, several times a chunk.
         for src, slab, dst, run, _, _ in segments:
             self._driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
-        self._driver.record(event, stream)
-        return CudaPending(self._driver, event)
+        self._driver.record(pending.event, stream)
+        return pending
 
-    def _event_of(self, buffer: StagingBuffer) -> int:
-        """Return the handle of the buffer's own event: a buffer has one batch of copies in flight at a time."""
-        event = self._events.get(buffer.address)
-        if event is None:
+    def _pending_of(self, buffer: StagingBuffer) -> CudaPending:
+        """Return the buffer's own event: a buffer has one batch of copies in flight at a time."""
+        pending = self._pending.get(buffer.address)
+        if pending is None:
             # Torch makes an event when it is first recorded, and makes the device's context that of this thread.
             torch.cuda.set_device(self.device)
-            event = self._events[buffer.address] = torch.cuda.Event()
+            event = torch.cuda.Event()
             event.record(self._stream)
-        return int(event.cuda_event)
+            self._events.append(event)
+            pending = self._pending[buffer.address] = CudaPending(self._driver, int(event.cuda_event))
+        return pending
 
     def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -24,9 +24,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock import lifecycle
 from penstock.engine.trace import Trace
@@ -312,10 +311,13 @@ class WorkItem(Protocol):
 
     priority: int
     """Lower runs first; of equal ones, the one that was posted first."""
-    name: str
-    """The name of its span in the trace."""
     nbytes: int
     """The bytes of its span; read when the item is complete."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its span in the trace."""
+        ...
 
     def start(self) -> Pending | None:
         """Do the work, or start it on a device."""
@@ -502,8 +504,7 @@ class Executor:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(NamedTuple):
     """An item whose work a device is carrying out."""
 
     pending: Pending

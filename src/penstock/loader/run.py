@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -91,6 +92,7 @@ class LoadRun(Run):
                 RingFetch(ring, num_fetch_threads, threads, self.ticket, trace=trace, stall_s=stall_s)
             )
             self._place = self.fetch.place
+            self._ask = self.executor("ask", 1)
         self._compute = self.executor("compute", checker.num_threads if checker else 1)
 
         # Lists of Python's own numbers: each is read once per segment, where a numpy scalar costs ten times as much.
@@ -98,7 +100,7 @@ class LoadRun(Run):
         before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
         self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
         segments = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
-        self._segments = list(map(Segment._make, zip(*(column.tolist() for column in segments), strict=True)))
+        self._segments: list[list[int]] = [column.tolist() for column in segments]
         self._seg_first: list[int] = plan.seg_first.tolist()
         files, offsets, lengths = (column.tolist() for column in (plan.read_file, plan.read_offset, plan.read_nbytes))
         self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
@@ -126,10 +128,14 @@ class LoadRun(Run):
         """Post every read and return the ticket at once."""
         if self._num_open == 0:
             self.ticket.finish()
-        # The first reads start while the items of the others are made.
-        first = 2 * self.fetch.num_threads
-        for part in (self._posted_reads[:first], self._posted_reads[first:]):
-            self.fetch.post(*[_Read(self, read) for read in part])
+        reads = map(partial(_Read, self), self._posted_reads)
+        if isinstance(self.fetch, RingFetch):
+            self.fetch.start(reads)
+            self._ask.post(Item(0, "ask", 0, start=self._learn_cached))
+        else:
+            # The first reads start while the items of the others are made.
+            self.fetch.post(*islice(reads, 2 * self.fetch.num_threads))
+            self.fetch.post(*reads)
         return self.ticket
 
     def slabs(self) -> Iterator[int]:
@@ -182,7 +188,9 @@ class LoadRun(Run):
 
     def segments(self, read: int) -> list[Segment]:
         """Return the read's segments as tuples."""
-        return self._segments[self._seg_first[read] : self._seg_first[read + 1]]
+        # Made for each read: to make all of them takes milliseconds, ahead of the first read.
+        at = slice(self._seg_first[read], self._seg_first[read + 1])
+        return list(map(Segment, *[column[at] for column in self._segments]))
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
         """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""
@@ -210,37 +218,23 @@ class LoadRun(Run):
         """Copy a buffer's packed segments into their slabs, on the place executor; then give the buffer back."""
         assert self.pool is not None
         self.is_touched = True
-        self._place.post(
-            Item(
-                read,
-                f"place {read}",
-                sum(segment.run for segment in segments),
-                start=partial(self.place.copy, buffer, segments),
-                finish=partial(self._copied, read, buffer, segments),
-                abandon=partial(self.pool.release, buffer),
-            )
-        )
-
-    def _copied(self, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
-        assert self.pool is not None
-        self.pool.release(buffer)
-        self.placed(read, segments)
+        self._place.post(_Copy(self, read, buffer, segments))
 
     def placed(self, read: int, segments: Sequence[Segment]) -> None:
         """Note that this read's bytes are in their slabs."""
-        self.arrived(segments)
-        with self._lock:
-            self._placed.add(read)
-            is_last = self._awaited_reads == {read}
-            self._awaited_reads.discard(read)
-        if is_last:
-            self.ticket.wake()
+        self.arrived(segments, read)
 
-    def arrived(self, segments: Sequence[Segment]) -> None:
-        """Note that the bytes of these segments are in their slabs."""
+    def arrived(self, segments: Sequence[Segment], read: int = -1) -> None:
+        """Note that the bytes of these segments are in their slabs; with `read`, that it has no others."""
         total = 0
         full = []
+        is_last = False
         with self._lock:
+            if read >= 0:
+                self._placed.add(read)
+                if read in self._awaited_reads:
+                    self._awaited_reads.remove(read)
+                    is_last = not self._awaited_reads
             for segment in segments:
                 nbytes = segment.run * segment.rows
                 total += nbytes
@@ -259,6 +253,8 @@ class LoadRun(Run):
             self._mark_ready(full)
         elif flush:
             self._flush_checks()
+        if is_last:
+            self.ticket.wake()
 
     def _flush_checks(self) -> None:
         """Post a check of the complete slabs that wait for one."""
@@ -274,6 +270,19 @@ class LoadRun(Run):
                     finish=partial(self._mark_ready, batch),
                 )
             )
+
+    def _learn_cached(self) -> None:
+        """Learn what is in the page cache ahead of the ring's thread: to ask takes 0.24 ms for each 64 MiB.
+
+        Source: benchmarks/results/h200x1_202611/load.md.
+        """
+        plan = self.plan
+        for file, source in enumerate(self.sources):
+            of_file = plan.read_file == file
+            if isinstance(source, FileSource) and of_file.any():
+                starts = plan.read_offset[of_file]
+                stops = starts + plan.read_nbytes[of_file]
+                source.learn_cached(int(starts.min()), int(stops.max()), lambda: self.ticket.done)
 
     def _mark_ready(self, slabs: Sequence[int]) -> None:
         """Let these slabs be given away; the last one finishes the ticket."""
@@ -291,45 +300,85 @@ class LoadRun(Run):
             self.ticket.wake()
 
 
+class _Copy:
+    """A work item that copies a read's bytes from staging into their slabs, and gives the buffer back."""
+
+    __slots__ = ("_buffer", "_pool", "_run", "_segments", "nbytes", "priority")
+
+    def __init__(self, run: LoadRun, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        assert run.pool is not None
+        self.priority = read
+        self.nbytes = sum([segment.run for segment in segments])
+        self._run, self._pool, self._buffer, self._segments = run, run.pool, buffer, segments
+
+    @property
+    def name(self) -> str:
+        """See `WorkItem.name`."""
+        return f"place {self.priority}"
+
+    def start(self) -> Pending | None:
+        """See `WorkItem.start`."""
+        return self._run.place.copy(self._buffer, self._segments)
+
+    def finish(self) -> None:
+        """See `WorkItem.finish`."""
+        self._pool.release(self._buffer)
+        self._run.placed(self.priority, self._segments)
+
+    def abandon(self) -> None:
+        """See `WorkItem.abandon`."""
+        self._pool.release(self._buffer)
+
+
 class _Read:
     """A work item that reads one range into staging, or straight into host slabs.
 
-    A class, for its buffer: a ring's read acquires it in `queue` and passes it on in `arrived`, and either may be the
-    last call before `abandon`.
+    A class, for its buffer: a ring's read acquires it in `queue`, copies out of it from `arrived` on, and gives it back
+    in `finish` or `abandon`. A thread's read passes it on in `start`.
     """
 
-    __slots__ = ("_buffer", "_file", "_offset", "_run", "name", "nbytes", "priority")
+    __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")
 
     def __init__(self, run: LoadRun, read: int) -> None:
         self.priority = read
-        self.name = f"read {read}"
         self._file, self._offset, self.nbytes = run.reads[read]
         self._run = run
         self._buffer: StagingBuffer | None = None
+        self._segments: Sequence[Segment] = ()
+
+    @property
+    def name(self) -> str:
+        """See `WorkItem.name`."""
+        return f"read {self.priority}"
 
     def queue(self) -> Queued | Literal["later"] | None:
         """See `RingItem.queue`."""
-        run, offset = self._run, self._offset
+        run, offset, pool = self._run, self._offset, self._run.pool
         source = run.sources[self._file]
-        fd = source.cached_fd(offset, self.nbytes) if isinstance(source, FileSource) and run.pool is not None else None
-        if fd is None or run.pool is None:
+        if pool is None or not isinstance(source, FileSource):
+            return None
+        fd = source.cached_fd(offset, self.nbytes)
+        if fd is None:
             return None
         if not run.admit(self.priority, wait=False):
             return "later"
-        self._buffer = run.pool.try_acquire()
+        self._buffer = pool.try_acquire()
         if self._buffer is None:
             return "later"
         return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
 
-    def arrived(self) -> None:
+    def arrived(self) -> Pending | None:
         """See `RingItem.arrived`."""
-        assert self._buffer is not None
-        source = self._run.sources[self._file]
+        run, buffer = self._run, self._buffer
+        assert buffer is not None
+        source = run.sources[self._file]
         assert isinstance(source, FileSource)
         # The ring read by descriptor: only now is it known that the file is still in the state it was opened in.
         source.require_unmodified()
-        self._run.note_path(self._file, "page-cache", self.nbytes)
-        self._pass_on(self._buffer)
+        run.note_path(self._file, "page-cache", self.nbytes)
+        run.is_touched = True
+        self._segments = self._packed(buffer)
+        return run.place.copy(buffer, self._segments)
 
     def start(self) -> Pending | None:
         """See `WorkItem.start`."""
@@ -352,11 +401,17 @@ class _Read:
         assert run.pool is not None
         self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
         run.note_path(self._file, source.readv(self._offset, [buffer.view[: self.nbytes]]), self.nbytes)
-        self._pass_on(buffer)
+        packed = self._packed(buffer)
+        # From here on the place item gives the buffer back; `abandon` must not do so a second time.
+        self._buffer = None
+        run.post_place(read, buffer, packed)
         return None
 
     def finish(self) -> None:
-        """See `WorkItem.finish`: `start` has passed the bytes on, before its span ends."""
+        """See `WorkItem.finish`: the copy is done; without a buffer, `start` has passed the bytes on."""
+        if self._buffer is not None:
+            self.abandon()
+            self._run.placed(self.priority, self._segments)
 
     def abandon(self) -> None:
         """See `WorkItem.abandon`."""
@@ -364,13 +419,10 @@ class _Read:
             self._run.pool.release(self._buffer)
             self._buffer = None
 
-    def _pass_on(self, buffer: StagingBuffer) -> None:
-        segments: Sequence[Segment] = self._run.segments(self.priority)
-        if segments[0].rows > 1:
-            segments = pack(buffer.array, segments)
-        # From here on the place item gives the buffer back; `abandon` must not do so a second time.
-        self._buffer = None
-        self._run.post_place(self.priority, buffer, segments)
+    def _packed(self, buffer: StagingBuffer) -> Sequence[Segment]:
+        """Return the read's segments, each one run of the buffer."""
+        segments = self._run.segments(self.priority)
+        return pack(buffer.array, segments) if segments[0].rows > 1 else segments
 
     def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
         """Return the slabs' own bytes in the order of the read, if it can go straight to them."""

@@ -25,6 +25,7 @@ from penstock import lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
+from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Place, registrar_of
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
@@ -51,9 +52,9 @@ MIN_CHUNK_BYTES = 64 << 10
 PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
-MAX_LOCAL_READS = 12
-"""Reads of local files under way at once into a device's staging: 12-14 x 8 MiB come nearest the link (53 of 55.5).
-Source: benchmarks/results/h200x1_202611/load.md, "Why goals are missed"."""
+MAX_LOCAL_READS = 14
+"""Reads of local files under way at once into a device's staging: 14 of 4 MiB read 50 GB/s where 12 of 8 MiB read 36.
+Source: benchmarks/results/h200x1_202611/load.md."""
 
 MAX_GROUP_READS = 12
 """The same where several ranks of one host read at once. Source: benchmarks/results/h200x4_202611/load.md."""
@@ -62,12 +63,12 @@ MAX_DIRECT_READS = 16
 """The same from a disk: 16 x 1 MiB in flight read 3.7 to 4.1 GB/s where 12 gave 3.4 to 3.9 and 12 x 8 MiB 3.0 to 3.7.
 Source: benchmarks/results/h200x1_202611/load.md, row c."""
 
-GROUP_CHUNKS = 2
-"""Divisor of the chunk size in that case: what all ranks stage should stay in the processor's cache, or every byte
-crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
+DEVICE_CHUNKS = 2
+"""Divisor of the chunk size of local files for a device: what is staged should stay in the processor's cache, or every
+byte crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
 
-SPARE_BUFFERS = 8
-"""Staging buffers beyond the one that each reader fills: what waits for the device or is being copied."""
+SPARE_BUFFERS = 4
+"""Staging buffers beyond the one of each reader and of each read that waits for a worker: those that are copied."""
 
 WARM_ABOVE_BYTES = 1 << 30
 """Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
@@ -109,8 +110,8 @@ class Intake:
             return min(4, max(2, cores))
         if self.local_world_size > 1:
             return max(2, min(MAX_GROUP_READS, cores * 3 // 4 // self.local_world_size))
-        # A quarter of the cores is left to the thread that places chunks, and to the program itself.
-        return max(2, min(MAX_LOCAL_READS, cores * 3 // 4))
+        # Two cores are left to the thread that places chunks, and to the program itself.
+        return max(2, min(MAX_LOCAL_READS, cores - 2))
 
     @property
     def num_direct_reads(self) -> int:
@@ -123,8 +124,8 @@ class Intake:
     def chunk_bytes(self) -> int:
         """Return the largest read, which a staging buffer holds. BudgetTooSmall if `memory_bytes` cannot hold four."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
-        if self.local_world_size > 1 and self._device.type == "cuda":
-            wanted //= GROUP_CHUNKS
+        if self._device.type == "cuda" and (self.local_world_size > 1 or not self.is_remote):
+            wanted //= DEVICE_CHUNKS
         # At least four buffers: with fewer, reading and copying wait for each other.
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
@@ -140,7 +141,7 @@ class Intake:
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
         """Make the pool, as large as keeps readers and device busy; the intake closes it."""
-        enough = (self.num_reads + SPARE_BUFFERS) * self.chunk_bytes
+        enough = (self.num_reads + READS_AHEAD + SPARE_BUFFERS) * self.chunk_bytes
         self.pool = StagingPool(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         return self.pool
 
@@ -157,7 +158,7 @@ class Intake:
         if self.ring_refusal:
             return None
         try:
-            return Uring(2 * self.num_reads)
+            return Uring(2 * (self.num_reads + READS_AHEAD), self.num_reads)
         except OSError as error:
             self.ring_refusal = f"io_uring: {error.strerror}"
             return None

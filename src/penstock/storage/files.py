@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock import lifecycle
 from penstock.errors import SourceChanged, SourceError, SourceTruncated, SourceUnavailable
@@ -24,6 +24,7 @@ from penstock.storage.local import (
     LocalFile,
     address_of,
     direct_alignment,
+    is_in_memory,
     num_pages,
     resident_pages,
     state_of,
@@ -70,7 +71,9 @@ class FileSource(LocalFile):
         self._direct_fd = -1
         super().__init__(path)
         self.why = "" if _DIRECT else "this system has no direct I/O"
-        self._nowait = _NOWAIT
+        in_memory = is_in_memory(self._fd)
+        # tmpfs has no RWF_NOWAIT and no need of it.
+        self._nowait = 0 if in_memory else _NOWAIT
         self._refused = bool(self.why)
         if not self._refused:
             # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
@@ -78,7 +81,9 @@ class FileSource(LocalFile):
         # Written without a lock: a byte is stored whole, and a window that two threads learn of at once is the same.
         self.received_bytes = 0
         """See `Counting`: also of reads that failed later, by which a caller sees that its buffers were written to."""
-        self._windows = bytearray((self.nbytes >> _WINDOW_SHIFT) + 1)
+        # Of files in memory the kernel is not asked: it counts their pages one by one, 0.24 ms for each window.
+        known = _RESIDENT if in_memory else _UNKNOWN
+        self._windows = bytearray([known]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
         # For the opening of the second descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
@@ -105,7 +110,7 @@ class FileSource(LocalFile):
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                # tmpfs has no RWF_NOWAIT and no need of it. Any other error comes again below, and is typed there.
+                # Not every file system has RWF_NOWAIT. Any other error comes again below, and is typed there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             self.received_bytes += max(0, nbytes_read)
@@ -136,6 +141,14 @@ class FileSource(LocalFile):
             return "page-cache"
         self.why = self.why or "read ahead into the page cache: the destination is not aligned for direct I/O"
         return "buffered"
+
+    def learn_cached(self, start: int, stop: int, is_over: Callable[[], bool]) -> None:
+        """Ask of a range, until `is_over` says to stop, what `cached_fd` would have to ask."""
+        for window in range(start >> _WINDOW_SHIFT, (stop - 1 >> _WINDOW_SHIFT) + 1):
+            if is_over():
+                return
+            if self._windows[window] == _UNKNOWN:
+                self._ask_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
         """Return a descriptor to read the range with, if all of it is in the page cache; None if not, or not known.

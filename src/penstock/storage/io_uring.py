@@ -19,11 +19,13 @@ import sys
 from typing import Any
 
 # One number on every architecture but alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
-_SYS_SETUP, _SYS_ENTER = 425, 426
+_SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _OP_READ = 22
 # Always by a worker: a read from the page cache would else be done inside the submitting call.
 _SQE_ASYNC = 0x10
 _ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 8
+# Linux 5.15.
+_REGISTER_MAX_WORKERS = 19
 _FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
 _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
@@ -60,11 +62,18 @@ def refusal() -> str:
 class Uring:
     """A ring of `entries` reads in flight, for use by one thread.
 
+    Args:
+        entries: the most reads in flight.
+        num_workers: the most that the kernel carries out at the same time; the others wait for a worker.
+
+    Attributes:
+        limits_workers: whether the kernel has such a limit (since 5.15); else it works on all reads in flight.
+
     Raises:
         OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
     """
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, num_workers: int) -> None:
         # The kernel answers in the same struct: which features it has, and where in the rings each word is.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
@@ -75,6 +84,9 @@ class Uring:
         if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
             os.close(self._fd)
             raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
+        # Two kinds of workers: reads of files have the first, of which 0 would leave the number as it is.
+        limits = (ctypes.c_uint32 * 2)(num_workers, 0)
+        self.limits_workers = not _libc.syscall(_SYS_REGISTER, self._fd, _REGISTER_MAX_WORKERS, limits, 2)
         num_sq, num_cq = struct.unpack_from("<II", params, 0)
         sq = struct.unpack_from("<7I", params, _SQ_AT)
         cq = struct.unpack_from("<6I", params, _CQ_AT)

@@ -98,6 +98,7 @@ class LocalFile:
         self._fd, self.state = _open_regular(path)
         self.nbytes = self.state.nbytes
         self.identity = self.state.identity
+        self._written = (self.nbytes, self.state.mtime_ns, self.state.ctime_ns)
 
     def require_unmodified(self) -> None:
         """Raise unless the open file is as it was when it was opened, whatever its path names now. One system call.
@@ -105,7 +106,13 @@ class LocalFile:
         Raises:
             SourceChanged: it was written to. SourceTruncated: it is shorter now.
         """
-        self._require_unchanged(None)
+        # Called after every read. What differs in these three is looked at closely; the rest is of the same open file.
+        try:
+            now = os.fstat(self._fd)
+        except OSError as error:
+            raise typed_error(error, self.uri, None) from error
+        if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != self._written:
+            self._require_unchanged(None)
 
     def check_unchanged(self) -> None:
         """Raise unless the path still names the file that was opened, unmodified. Two system calls.
@@ -265,6 +272,10 @@ if _LINUX:
     _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _TwoWords = ctypes.c_uint64 * 2
 _FiveWords = ctypes.c_uint64 * 5
+# struct statfs has 120 bytes on 64-bit systems, and the type of the file system first.
+_StatFs = ctypes.c_uint64 * 32
+# TMPFS_MAGIC and RAMFS_MAGIC. Source: include/uapi/linux/magic.h.
+_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 
 
 def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
@@ -283,6 +294,14 @@ def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
     if _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, ctypes.byref(byte_range), ctypes.byref(answer), 0):
         return None
     return int(answer[0])
+
+
+def is_in_memory(fd: int) -> bool:
+    """Return whether a file has no other place than memory: it is of a tmpfs or ramfs."""
+    if not _LINUX:
+        return False
+    answer = _StatFs()
+    return not _libc.fstatfs(fd, answer) and answer[0] in _MEMORY_FILE_SYSTEMS
 
 
 def num_pages(offset: int, nbytes: int) -> int:

@@ -1,0 +1,247 @@
+"""A run whose reads the kernel's workers carry out: the same bytes and the same ends as with threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.fetch_ring import READS_AHEAD
+from penstock.engine.place import HostPlace, Segment
+from penstock.engine.run import Pending
+from penstock.engine.trace import Trace
+from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated
+from penstock.loader.run import LoadRun
+from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.plan.schedule import plan_load
+from penstock.storage import MemorySource, Source
+from penstock.storage.files import FileSource
+from penstock.storage.io_uring import Uring, refusal
+from penstock.testing.source_suite import sample
+from penstock.types import DType, TensorTable
+
+CHUNK = 64 << 10
+NUM_READS = 3
+MODEL_BYTES = 40 * CHUNK
+
+
+def ring_refused() -> str:
+    """Return why this system gives no ring; empty where it does."""
+    if why := refusal():
+        return why
+    try:
+        Uring(1, 1).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {ring_refused()}")
+
+
+class Copy:
+    """A device's copy, which is carried out when it was looked at twice."""
+
+    def __init__(self, copy: Callable[[], None], is_held: threading.Event) -> None:
+        self._copy, self._is_held, self._looks = copy, is_held, 0
+
+    def done(self) -> bool:
+        self._looks += not self._is_held.is_set()
+        if self._looks == 2:
+            self._copy()
+        return self._looks >= 2
+
+
+class DevicePlace(HostPlace):
+    """Host slabs that behave as a device's."""
+
+    def __init__(self, slab_nbytes: Sequence[int]) -> None:
+        super().__init__(slab_nbytes)
+        self.is_held = threading.Event()
+        self.on_copy: Callable[[int], None] = lambda number: None
+        self.num_copies = 0
+
+    def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
+        return None
+
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
+        self.num_copies += 1
+        self.on_copy(self.num_copies)
+        copy = super().copy
+        return Copy(lambda: copy(buffer, segments) and None, self.is_held)
+
+
+class Bench:
+    """A run over files of `nbytes` each, and one more source in memory if asked."""
+
+    def __init__(self, directory: Path, num_files: int, memory_nbytes: int = 0) -> None:
+        self.paths = [directory / f"{number}.bin" for number in range(num_files)]
+        self.data = [sample(MODEL_BYTES + number) for number in range(num_files)]
+        for path, data in zip(self.paths, self.data, strict=True):
+            path.write_bytes(data)
+        self.sources: list[Source] = [FileSource(str(path)) for path in self.paths]
+        if memory_nbytes:
+            self.data.append(sample(memory_nbytes))
+            self.sources.append(MemorySource(self.data[-1]))
+        sizes = [len(data) for data in self.data]
+        table = TensorTable(
+            names=tuple(f"t{number}" for number in range(len(sizes))),
+            dtypes=(DType.U8,) * len(sizes),
+            shapes=tuple((size,) for size in sizes),
+            file_index=np.arange(len(sizes), dtype=np.int64),
+            offset=np.zeros(len(sizes), np.int64),
+            nbytes=np.array(sizes, np.int64),
+        )
+        self.plan = plan_load(table, file_nbytes=sizes, chunk_bytes=CHUNK)
+        self.pool = StagingPool((NUM_READS + READS_AHEAD + 2) * CHUNK, CHUNK)
+        self.place = DevicePlace(self.plan.slab_nbytes.tolist())
+        self.ring = Uring(2 * (NUM_READS + READS_AHEAD), NUM_READS)
+        self.run: LoadRun | None = None
+
+    def start(self, **options: Any) -> LoadRun:
+        self.run = LoadRun(
+            self.plan,
+            self.sources,
+            self.place,
+            pool=self.pool,
+            num_fetch_threads=NUM_READS,
+            ring=self.ring,
+            stall_s=20.0,
+            trace=Trace(enabled=True),
+            **options,
+        )
+        self.run.start()
+        return self.run
+
+    def close(self) -> None:
+        """End the run; every buffer must have come back, and every thread have ended."""
+        self.place.is_held.clear()
+        if self.run is not None:
+            self.run.close()
+        assert len(self.pool._free) == self.pool.num_buffers
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+        self.pool.close()
+        for source in self.sources:
+            source.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def bench(num_files: int = 1, **options: Any) -> Bench:
+        made.append(Bench(tmp_path, num_files, **options))
+        return made[-1]
+
+    yield bench
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("window_bytes", [0, 4 * CHUNK])
+def test_all_bytes_arrive_by_the_ring(make: Callable[..., Bench], window_bytes: int) -> None:
+    bench = make(3)
+    run = bench.start(window_bytes=window_bytes)
+    found = [bench.place.take(slab).tobytes() for slab in run.slabs()]
+    assert found == bench.data
+    assert run.paths == {(file, "page-cache"): len(data) for file, data in enumerate(bench.data)}
+
+
+@pytest.mark.parametrize("limits_workers", [True, False])
+def test_a_few_more_reads_than_workers_are_in_flight(make: Callable[..., Bench], limits_workers: bool) -> None:
+    bench = make()
+    assert bench.ring.limits_workers, "this kernel is older than 5.15"
+    bench.ring.limits_workers = limits_workers
+    in_flight, most = 0, 0
+    queue_read, wait = bench.ring.queue_read, bench.ring.wait
+
+    def queue(fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        queue_read(fd, offset, address, nbytes, token)
+
+    def complete(timeout_s: float) -> list[tuple[int, int]]:
+        nonlocal in_flight
+        done = wait(timeout_s)
+        in_flight -= len(done)
+        return done
+
+    bench.ring.queue_read, bench.ring.wait = queue, complete  # type: ignore[method-assign]
+    list(bench.start().slabs())
+    assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
+
+
+def test_what_is_not_a_file_goes_to_threads_and_is_copied_by_the_same_thread(make: Callable[..., Bench]) -> None:
+    bench = make(1, memory_nbytes=10 * CHUNK)
+    threads = set()
+    bench.place.on_copy = lambda number: threads.add(threading.current_thread().name)
+    run = bench.start()
+    found = [bench.place.take(slab).tobytes() for slab in run.slabs()]
+    assert found == bench.data
+    assert {path for _, path in run.paths} == {"page-cache", "memory"}
+    assert threads == {"penstock-fetch-ring"}
+
+
+def test_a_file_that_changes_is_an_error_and_its_bytes_are_not_given_away(make: Callable[..., Bench]) -> None:
+    bench = make()
+
+    def change(number: int) -> None:
+        if number == 2:
+            # Beyond the bytes that are read: only the times of the file tell of it.
+            os.utime(bench.paths[0], ns=(1, 1))
+
+    bench.place.on_copy = change
+    run = bench.start()
+    with pytest.raises(SourceChanged, match="modified since it was opened"):
+        list(run.slabs())
+    assert bench.place.num_copies < run.plan.num_reads
+
+
+def test_a_file_that_was_cut_is_an_error(make: Callable[..., Bench]) -> None:
+    bench = make()
+    os.truncate(bench.paths[0], 5 * CHUNK)
+    with pytest.raises(SourceTruncated):
+        list(bench.start().slabs())
+
+
+def test_a_failed_copy_ends_the_run(make: Callable[..., Bench]) -> None:
+    bench = make()
+
+    def fail(number: int) -> None:
+        raise DestinationError("the device is gone")
+
+    bench.place.on_copy = fail
+    with pytest.raises(DestinationError, match="the device is gone"):
+        list(bench.start().slabs())
+
+
+def test_cancelling_waits_for_the_device_and_the_kernel(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.place.is_held.set()
+    is_copying = threading.Event()
+    bench.place.on_copy = lambda number: is_copying.set()
+    run = bench.start()
+    assert is_copying.wait(20)
+    run.ticket.cancel()
+    with pytest.raises(Cancelled):
+        next(run.slabs())
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
+def test_files_in_memory_are_read_by_the_ring_also_after_a_read_by_a_thread() -> None:
+    path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"
+    path.write_bytes(sample(CHUNK))
+    try:
+        source = FileSource(str(path))
+        # As the header is read. Asking tmpfs not to block is an error there, which is no sign of absent pages.
+        assert source.readv(0, [memoryview(bytearray(8))]) == "page-cache"
+        assert source.cached_fd(0, CHUNK) is not None
+        source.close()
+    finally:
+        path.unlink()
