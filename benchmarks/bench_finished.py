@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_finished                 2 GiB of BF16; 5 runs of each way, in turn
     python -m benchmarks.bench_finished --small         a few MB
+    python -m benchmarks.bench_finished --device cuda:0 --gib 8
 
 Each run is a process of its own: imports, then the model until it has its weights, then one token for a prompt of 16.
 Files are in memory (tmpfs). `stock` is transformers' from_pretrained, `files` is Penstock's. `attach` maps the
@@ -33,19 +34,25 @@ import penstock as ps
 from penstock.integrations.transformers import from_pretrained, weights_loader
 from transformers import initialization
 transformers.LlamaForCausalLM, transformers.MixtralForCausalLM
-way, directory, name = sys.argv[1:]
+way, directory, name, device = sys.argv[1:]
 auto = transformers.AutoModelForCausalLM
+if device != "cpu":
+    torch.zeros(1, device=device)
+def end():
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 imported = time.perf_counter()
 if way == "stock":
-    model = auto.from_pretrained(directory)
+    model = auto.from_pretrained(directory, device_map=device)
 elif way == "files":
-    model = from_pretrained(auto, directory)
+    model = from_pretrained(auto, directory, device_map=device)
 elif way == "finished":
-    model = from_pretrained(auto, directory, keeper=True)
+    model = from_pretrained(auto, directory, device_map=device, keeper=True)
 else:
     attached = ps.attach(name)
     config = transformers.AutoConfig.from_pretrained(directory)
-    with initialization.no_init_weights():
+    with initialization.no_init_weights(), torch.device(device):
         model = auto.from_config(config, dtype=config.dtype)
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
@@ -55,11 +62,11 @@ else:
     else:
         weights_loader(model)(attached.items())
     model.eval()
-loaded = time.perf_counter()
+loaded = end()
 with torch.inference_mode():
-    token = int(model(torch.arange(16)[None] * 7).logits[0, -1].argmax())
+    token = int(model(torch.arange(16, device=device)[None] * 7).logits[0, -1].argmax())
 print(json.dumps({
-    "import_s": imported - begun, "load_s": loaded - imported, "token_s": time.perf_counter() - loaded,
+    "import_s": imported - begun, "load_s": loaded - imported, "token_s": end() - loaded,
     "token": token, "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
 }))
 """
@@ -86,9 +93,9 @@ def save(kind: str, directory: Path, num_bytes: int) -> None:
     ps.manifest(str(directory))
 
 
-def run(way: str, directory: Path, name: str) -> dict[str, Any]:
+def run(way: str, directory: Path, name: str, device: str) -> dict[str, Any]:
     """Run one way in a process; return its times."""
-    command = [sys.executable, "-c", CHILD, way, str(directory), name]
+    command = [sys.executable, "-c", CHILD, way, str(directory), name, device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -101,6 +108,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--small", action="store_true", help="a few MB, one run")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--directory", default="/dev/shm", help="where the models are written")
     parser.add_argument("--json", type=Path, help="file to which each row is added")
     asked = parser.parse_args(arguments)
@@ -111,14 +119,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for kind in ("llama", "mixtral"):
             directory = Path(root) / kind
             save(kind, directory, num_bytes)
-            with ps.Keeper(accept=True) as keeper:
+            with ps.Keeper(device=asked.device, accept=True) as keeper:
                 keeper.keep(kind, str(directory), progress=False)
                 # The first process with `finished` loads, and hands over.
-                first = run("finished", directory, kind)
+                first = run("finished", directory, kind, asked.device)
                 found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
                 for _ in range(runs):
                     for way in WAYS:
-                        found[way].append(run(way, directory, kind))
+                        found[way].append(run(way, directory, kind, asked.device))
                 nbytes = keeper.models()[0].nbytes
             tokens = {one["token"] for of_way in found.values() for one in of_way}
             assert len(tokens) == 1, tokens

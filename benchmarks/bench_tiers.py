@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_tiers [--total-gb 1] [--reps 3] [--dir DIR]...            host arena <-> file
     python -m benchmarks.bench_tiers --device cuda:0 --total-gb 60 --load-gb 6 --dir /dev/shm   pinned host <-> GPU
-    ... --keeper --dir DIR      two models of that size, one budget: `attach` of the one that rests, by turns
+    ... --keeper --models 12 --dir DIR      models of that size, room for one: `attach` of those that rest, by turns
 
 A block moves down and up `reps` times by the calls that the keeper makes; the first way down, on which new memory is
 touched and pinned, is told apart. The limit of a link is measured in the same run: 256 MiB copies for the GPU, for a
@@ -148,27 +148,42 @@ def fresh_load(directory: Path, device: str, nbytes: int, reps: int) -> list[flo
     return rates
 
 
-def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int) -> dict[str, list[float]]:
-    """Seconds to attach to the model that rests, another making room, and to load it afresh; a budget for one."""
-    made: dict[str, list[float]] = {"attach, swapped back": [], "attach, on the device": [], "fresh load": []}
-    for seed, name in enumerate("ab"):
-        write_llama(directory / name, total_bytes=nbytes, fp8=False, seed=seed, shards=4)
-    below = ["--disk", str(directory / "spill")] if device == "cpu" else ["--host-bytes", str(3 * nbytes)]
+def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int, num_models: int) -> dict[str, list[float]]:
+    """Seconds to attach to models that rest, another making room, and to load one afresh; a budget for one."""
+    made: dict[str, list[float]] = {
+        "attach, swapped back": [],
+        "attach, swapped back, compared": [],
+        "attach, on the device": [],
+        "fresh load": [],
+    }
+    checkpoint = directory / "checkpoint"
+    write_llama(checkpoint, total_bytes=nbytes, fp8=False, shards=4)
+    # Models of one content: each is kept by itself, as models of different ones are.
+    names = [f"model-{number}" for number in range(num_models)]
+    room = int((num_models + 1) * nbytes)
+    below = ["--disk", str(directory / "spill")] if device == "cpu" else ["--host-bytes", str(room)]
     bounds = ["--device", device, "--memory-bytes", str(int(1.5 * nbytes)), *below]
+    models = [argument for name in names for argument in ("--model", name)]
     with tempfile.TemporaryDirectory() as runtime:
         os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
-        with KeeperProcess([*(str(directory / name) for name in "ab"), *bounds], timeout_s=300):
-            for rep in range(2 * reps):
-                for what in ("attach, swapped back", "attach, on the device"):
+        with KeeperProcess([*[str(checkpoint)] * num_models, *models, *bounds], timeout_s=300):
+            ways = (("attach, swapped back", False), ("attach, swapped back, compared", True))
+            for what, verify in ways:
+                for turn in range(max(2, reps) * num_models):
                     begun = time.perf_counter()
-                    with ps.attach("ab"[rep % 2], wait_s=60, verify=False):
+                    with ps.attach(names[turn % num_models], wait_s=60, verify=verify):
                         made[what].append(time.perf_counter() - begun)
+            for _ in range(reps):
+                begun = time.perf_counter()
+                with ps.attach(names[-1], wait_s=60, verify=False):
+                    made["attach, on the device"].append(time.perf_counter() - begun)
         for _ in range(reps):
             begun = time.perf_counter()
-            ps.load(directory / "a", device=device, copy=True)
+            ps.load(checkpoint, device=device, copy=True)
             made["fresh load"].append(time.perf_counter() - begun)
-    for name in "ab":
-        shutil.rmtree(directory / name)
+    # The first round moves each model down once, to memory that may not be pinned yet.
+    made["attach, swapped back"] = made["attach, swapped back"][num_models:]
+    shutil.rmtree(checkpoint)
     return made
 
 
@@ -200,6 +215,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dir", type=Path, action="append", default=[])
     parser.add_argument("--keeper", action="store_true")
+    parser.add_argument("--models", type=int, default=2, help="models of the keeper, one of which is resident")
     arguments = parser.parse_args()
     nbytes, reps = int(arguments.total_gb * GB) // 4096 * 4096, arguments.reps
     load_nbytes = int((arguments.load_gb or arguments.total_gb) * GB)
@@ -221,7 +237,10 @@ def main() -> None:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
             print(f"\n{directory}")
             if arguments.keeper:
-                show(keeper_swaps(place, arguments.device, load_nbytes, reps), {}, "s")
+                if arguments.device != "cpu":
+                    rate = limits.h2d(arguments.device)
+                    print(f"limit of one way: {rate:.1f} GB/s, {load_nbytes / GB / rate:.3f} s")
+                show(keeper_swaps(place, arguments.device, load_nbytes, reps, arguments.models), {}, "s")
                 continue
             rows: dict[str, list[float]] = {}
             bounds: dict[str, float] = {}

@@ -509,5 +509,6 @@ def _levels(
         levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
         if host_bytes is not None:
             pool = PoolTier(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
-            levels.append(Level(tier=pool, budget_bytes=host_bytes))
+            # A model that comes back leaves its copy: the one that makes room for it is then not copied down each time.
+            levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True))
     return [*levels, *below]

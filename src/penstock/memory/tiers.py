@@ -6,8 +6,8 @@ Not here: the tiers themselves and moves between two rooms (`tier`), the user of
     source --fill--> gpu <--move--> host <--move--> disk --forget--> source
                       '-- pin: here, and not elsewhere, until the `with` block ends
 
-A block moves: it is in one tier at a time, and in two only while a reader still uses the old place. The source is never
-written to. One move runs at a time (`_turn`), since moves share links; filling from a source runs in parallel. An entry
+A block moves: it is in one tier at a time. An old place stays while a reader uses it, and as a copy in a slower tier that
+keeps copies (`Level.keeps_copies`), until its room is needed. The source is never written to. One move runs at a time (`_turn`), since moves share links; filling from a source runs in parallel. An entry
 that is moved or filled is `busy`: no other thread pins or moves it meanwhile.
 
 Locks: the mover's (`_turn`) before the state's, never the reverse. The user of a block is called without the state's
@@ -58,6 +58,8 @@ class Level:
     tier: Tier
     budget_bytes: int | None = None
     """Bytes that rooms may take; None: as many as there are."""
+    keeps_copies: bool = False
+    """Whether a block that moves up leaves its bytes here until the room is needed: it then moves down without a copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +73,7 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A block and its rooms, by tier: more than one only while an old one is read.
+    """A block and its rooms, by tier: others than that of `at` are read still, or are copies.
 
     Attributes:
         again: `fill` can be called again.
@@ -356,11 +358,12 @@ class Tiers(Closing):
             self._leave(entry)
 
     def _leave(self, entry: _Entry) -> None:
-        """Free the places of an entry that are not its current one and have no users."""
+        """Free the places of an entry that are not its current one, have no users, and are no copies to keep."""
         with self._state:
             if entry.busy:
                 return
             left = [i for i, place in entry.places.items() if i != entry.at and not place.pins]
+            left = [i for i in left if i < entry.at or not self._levels[i].keeps_copies]
             rooms = [(i, entry.places.pop(i)) for i in left]
         self._close(rooms)
 
@@ -466,11 +469,17 @@ class Tiers(Closing):
         with self._state:
             if used[at] + charge <= level.budget_bytes:
                 return
-            idle = [entry for entry in self._entries.values() if entry.at == at and self._may_leave(entry)]
-            idle.sort(key=lambda entry: entry.used)
+            by_use = sorted(self._entries.values(), key=lambda entry: entry.used)
+            idle = [entry for entry in by_use if entry.at == at and self._may_leave(entry)]
+            copies = [entry for entry in by_use if entry.at < at and self._is_copy(entry, at)]
             # Computed first: pushing blocks out in vain, before finding that it does not fit, would cost their reload.
-            least = used[at] + charge - sum(entry.places[at].charge for entry in idle)
+            least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:
+            # Copies first: the blocks have their bytes elsewhere.
+            for entry in copies:
+                if used[at] + charge <= level.budget_bytes:
+                    break
+                self._release(entry, at)
             for entry in idle:
                 if used[at] + charge <= level.budget_bytes:
                     break
@@ -484,6 +493,10 @@ class Tiers(Closing):
             name, others = self._names[at], least - charge
             message = f"{charge} bytes do not fit in {name}: {others} of its {level.budget_bytes} bytes cannot be moved"
             raise BudgetTooSmall(message, minimum_bytes=least)
+
+    def _is_copy(self, entry: _Entry, at: int) -> bool:
+        """Return whether an entry in a faster tier has a copy here that nobody uses; the caller holds the state's lock."""
+        return at in entry.places and not entry.busy and not entry.places[at].pins
 
     def _may_leave(self, entry: _Entry) -> bool:
         # One that cannot be read again stays in the last tier: to forget it would lose it.
@@ -522,7 +535,7 @@ class Tiers(Closing):
                 self._arrived(entry, to)
             return entry.again
         if to in entry.places:
-            # A reader still has the old room there, with the same bytes: nothing need be copied.
+            # A copy was kept there, or a reader still has the old room: the same bytes, and nothing need be copied.
             self._arrived(entry, to)
             return True
         try:

@@ -61,9 +61,11 @@ def seen(room: Room) -> bytes:
     return bytes(into)
 
 
-def make(*budgets: int | None, **options: float) -> Tiers:
+def make(*budgets: int | None, keeps_copies: bool = False, **options: float) -> Tiers:
     names = ("gpu", "host", "disk")
-    levels = [Level(tier=HeapTier(n), budget_bytes=b) for n, b in zip(names, budgets, strict=False)]
+    levels = [
+        Level(tier=HeapTier(n), budget_bytes=b, keeps_copies=keeps_copies) for n, b in zip(names, budgets, strict=False)
+    ]
     return Tiers(levels, **options)  # type: ignore[arg-type]
 
 
@@ -72,10 +74,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     BUDGETS: ClassVar = {"gpu": 300, "host": 250, "disk": 400}
     BLOCKS: ClassVar = [block(i, 40 + 25 * i) for i in range(8)]
+    KEEPS_COPIES: ClassVar = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.source, self.tiers = Source(), make(*self.BUDGETS.values())
+        self.source, self.tiers = Source(), make(*self.BUDGETS.values(), keeps_copies=self.KEEPS_COPIES)
         self.there: set[Block] = set()
         self.pins: list[tuple[Block, Room, ExitStack]] = []
 
@@ -146,7 +149,7 @@ class TiersMachine(RuleBasedStateMachine):
             # A pinned copy that was left behind is counted, too.
             least, most = sum(one.nbytes for one in held), sum(one.nbytes for one in self.BLOCKS)
             assert least <= stats.tiers[name].used_bytes <= most
-        if not self.pins:
+        if not self.pins and not self.KEEPS_COPIES:
             assert sum(one.used_bytes for one in stats.tiers.values()) == sum(
                 one.nbytes for one in self.there if where[one] != SOURCE
             )
@@ -172,6 +175,58 @@ class TiersMachine(RuleBasedStateMachine):
 
 TestAnySequence = TiersMachine.TestCase
 TestAnySequence.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class CopiesMachine(TiersMachine):
+    """The same where blocks that moved up leave copies."""
+
+    KEEPS_COPIES = True
+
+
+TestAnySequenceWithCopies = CopiesMachine.TestCase
+TestAnySequenceWithCopies.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_block_with_a_copy_goes_down_without_being_copied() -> None:
+    source = Source()
+    with make(100, 300, keeps_copies=True) as tiers:
+        for i in range(3):
+            tiers.put(block(i), source.of(block(i)))
+        for turn in range(6):
+            with tiers.pin(block(turn % 3)) as room:
+                assert seen(room) == bytes(content(block(turn % 3)))
+        stats = tiers.stats()
+        # Two went down when they were put, and the third when the first came back: each once.
+        assert stats.links["gpu", "host"].num_moves == 3
+        assert stats.links["host", "gpu"].num_moves == 6
+        assert max(source.reads.values()) == 1
+        assert (stats.tiers["gpu"].used_bytes, stats.tiers["host"].used_bytes) == (100, 300)
+
+
+def test_copies_make_room_before_blocks_do() -> None:
+    source = Source()
+    with make(200, 200, None, keeps_copies=True) as tiers:
+        for i in range(2):
+            tiers.put(block(i), source.of(block(i)), tier="host")
+        for i in range(2):
+            tiers.promote(block(i))
+        assert tiers.stats().tiers["host"].used_bytes == 200
+        tiers.put(block(2), source.of(block(2)), tier="host")
+        # The copy of the block that was used least has made room for it, and nothing else has moved.
+        assert tiers.where(map(block, range(3))) == ["gpu", "gpu", "host"]
+        assert tiers.stats().tiers["host"].used_bytes == 200
+        tiers.demote(block(1))
+        assert ("gpu", "host") not in tiers.stats().links
+        tiers.demote(block(0))
+        assert tiers.stats().links["gpu", "host"].num_moves == 1
+
+
+def test_damage_drops_the_copy_too() -> None:
+    with make(100, 100, keeps_copies=True) as tiers:
+        tiers.put(block(0), Source().of(block(0)), tier="host")
+        tiers.promote(block(0))
+        tiers.discard(block(0))
+        assert [tier.used_bytes for tier in tiers.stats().tiers.values()] == [0, 0]
 
 
 def test_what_is_used_least_goes_down_and_comes_back_without_its_source() -> None:
