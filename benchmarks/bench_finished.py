@@ -77,7 +77,7 @@ def save(kind: str, directory: Path, num_bytes: int) -> None:
     import torch
     import transformers
 
-    hidden = 1024 if num_bytes > 1 << 28 else 128
+    hidden = 4096 if num_bytes > 4 << 30 else 1024 if num_bytes > 1 << 28 else 128
     shape = {"hidden_size": hidden, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
     shape |= {"vocab_size": 8192}
     if kind == "llama":

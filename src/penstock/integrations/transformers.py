@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import BudgetTooSmall, ConfigError, HubUnavailable, MissingExtra, NotFound
+from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError
 from penstock.integrations.accelerated import accelerated as accelerated  # its name for users of transformers
 from penstock.integrations.accelerated import directory
 from penstock.loader.progress import ProgressOption
@@ -407,7 +407,8 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
         report = api.hand_over(model, name).report
-    except (NotFound, BudgetTooSmall) as error:
+    # The model is loaded, and a hand-over that fails leaves it as it was.
+    except PenstockError as error:
         _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
     else:
         _logger.info("penstock: handed over: %s", report.summary())

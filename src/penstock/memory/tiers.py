@@ -6,8 +6,9 @@ Not here: the tiers themselves and moves between two rooms (`tier`), the user of
     source --fill--> gpu <--move--> host <--move--> disk --forget--> source
                       '-- pin: here, and not elsewhere, until the `with` block ends
 
-A block moves: it is in one tier at a time. An old place stays while a reader uses it, and as a copy in a slower tier that
-keeps copies (`Level.keeps_copies`), until its room is needed. The source is never written to. One move runs at a time (`_turn`), since moves share links; filling from a source runs in parallel. An entry
+A block moves: it is in one tier at a time. An old place stays while a reader uses it, and as a copy in a slower tier
+that keeps copies (`Level.keeps_copies`) until its room is needed. The source is never written to. One move runs at a
+time (`_turn`), since moves share links; filling from a source runs in parallel. An entry
 that is moved or filled is `busy`: no other thread pins or moves it meanwhile.
 
 Locks: the mover's (`_turn`) before the state's, never the reverse. The user of a block is called without the state's
@@ -59,7 +60,7 @@ class Level:
     budget_bytes: int | None = None
     """Bytes that rooms may take; None: as many as there are."""
     keeps_copies: bool = False
-    """Whether a block that moves up leaves its bytes here until the room is needed: it then moves down without a copy."""
+    """Whether a block that moves up leaves its bytes here until the room is needed: then nothing is copied down."""
 
 
 @dataclass(slots=True, eq=False)
@@ -495,7 +496,7 @@ class Tiers(Closing):
             raise BudgetTooSmall(message, minimum_bytes=least)
 
     def _is_copy(self, entry: _Entry, at: int) -> bool:
-        """Return whether an entry in a faster tier has a copy here that nobody uses; the caller holds the state's lock."""
+        """Return whether an entry has a copy here that nobody uses; the caller holds the state's lock."""
         return at in entry.places and not entry.busy and not entry.places[at].pins
 
     def _may_leave(self, entry: _Entry) -> bool:
