@@ -1,6 +1,6 @@
 """Digests of strips: equal runs of bytes at a pitch, as a tensor's shard lies in memory, digested as if packed.
 
-In: memory, and strips as columns. Out: one XXH3-64 for each strip, which does not depend on the pitch.
+In: memory, and strips as columns. Out: one XXH3-64 for each strip, which does not depend on the pitch; packed bytes.
 Not here: the same bits on a device (`digest.cuda`), the comparison of digests (`sync.receive.transfer`).
 
     strip, as if packed --> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
@@ -113,6 +113,15 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
                 leaf_digests(part.data, leaf_bytes, leaves[leaf : leaf + 1])
         out[i] = leaves[0] if count == 1 else xxhash.xxh3_64_intdigest(leaves[:count].astype("<u8", copy=False).data)
     return out
+
+
+def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
+    """Copy strips of host memory to the start of `out`, one after the other; no Python for each run."""
+    done = 0
+    columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
+    for at, run, rows, pitch in zip(*(column.tolist() for column in columns), strict=True):
+        _pack(memory[at:], run, pitch, 0, out[done : done + run * rows])
+        done += run * rows
 
 
 def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
