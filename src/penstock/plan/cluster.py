@@ -101,6 +101,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Within the node: time to start a kernel that copies short runs."""
     gather_gb_per_s: float = 0.0
     """Rate of that kernel; 0: as much as the link."""
+    pack_gb_per_s: float = 0.0
+    """Beyond the node: bytes of short runs that a source packs for a reader; 0: it packs none."""
     worker_gb_per_s: float = 0.0
     """Rate at which a worker of a conversion reads files in the host's memory beside its other stages; 0: no bound."""
     answer_s: float
@@ -118,7 +120,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"{self.name}: the rates of operations must be above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
-        if min(*costs, *near, self.worker_gb_per_s) < 0:
+        if min(*costs, *near, self.worker_gb_per_s, self.pack_gb_per_s) < 0:
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
 
@@ -142,6 +144,7 @@ H200_RATES = Rates(
     gap_s=0.13e-6,
     gather_s=0.2e-3,
     gather_gb_per_s=350.0,
+    pack_gb_per_s=1140.0,
     worker_gb_per_s=10.2,
     answer_s=1e-3,
     hop_s=3.5e-3,
@@ -162,6 +165,11 @@ H200_RATES = Rates(
         ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
         ("gather_s", "penstock.transport.cuda_ipc.MANY"),
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
+        (
+            "pack_gb_per_s",
+            "benchmarks/results/h200x2_202611/strips.md: digests of gapped runs, which pack them first; assumed "
+            "for runs below 4 KiB",
+        ),
         ("worker_gb_per_s", "benchmarks/results/h200x2_202611/convert.md, two workers on 32 cores"),
         ("answer_s", "assumed: a small request to a member's server"),
         ("hop_s", "penstock.plan.schedule: 3 to 4 ms between two processes on two busy cores"),
@@ -176,10 +184,12 @@ CPU_RATES = Rates(
     post_s=50e-6,
     run_s=1.7e-6,
     short_run_s=1.7e-6,
+    pack_gb_per_s=5.2,
     answer_s=1e-3,
     hop_s=3.5e-3,
     source=(
         ("run_s", "benchmarks/results/cpu2_202611/transport.md, 4 KiB segments"),
+        ("pack_gb_per_s", "benchmarks/results/cpu2_202611/packing.md, runs of 256 bytes"),
         ("device_copy_gb_per_s", "benchmarks/results/cpu2_202611/transport.md, one memmove"),
         ("hop_s", "penstock.plan.schedule: 3 to 4 ms between two processes on two busy cores"),
         ("quantise_gb_per_s", "assumed; so are the others"),
