@@ -37,7 +37,17 @@ _RUNS = 256
 _SHORT_BYTES = 4096
 _COLUMN_BYTES, _GAPS = 256, 8
 # The rates of copies between two devices of one host.
-_NEAR = ("slab_s", "near_post_s", "copy_s", "gap_s", "gather_s", "gather_gb_per_s", "worker_gb_per_s")
+_NEAR = (
+    "slab_s",
+    "near_post_s",
+    "copy_s",
+    "gap_s",
+    "shared_gb_per_s",
+    "shared_gap_s",
+    "gather_s",
+    "gather_gb_per_s",
+    "worker_gb_per_s",
+)
 
 Timed = Callable[[], object]
 

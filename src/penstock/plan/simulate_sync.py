@@ -244,6 +244,8 @@ _USED = (
     "near_post_s",
     "copy_s",
     "gap_s",
+    "shared_gb_per_s",
+    "shared_gap_s",
     "gather_s",
     "gather_gb_per_s",
     "pack_gb_per_s",
@@ -281,6 +283,13 @@ def _answered(work: Work, rates: Rates) -> F64:
     done -= (done - took)[np.searchsorted(questions[0], questions[0])]
     answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
     return answered_s
+
+
+def _num_peers(of: I64, others: I64) -> I64:
+    """Return for each read the number of different `others` of its `of`."""
+    pairs = np.unique(np.stack((of, others)), axis=1)
+    num: I64 = np.bincount(pairs[0], minlength=int(of.max(initial=-1)) + 1)[of]
+    return num
 
 
 class _Run:
@@ -343,7 +352,9 @@ class _Run:
         self._wait_buffer: dict[int, deque[int]] = {}
         # When the source's device has packed what it was asked to so far.
         self._packer_free: dict[int, float] = {}
-        self._stretch = np.where(near, links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates), 1.0)
+        is_shared = near & (_num_peers(work.receiver, work.source) > 1) & (_num_peers(work.source, work.receiver) > 1)
+        stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, is_shared, rates)
+        self._stretch = np.where(near, stretch, 1.0)
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
         self.answered: F64 | None = None
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""

@@ -150,6 +150,24 @@ def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
     assert apart.predicted_s == near(NBYTES / 50e9)
 
 
+def test_links_that_several_readers_and_sources_share_carry_less_and_show_the_start_of_each_copy() -> None:
+    rates = msgspec.structs.replace(FREE, shared_gb_per_s=200.0, shared_gap_s=1e-3, gap_s=1e-4)
+    for sources, receivers, expected_s in ((1, 1, NBYTES / 400e9 + 16e-4), (2, 2, NBYTES / 200e9 + 32e-3)):
+        one = plan(sources, receivers)
+        found = simulate_sync(one, NODE, rates, one_node=True, staged=False)
+        # 32 copies of a receiver of two sources; 16 of one of one source.
+        assert found.predicted_s == near(expected_s)
+        assert found.moved_bytes == one.nbytes
+    # One reader of two sources, and two readers of one: neither end is shared by others.
+    for sources, receivers in ((2, 1), (1, 2)):
+        found = simulate_sync(plan(sources, receivers), NODE, rates, one_node=True, staged=False)
+        assert found.predicted_s == near(NBYTES * receivers / 400e9 + 32e-4)
+    gathered = msgspec.structs.replace(rates, gather_gb_per_s=300.0)
+    assert simulate_sync(columns(2), NODE, gathered, one_node=True, staged=False).predicted_s == near(
+        NBYTES / 2 / 200e9
+    )
+
+
 def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
     one = columns(1)
     work = Work.of(one, FREE)
@@ -248,9 +266,10 @@ def test_a_source_digests_for_its_receivers_in_turn() -> None:
     [
         ("llama", 64_000_000_000, False, 0.1085),
         ("llama", 64_000_000_000, True, 0.1299),
+        ("moe", 32_000_000_000, False, 0.0814),
     ],
 )
-def test_what_four_h200_measured_is_predicted_within_a_fifth(
+def test_what_four_h200_measured_is_predicted_within_a_tenth(
     kind: str, nbytes: int, staged: bool, measured_s: float
 ) -> None:
     """Medians of `update` with four reads of a source under way: benchmarks/results/h200x4_202611/sync.md."""
@@ -263,7 +282,7 @@ def test_what_four_h200_measured_is_predicted_within_a_fifth(
     wanted = receiver_layouts(model, 2, tp=2, whole_experts=True)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, reads_of_one=4, staged=staged, one_node=True)
-    assert abs(found.off_by(measured_s)) < 0.2
+    assert abs(found.off_by(measured_s)) < 0.1
 
 
 def test_a_small_watermark_waits_for_each_answer() -> None:
