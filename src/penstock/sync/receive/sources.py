@@ -348,7 +348,7 @@ class SourceRead:
         except PenstockError as error:
             return error, False
         release.clear()
-        segments, lease = batch.segments(), ""
+        lease = ""
         if reply.regions is None:
             self._note_unpacked(reply.why)
         else:
@@ -357,10 +357,12 @@ class SourceRead:
                 transport, descriptor, _ = self._into.links.choose(
                     {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
                 )
-                segments, lease = packed_segments(batch), reply.lease
+                lease = reply.lease
             except PlanError as error:
                 self._note_unpacked(error.message)
                 release.append(reply.lease)
+        # A segment for each run only where it must be: 64 MiB are 262,144 runs of 256 bytes.
+        segments = packed_segments(batch) if lease else batch.segments()
         if lease:
             leases.add(link, lease)
         try:
@@ -387,6 +389,9 @@ class SourceRead:
             Cancelled: the run is over.
             PenstockError: from the link.
         """
+        if self.short_runs.why:
+            # Another read has waited for a buffer in vain: this one must not wait as long again.
+            return PackReply(why=self.short_runs.why)
         first = sum(self.link.map.sizes[:theirs])
         strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
         seen = -1

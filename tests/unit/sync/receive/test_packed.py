@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -270,13 +271,21 @@ def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
 ) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
-    world = World(http, MIB)
-    expected = world.expected()
+    world = World(http, 1 << 16, [(4096, 512)])
+    expected, asked = world.expected(), []
     assert pack(world.sources[1], short_strips(world)).regions is not None
-    report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(world.links())
+
+    class Counting(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            asked.append(time.monotonic())
+            return super().pack(strips, **how)
+
+    given = world.links() | {"p1": Counting(world.sources[1], same_process=False)}
+    report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(given)
     assert np.array_equal(whole(world.receiver), expected)
     assert 0 < report.packed_bytes < world.part.nbytes
     assert report.packing()[1:] == ("short runs read where they lie: no buffer of the source was released for 1.0 s",)
+    assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
 
 
 def test_a_source_whose_rows_never_become_ready_stalls(http: Links) -> None:
