@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -13,9 +14,10 @@ from tests.unit.sync.parts import naive, parts, sharded
 
 from penstock.cuda import pack as pack_cuda
 from penstock.digest.cuda import plan_strips
-from penstock.digest.strip import Strips, strip_digests
+from penstock.digest.strip import Strips, pack_strips, strip_digests
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
+from penstock.sync import packer
 from penstock.sync.copy_plan import Copy, StagingCopy
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.offer import VersionSnapshot
@@ -176,3 +178,35 @@ def test_shadow_and_replica(links: Links) -> None:
                 assert (told.digests == strip_digests(whole(pinned.local_version.regions.memories), some)).all()
                 content(live[0]).add_(1)
                 pinned.snapshot(version + 1)
+
+
+def test_a_kernel_packs_strips_as_the_host_does(links: Links) -> None:
+    strips = random_strips(64 * MIB, 200, 7)
+    strips = strips[np.cumsum(strips.nbytes) <= 32 * MIB]
+    source, into = (Arena.allocate(nbytes, DEVICE) for nbytes in (64 * MIB, 32 * MIB))
+    source.bytes_at(0, source.nbytes).random_()
+    memory, buffer = (
+        Memory(address=one.address, nbytes=one.nbytes, device=one.device, owner=one) for one in (source, into)
+    )
+    written = torch.cuda.Event()
+    written.record()
+    packer.Packer(links, 8 * 32 * MIB).fill(packer._Buffer(buffer, {}), memory, strips, [written])
+    expected = np.zeros(32 * MIB, np.uint8)
+    pack_strips(whole([memory]), strips, expected)
+    nbytes = int(strips.nbytes.sum())
+    assert np.array_equal(whole([buffer])[:nbytes], expected[:nbytes])
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+def test_columns_of_a_device_are_packed_for_a_reader_over_nixl() -> None:
+    holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 4, 2)
+    part = parts(holdings, wants, 1 << 30)[1]
+    with open_links(only=["nixl"]) as links:
+        source = LocalVersion(holdings[0], on_device(holdings[0], DEVICE), links, pack_bytes=64 * MIB)
+        source.begin(1)
+        source.ready()
+        into = LocalVersion(wants[1], on_device(wants[1], DEVICE), links)
+        expected = naive(part, [whole(source.regions.memories)], whole(into.regions.memories))
+        report = Transfer(part, into.regions, stall_s=20.0).run({"p0": LocalLink(source, same_process=False)})
+        assert np.array_equal(whole(into.regions.memories), expected)
+        assert report.packed_bytes > 0

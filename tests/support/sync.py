@@ -65,6 +65,8 @@ class SyncTask:
     """Of the adapter that the versions are; empty: they are no adapter. `base B` changes it."""
     refuses: tuple[int, ...] = ()
     """Versions that the subscriber's check refuses; not empty: it has a check."""
+    holds_buffer: bool = False
+    """The first read of a source's buffer into which it packed short runs begins, says `holding`, and never ends."""
     pause_s: float = 0.0
     """Time that each digesting of strips takes on top, at a source and a receiver: a slow rank."""
 
@@ -157,6 +159,18 @@ def _slow(pause_s: float) -> None:
     vars(local_version)["Regions"].digests = slow
 
 
+def _hold() -> None:
+    """Have every read of a source's buffer stop at its start, in this process."""
+    from penstock.sync.receive import sources
+
+    def never(*args: Any) -> Any:
+        say("holding")
+        threading.Event().wait()
+        yield
+
+    vars(sources)["_posted"] = never
+
+
 def _work(task: SyncTask) -> None:
     import torch
 
@@ -166,6 +180,8 @@ def _work(task: SyncTask) -> None:
     set_constants(task.constants)
     if task.pause_s:
         _slow(task.pause_s)
+    if task.holds_buffer:
+        _hold()
     begin = -1 if task.side == "publisher" else -2
     shards = _shards(task, taken(task, begin))
     connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
@@ -276,6 +292,8 @@ def _update(
         "delta": report.delta,
         "sources": dict(report.sources),
         "path": report.path,
+        "why": report.why,
+        "packed_bytes": report.packed_bytes,
         "attempts": report.attempts,
         "pause_s": report.pause_s,
         "wall_s": report.wall_s,

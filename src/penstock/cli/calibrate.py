@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
+from penstock.digest.strip import Strips, pack_strips
 from penstock.http.control import ControlConnection, over_tcp
 from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
@@ -34,8 +35,19 @@ _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096
+_COLUMN_BYTES, _GAPS = 256, 8
 # The rates of copies between two devices of one host.
-_NEAR = ("slab_s", "near_post_s", "copy_s", "gap_s", "gather_s", "gather_gb_per_s", "worker_gb_per_s")
+_NEAR = (
+    "slab_s",
+    "near_post_s",
+    "copy_s",
+    "gap_s",
+    "shared_gb_per_s",
+    "shared_gap_s",
+    "gather_s",
+    "gather_gb_per_s",
+    "worker_gb_per_s",
+)
 
 Timed = Callable[[], object]
 
@@ -105,20 +117,45 @@ def _host_stages() -> dict[str, float]:
         "device_copy_gb_per_s": _BYTES / GB / _best_s(lambda: np.copyto(target, source)),
         "digest_gb_per_s": _BYTES / GB / _best_s(lambda: leaf_digests(view, LEAF_BYTES, leaves)),
         "step_s": _best_s(lambda: leaf_digests(view[:64], LEAF_BYTES, leaves)),
+        "pack_gb_per_s": _BYTES / _GAPS / GB / _best_s(lambda: pack_strips(source, _columns(), target)),
     }
+
+
+def _columns() -> Strips:
+    """Return one column of many rows: runs as short as a receiver's eighth of a tensor."""
+    num_rows = _BYTES // (_GAPS * _COLUMN_BYTES)
+    at, run, rows, pitch = (np.array([value]) for value in (0, _COLUMN_BYTES, num_rows, _GAPS * _COLUMN_BYTES))
+    return Strips(at=at, run_bytes=run, num_rows=rows, pitch=pitch)
 
 
 def _device_stages() -> dict[str, float]:
     """Measure copying and digesting on the first device."""
     import torch
 
+    from penstock.cuda.pack import plan_pack
     from penstock.digest.cuda import leaf_digests_cuda
 
     device = torch.device("cuda:0")
     source, target = (torch.zeros(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     at = np.arange(source.data_ptr(), source.data_ptr() + _BYTES, LEAF_BYTES)
 
+    columns = _columns()
+    nothing, whole = np.zeros(1, np.int64), columns.nbytes
+    packing = plan_pack(
+        np.array([target.data_ptr()]),
+        source.data_ptr() + columns.at,
+        columns.run_bytes,
+        columns.pitch,
+        nothing,
+        whole,
+        device,
+    )
+
     # Each ends with a wait for the device: kernels and copies only begin in the call.
+    def pack() -> None:
+        packing.run()
+        torch.cuda.synchronize(device)
+
     def digest(count: int) -> None:
         leaf_digests_cuda(at[:count], np.full(count, LEAF_BYTES), device)
         torch.cuda.synchronize(device)
@@ -131,6 +168,7 @@ def _device_stages() -> dict[str, float]:
         "device_copy_gb_per_s": _BYTES / GB / _best_s(copy),
         "digest_gb_per_s": _BYTES / GB / _best_s(lambda: digest(len(at))),
         "step_s": _best_s(lambda: digest(1)),
+        "pack_gb_per_s": _BYTES / _GAPS / GB / _best_s(pack),
     }
 
 

@@ -716,6 +716,35 @@ class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
     """The ranges of that digest are not known, and must be sent."""
 
 
+class PackRequest(DigestRequest, frozen=True, kw_only=True):
+    """Byte ranges that the caller wants to read in one piece."""
+
+    release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
+    """Leases of buffers that the caller has read, and does not need any more."""
+
+
+class PackReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Descriptors of the buffer that has the ranges, by transport; None while there is no buffer, or no bytes."""
+
+    regions: dict[str, bytes] | None = None
+    lease: str = ""
+    progress: Count = 0
+    """Rows ready and requests filled so far; while it grows, the source makes progress."""
+    is_full: bool = False
+    """The ranges are ready, and other callers have all buffers."""
+    why: str = ""
+    """The reason why this member cannot pack at all."""
+    is_unknown: bool = False
+    """The ranges of that digest are not known, and must be sent."""
+
+
+class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
+    """Leases of buffers that the caller still reads, and of those that it has read."""
+
+    keep: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
+    release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's progress, sent to the planner of its part."""
 

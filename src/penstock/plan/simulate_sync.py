@@ -5,13 +5,14 @@ Not here: the plan (`sync`), the sharing of links (`simulate`).
 
     source:    transform b0 | b1 | b2 ...                  one after the other; requested digests, in turn
     receiver:  part, maps -> post -> wire -> digest, compare -> done   windows in order, two at a time, below a
-                                                           watermark, as `sync.receive.transfer` does; reads in
+                               '<- next buffer <-'         watermark, as `sync.receive.transfer` does; reads in
                                                            parallel, but their work in Python one after the other
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from penstock.plan.cluster import SHORT_RUN_BYTES, SLAB_BYTES, Cluster, Links, Rates, slowdowns
 from penstock.plan.layout import Layout
+from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, packable
 from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
 from penstock.plan.sync import (
     AHEAD_WINDOWS,
@@ -30,11 +32,13 @@ from penstock.plan.sync import (
     Part,
     SyncPlan,
 )
-from penstock.segments import spread
+from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
 """Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version."""
+
+BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 
 _STEPS = 4000
 """Least number of steps: reads that begin or end within one of this many parts of a run are taken together."""
@@ -54,7 +58,12 @@ class Work:
     """The last bucket that it has bytes of: it can begin when the source has made that one."""
     nbytes: I64
     far_s: F64
-    """Seconds that its runs cost beyond the node, where each is requested by itself; posting it is not included."""
+    """Seconds that its runs cost beyond the node, where each is requested by itself; posting it is not included. Runs
+    that the source packs are left out."""
+    packed_bytes: I64
+    """Beyond the node: bytes that the source packs, to be read from its buffers one after the other."""
+    packed_s: F64
+    """Seconds that requesting these costs then, run by run; posting the reads of buffers is not included."""
     num_copies: I64
     """Within the node: long runs, each of which is a copy of its own."""
     short_bytes: I64
@@ -63,9 +72,9 @@ class Work:
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
         """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
-        names = ("window", "source", "bucket", "nbytes", "far_s", "num_copies", "short_bytes")
+        names = ("window", "source", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
-        collected["far_s"] = [np.zeros(0)]
+        collected |= {"far_s": [np.zeros(0)], "packed_s": [np.zeros(0)]}
         num_windows = 0
         # One part after the other: all parts of a trillion parameters at once would need gigabytes.
         for r in range(len(plan.receivers)):
@@ -88,6 +97,11 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
+    # Packed, a strip is one run. All strips of the part are judged at once, where a receiver judges read by read.
+    is_packed = packable(_rectangles(part), BUFFER_BYTES if rates.pack_gb_per_s else 0)
+    packed_bytes = np.where(is_packed, nbytes, 0)
+    packed_s = np.where(is_packed, np.where(nbytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s), 0.0)
+    far_s = np.where(is_packed, 0.0, far_s)
     # As `transport.Rectangles.longest_runs` has it: what lies in one piece at both ends is one run.
     is_whole = (part.src_pitch == part.run_bytes) & (part.dst_pitch == part.run_bytes)
     is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
@@ -107,9 +121,11 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
         return each * (turn + 1) // of - each * turn // of
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
+    amounts["packed_bytes"] = share(packed_bytes)
     # A piece of a strip with a long run is at least part of one copy; rounding down would make it free.
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
+    amounts["packed_s"] = np.repeat(packed_s[order] / cuts, cuts)
     stop = np.cumsum(amounts["nbytes"])
     fresh = np.ones(len(window), bool)
     fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
@@ -123,6 +139,18 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     turns = np.lexsort((number, window[head]))
     columns = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
     return columns | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
+
+
+def _rectangles(part: Part) -> Rectangles:
+    """Return the segments of a part, of all sources, as one table."""
+    return Rectangles(
+        src=part.src,
+        dst=part.dst,
+        run_bytes=part.run_bytes,
+        num_rows=part.num_rows,
+        src_pitch=part.src_pitch,
+        dst_pitch=part.dst_pitch,
+    )
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
@@ -216,8 +244,11 @@ _USED = (
     "near_post_s",
     "copy_s",
     "gap_s",
+    "shared_gb_per_s",
+    "shared_gap_s",
     "gather_s",
     "gather_gb_per_s",
+    "pack_gb_per_s",
     "answer_s",
 )
 
@@ -252,6 +283,13 @@ def _answered(work: Work, rates: Rates) -> F64:
     done -= (done - took)[np.searchsorted(questions[0], questions[0])]
     answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
     return answered_s
+
+
+def _num_peers(of: I64, others: I64) -> I64:
+    """Return for each read the number of different `others` of its `of`."""
+    pairs = np.unique(np.stack((of, others)), axis=1)
+    num: I64 = np.bincount(pairs[0], minlength=int(of.max(initial=-1)) + 1)[of]
+    return num
 
 
 class _Run:
@@ -296,9 +334,27 @@ class _Run:
         # Over NVLink short runs cost nothing each: a kernel copies those of a group.
         gathers = -(-work.short_bytes // GROUP_BYTES)
         near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
-        self.cost_s = np.where(near, near_s, rates.post_s + work.far_s)
-        self._cost_s = self.cost_s.tolist()
-        self._stretch = np.where(near, links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates), 1.0)
+        cost_s = np.where(near, near_s, rates.post_s + work.far_s)
+        self._cost_s = cost_s.tolist()
+        # The buffers that each read is read from, one after the other; the rest of it comes before them.
+        packed_bytes = np.where(near, 0, work.packed_bytes)
+        num_batches = -(-packed_bytes // BUFFER_BYTES)
+        self._batch_bytes = (packed_bytes / np.maximum(num_batches, 1)).tolist()
+        self._batch_s = (rates.post_s + work.packed_s / np.maximum(num_batches, 1)).tolist()
+        self._batches_left = num_batches.tolist()
+        self.cost_s = cost_s + num_batches * rates.post_s + np.where(near, 0.0, work.packed_s)
+        """Seconds of the receiver's host that posting each read takes, its buffers included."""
+        self._flow_bytes: list[float] = (work.nbytes - packed_bytes).tolist()
+        """What of each read goes over the wire next."""
+        self._is_packed = [False] * count
+        """Whether that comes from a buffer."""
+        self._free_buffers: dict[int, int] = {}
+        self._wait_buffer: dict[int, deque[int]] = {}
+        # When the source's device has packed what it was asked to so far.
+        self._packer_free: dict[int, float] = {}
+        is_shared = near & (_num_peers(work.receiver, work.source) > 1) & (_num_peers(work.source, work.receiver) > 1)
+        stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, is_shared, rates)
+        self._stretch = np.where(near, stretch, 1.0)
         self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
         self.answered: F64 | None = None
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
@@ -352,7 +408,7 @@ class _Run:
             self.moved += float(carried.sum())
             left = left - moved
             for read, at in zip(active[over].tolist(), ends[over].tolist(), strict=True):
-                self._land(read, at)
+                self._sent(read, at)
             active, left, now = active[~over], left[~over], until
             while self._events and self._events[0][0] <= now:
                 self._happen(*heapq.heappop(self._events))
@@ -361,7 +417,8 @@ class _Run:
                 self._new = []
                 self.begun[fresh] = now
                 active = np.concatenate((active, fresh))
-                left = np.concatenate((left, work.nbytes[fresh] * self._stretch[fresh]))
+                sent = np.array([self._flow_bytes[read] for read in fresh.tolist()])
+                left = np.concatenate((left, sent * self._stretch[fresh]))
 
     def _ask(self, r: int, at: float) -> None:
         """Have a receiver ask for the reads that it may."""
@@ -384,15 +441,25 @@ class _Run:
             heapq.heappush(self._events, (may_post_s, read, 0))
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """Handle an event. 0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified."""
+        """Handle an event. 0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified.
+
+        Of a read from buffers: 4: one of them is packed, 5: it is posted, 6: one is free again, after this read.
+        """
         r = self._receiver[read]
         if what == 0:
             self.posted[read] = start = max(self._host_free[r], at)
             # Python posts one read at a time: reads share the wire, not the host.
             self._host_free[r] = start + self._cost_s[read]
             heapq.heappush(self._events, (self._host_free[r], read, 1))
-        elif what == 1:
+        elif what == 1 and not self._flow_bytes[read] and self._batches_left[read]:
+            self._ask_packed(read, at)
+        elif what in (1, 5):
             self._new.append(read)
+        elif what == 4:
+            self._host_free[r] = max(self._host_free[r], at) + self._batch_s[read]
+            heapq.heappush(self._events, (self._host_free[r], read, 5))
+        elif what == 6:
+            self._give_buffer(self._source[read], at)
         elif what == 2:
             # The host starts a kernel a slab, so a long read costs it more than a short one.
             slabs = self._nbytes[read] // SLAB_BYTES
@@ -402,6 +469,41 @@ class _Run:
             heapq.heappush(self._events, (self._device_free[r], read, 3))
         else:
             self._check(r, read, at)
+
+    def _sent(self, read: int, at: float) -> None:
+        """Note that what a read had on the wire is there: the rest, from buffers of the source, or all of it."""
+        if self._is_packed[read]:
+            self._batches_left[read] -= 1
+            heapq.heappush(self._events, (at + self.rates.answer_s, read, 6))
+        if self._batches_left[read]:
+            self._ask_packed(read, at)
+        else:
+            self._land(read, at)
+
+    def _ask_packed(self, read: int, at: float) -> None:
+        """Have a read ask its source for the next buffer, or wait for one."""
+        source = self._source[read]
+        self._flow_bytes[read], self._is_packed[read] = self._batch_bytes[read], True
+        free = self._free_buffers.setdefault(source, NUM_BUFFERS)
+        if not free:
+            self._wait_buffer.setdefault(source, deque()).append(read)
+            return
+        self._free_buffers[source] = free - 1
+        self._pack(read, at)
+
+    def _give_buffer(self, source: int, at: float) -> None:
+        """Give a buffer that is free again to the read that waits longest."""
+        waiting = self._wait_buffer.get(source)
+        if waiting:
+            self._pack(waiting.popleft(), at)
+        else:
+            self._free_buffers[source] += 1
+
+    def _pack(self, read: int, at: float) -> None:
+        source, took = self._source[read], self._batch_bytes[read] / self.rates.pack_gb_per_s / GB
+        begun = max(at, self._packer_free.get(source, 0.0))
+        self._packer_free[source] = begun + took
+        heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 4))
 
     def _land(self, read: int, at: float) -> None:
         """Note that a read's bytes are there: digested after those before them, compared with the source's."""

@@ -31,10 +31,11 @@ from msgspec import Meta
 from penstock.cuda.events import is_passed
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips
 from penstock.digest.strip import Strips, memory_at, strip_digests
-from penstock.errors import ConfigError, PlanError, StaleDescriptor
-from penstock.hub.messages import FleetDecision, NewsReply, prepare
+from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
+from penstock.hub.messages import FleetDecision, NewsReply, PackReply, prepare
 from penstock.lifecycle import Closing
 from penstock.plan.layout import Layout
+from penstock.sync.packer import Packer
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Memory, encode
 from penstock.types import I64, U64
@@ -323,6 +324,8 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all rows were ready when the map was made: bytes may be read before their digests are requested."""
     metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
     """Texts that the trainer published with the version."""
+    pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """Most bytes of short runs that it packs for one request (`LocalVersion.pack`); 0: it packs none."""
 
 
 prepare(VersionMap)
@@ -346,12 +349,14 @@ class LocalVersion:
         version: the version that the memory has, or is being filled with; None between a fence and the next `begin`.
         generation: changes with every fence; maps from before a fence are stale.
         changed: guards the version and its rows, and is notified of every change.
+        packer: the buffers into which short runs are packed; None: there are none.
 
     Args:
         layout: rows that lie in `memories`.
         memories: the layout's regions, in order.
         links: the transports of this process.
         foreseen: see `Regions`.
+        pack_bytes: bound of the memory of one device into which short runs are packed; 0: none are.
 
     Raises:
         PlanError: the layout is invalid, or describes other regions.
@@ -359,13 +364,20 @@ class LocalVersion:
     """
 
     def __init__(
-        self, layout: Layout, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()
+        self,
+        layout: Layout,
+        memories: Sequence[Memory],
+        links: Links,
+        *,
+        foreseen: Sequence[Foreseen] = (),
+        pack_bytes: int = 0,
     ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"{layout.member}: the layout's regions differ from the memory's")
         self.layout = layout
         self.regions = Regions(memories, links, foreseen=foreseen)
+        self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}
         # Not the version alone: after a fence the same version may begin again, and a read across the fence is void.
@@ -390,6 +402,9 @@ class LocalVersion:
             # Descriptors first: a one-sided read involves no thread of this process, and notices the fence only
             # because the transport checks the generation after its bytes. From here on no read can pass that check.
             self.regions.fence()
+            # The buffers have bytes of this version too, and readers must not use them longer than the others.
+            if self.packer is not None:
+                self.packer.fence()
             self.generation += 1
             self.version = None
             self._is_ready[:] = False
@@ -470,6 +485,7 @@ class LocalVersion:
                 regions=self.regions.descriptors(),
                 is_ready=not self._not_ready[-1] and all(event.query() for event in self._events),
                 metadata=dict(self.metadata),
+                pack_buffer_bytes=0 if self.packer is None else self.packer.buffer_bytes,
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
@@ -486,7 +502,82 @@ class LocalVersion:
         """
         # They come from another process: offsets outside would digest memory that is not on offer.
         strips.check(self.regions.nbytes)
+        events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
+        if events is None:
+            return Answer(digests=None, num_ready=self.num_ready)
+        num_ready = self.num_ready
+        # Without the lock: a digest takes milliseconds, and a fence must not wait for it. A fence that came meanwhile
+        # shows in the generation below, and digests of mixed bytes are thrown away.
+        digests = self.regions.digests(strips, after=events)
+        with self.changed:
+            self._check(version, generation)
+        return Answer(digests=digests, num_ready=num_ready)
+
+    def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
+        """Pack strips of one region into a buffer once their rows are ready, and let the caller read it.
+
+        Args:
+            strips: offsets as in the layout; at most `Packer.buffer_bytes` together.
+            version, generation: of the caller's map.
+            wait_s: how long to wait for rows and for a buffer; call again for as long as `PackReply.progress` grows.
+
+        Raises:
+            StaleDescriptor: the memory has another version or generation, before or after the bytes were packed.
+            PlanError: a strip lies outside the memory, in another region than the first, or they are too many.
+            DestinationError: the device failed.
+        """
+        strips.check(self.regions.nbytes)
+        packer = self.packer
+        region = np.unique(locate(self.regions.first, strips.at, strips.stop))
+        # By Python's integers: the sum of many hostile lengths could wrap to a small number.
+        if packer is None or len(region) != 1 or sum(strips.nbytes.tolist()) > packer.buffer_bytes:
+            room = 0 if packer is None else packer.buffer_bytes
+            raise PlanError(f"{len(strips)} strips of {len(region)} regions cannot be packed into {room} bytes")
         deadline = time.monotonic() + wait_s
+        events = self._wait_ready(strips, version, generation, deadline)
+        if events is None:
+            return PackReply(progress=self._progress(packer))
+        memory = self.regions.memories[int(region[0])]
+        try:
+            buffer = packer.take(memory.device, deadline - time.monotonic())
+        except (ConfigError, DeviceOutOfMemory, DestinationError) as error:
+            # The reader goes on without: its report says why.
+            return PackReply(why=error.message, progress=self._progress(packer))
+        if buffer is None:
+            return PackReply(progress=self._progress(packer), is_full=True)
+        first = int(self.regions.first[int(region[0])])
+        here = Strips(at=strips.at - first, run_bytes=strips.run_bytes, num_rows=strips.num_rows, pitch=strips.pitch)
+        try:
+            packer.fill(buffer, memory, here, events)
+            with self.changed:
+                # As for digests: bytes that were packed across a fence are of two versions. In one step with the grant,
+                # so that a fence finds either no lease or one that it ends.
+                self._check(version, generation)
+                regions, lease = packer.grant(buffer)
+        except BaseException:
+            packer.give_back(buffer)
+            raise
+        return PackReply(regions=regions, lease=lease, progress=self._progress(packer))
+
+    def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
+        """Extend the leases of buffers, and end others; see `Packer.hold`."""
+        if self.packer is not None:
+            self.packer.hold(keep, release)
+
+    def _progress(self, packer: Packer) -> int:
+        return self.num_ready + packer.num_packed
+
+    def _wait_ready(
+        self, strips: Strips, version: int, generation: int, deadline: float
+    ) -> tuple[torch.cuda.Event, ...] | None:
+        """Wait until every row that strips may touch is ready; return the events that the device must have passed.
+
+        Returns:
+            None: not before the deadline.
+
+        Raises:
+            StaleDescriptor: the memory has another version or generation.
+        """
         spans: tuple[I64, I64] | None = None
         with self.changed:
             self._check(version, generation)
@@ -497,16 +588,10 @@ class LocalVersion:
                     break
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return Answer(digests=None, num_ready=self.num_ready)
+                    return None
                 self.changed.wait(left)
                 self._check(version, generation)
-            events, num_ready = tuple(self._events), self.num_ready
-        # Without the lock: a digest takes milliseconds, and a fence must not wait for it. A fence that came meanwhile
-        # shows in the generation below, and digests of mixed bytes are thrown away.
-        digests = self.regions.digests(strips, after=events)
-        with self.changed:
-            self._check(version, generation)
-        return Answer(digests=digests, num_ready=num_ready)
+            return tuple(self._events)
 
     def _check(self, version: int, generation: int) -> None:
         self._check_open()
@@ -527,6 +612,8 @@ class LocalVersion:
             self.generation += 1
             self.changed.notify_all()
         # Outside the lock, so that the threads woken above can leave while the registrations end.
+        if self.packer is not None:
+            self.packer.close()
         self.regions.close()
 
 

@@ -46,6 +46,9 @@ from penstock.hub.messages import (
     DigestRequest,
     Fault,
     NewsReply,
+    PackLeases,
+    PackReply,
+    PackRequest,
     PartReply,
     PartRequest,
     Progress,
@@ -62,6 +65,7 @@ from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")
+_OfStrips = TypeVar("_OfStrips", DigestReply, PackReply)
 Whereabouts = Literal["there", "left", "gone"]
 
 ALIVE_S = 2.0
@@ -361,16 +365,8 @@ class SyncClient(PeerClient):
 
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
         """See `LocalVersion.digests`."""
-        columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-        sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
-        # The strips are the same for every version of a plan and can be megabytes: send their name alone, and the
-        # columns only when the member does not remember them.
-        request = DigestRequest(version=version, generation=generation, strips=name_of_strips(*sent), wait_s=wait_s)
-        reply = self._ask("POST", f"{self._session_path}/digests", DigestReply, request)
-        if reply.is_unknown:
-            at, run_bytes, num_rows, pitch = sent
-            full = msgspec.structs.replace(request, at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-            reply = self._ask("POST", f"{self._session_path}/digests", DigestReply, full)
+        request = DigestRequest(version=version, generation=generation, strips=b"", wait_s=wait_s)
+        reply = self._ask_of(strips, "digests", request, DigestReply)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
         # A short answer would leave the last strips without a comparison.
@@ -380,6 +376,18 @@ class SyncClient(PeerClient):
             )
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
 
+    def pack(self, strips: Strips, version: int, generation: int, wait_s: float, release: tuple[str, ...]) -> PackReply:
+        """See `LocalVersion.pack`; first ends the leases of `release`."""
+        request = PackRequest(version=version, generation=generation, strips=b"", wait_s=wait_s, release=release)
+        reply = self._ask_of(strips, "pack", request, PackReply)
+        if reply.regions is not None:
+            self.check_data_ports((reply.regions,))
+        return reply
+
+    def hold_packed(self, keep: tuple[str, ...], release: tuple[str, ...]) -> None:
+        """See `LocalVersion.hold_packed`."""
+        self._ask("POST", f"{self._session_path}/packed", type(None), PackLeases(keep=keep, release=release))
+
     def progress(self, progress: Progress) -> None:
         """Report this receiver's progress to a planner."""
         self._ask("POST", f"{self._session_path}/progress", type(None), progress)
@@ -388,6 +396,20 @@ class SyncClient(PeerClient):
         """Return rank 0's decision about a live version: whether it may end, and the outcome per subscriber."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/decision?{query}", Decision)
+
+    def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
+        """Send a request about strips and decode the answer."""
+        columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
+        sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
+        # The strips are the same for every version of a plan and can be megabytes: send their name alone, and the
+        # columns only when the member does not remember them.
+        named = msgspec.structs.replace(request, strips=name_of_strips(*sent))
+        reply = self._ask("POST", f"{self._session_path}/{route}", kind, named)
+        if reply.is_unknown:
+            at, run_bytes, num_rows, pitch = sent
+            full = msgspec.structs.replace(named, at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+            reply = self._ask("POST", f"{self._session_path}/{route}", kind, full)
+        return reply
 
     def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
         """Send a request and decode the answer; raise the error that the member answered with."""

@@ -108,6 +108,8 @@ class UpdateReport(Summarised):
     """Path (`shm <- MEMBER`) -> bytes that came by it."""
     ahead_bytes: int = 0
     """Direct: bytes of the version that were staged before the pause."""
+    packed_bytes: int = 0
+    """Bytes that were short runs at sources of other hosts, which packed them to be read in long runs."""
     staging_bytes: int = 0
     """Memory in addition to the target's own: the staging copy, or that of the bytes staged ahead; and scratch."""
 

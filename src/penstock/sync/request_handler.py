@@ -11,6 +11,8 @@ subscribers (`publish.rank_group`).
     GET    /v1/sync/S/news?after=V&wait_ms=W      NewsReply
     GET    /v1/sync/S/map?version=V&wait_ms=W     VersionMap
     POST   /v1/sync/S/digests           DigestRequest -> DigestReply
+    POST   /v1/sync/S/pack              PackRequest -> PackReply
+    POST   /v1/sync/S/packed            PackLeases
     POST   /v1/sync/S/progress          Progress
     GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
 
@@ -37,6 +39,9 @@ from penstock.hub.messages import (
     DigestReply,
     DigestRequest,
     LeaseRequest,
+    PackLeases,
+    PackReply,
+    PackRequest,
     PartReply,
     PartRequest,
     Progress,
@@ -198,6 +203,12 @@ class SyncHandler:
             return self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest))
         if route == "digests":
             return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
+        if route == "pack":
+            return self._pack(msgspec.msgpack.decode(raw, type=PackRequest))
+        if route == "packed":
+            leases = msgspec.msgpack.decode(raw, type=PackLeases)
+            self._served().hold_packed(leases.keep, leases.release)
+            return None
         if route == "progress":
             progress = msgspec.msgpack.decode(raw, type=Progress)
             if self._subscriber_progress is not None:
@@ -249,6 +260,22 @@ class SyncHandler:
         # Little-endian on the wire, whatever the host is.
         encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
         return DigestReply(digests=encoded, num_ready=answer.num_ready)
+
+    def _pack(self, request: PackRequest) -> PackReply:
+        """Pack the strips of a request, once their rows are ready and there is a buffer."""
+        served = self._served()
+        # First: the buffer that the caller has read may be the one that it gets.
+        served.hold_packed((), request.release)
+        strips = self._known_strips(request)
+        if strips is None:
+            return PackReply(is_unknown=True)
+        return served.pack(
+            strips,
+            version=request.version,
+            generation=request.generation,
+            # The wait occupies a thread of the server.
+            wait_s=min(request.wait_s, MAX_WAIT_S),
+        )
 
     def _known_strips(self, request: DigestRequest) -> Strips | None:
         """Return the strips sent under this name, in this request or an earlier one; None: the peer must send them."""

@@ -263,8 +263,21 @@ class Links(Closing):
             except ConfigError as error:
                 self.refused[name] = error.message
 
-    def register(self, memory: Memory) -> dict[str, Handle]:
+    def reach(self, name: str) -> Reach:
+        """Return how far a transport reads; one that fills a device's memory by another, as far as that.
+
+        Raises:
+            KeyError: it is not registered.
+        """
+        transport_kinds()
+        return _kinds[DEVICE_TARGETS.get(name, name)].reach
+
+    def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
         """Register memory with every transport that can show it to peers.
+
+        Args:
+            memory: ours.
+            reach: only with transports of this reach; None: with all.
 
         Raises:
             ConfigError: none can; says why of each.
@@ -273,6 +286,8 @@ class Links(Closing):
         why = dict(self.refused)
         try:
             for name, transport in self.transports.items():
+                if reach is not None and self.reach(name) != reach:
+                    continue
                 try:
                     handles[name] = transport.register(memory)
                 except ConfigError as error:

@@ -150,6 +150,24 @@ def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
     assert apart.predicted_s == near(NBYTES / 50e9)
 
 
+def test_links_that_several_readers_and_sources_share_carry_less_and_show_the_start_of_each_copy() -> None:
+    rates = msgspec.structs.replace(FREE, shared_gb_per_s=200.0, shared_gap_s=1e-3, gap_s=1e-4)
+    for sources, receivers, expected_s in ((1, 1, NBYTES / 400e9 + 16e-4), (2, 2, NBYTES / 200e9 + 32e-3)):
+        one = plan(sources, receivers)
+        found = simulate_sync(one, NODE, rates, one_node=True, staged=False)
+        # 32 copies of a receiver of two sources; 16 of one of one source.
+        assert found.predicted_s == near(expected_s)
+        assert found.moved_bytes == one.nbytes
+    # One reader of two sources, and two readers of one: neither end is shared by others.
+    for sources, receivers in ((2, 1), (1, 2)):
+        found = simulate_sync(plan(sources, receivers), NODE, rates, one_node=True, staged=False)
+        assert found.predicted_s == near(NBYTES * receivers / 400e9 + 32e-4)
+    gathered = msgspec.structs.replace(rates, gather_gb_per_s=300.0)
+    assert simulate_sync(columns(2), NODE, gathered, one_node=True, staged=False).predicted_s == near(
+        NBYTES / 2 / 200e9
+    )
+
+
 def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
     one = columns(1)
     work = Work.of(one, FREE)
@@ -160,6 +178,64 @@ def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
     found = simulate_sync(one, NODE, begun, one_node=True)
     posts = next(stage for stage in found.stages if stage.name == "posting reads")
     assert posts.busy_s == pytest.approx(0.1 * NBYTES / 2 / (256 * MIB))
+
+
+SLOW_RUNS = msgspec.structs.replace(FREE, short_run_s=1e-3, run_s=1e-3)
+
+
+def of_box(member: str, shape: tuple[int, int], start: tuple[int, int], stop: tuple[int, int]) -> Layout:
+    form = Form(dtype=DType.U8, shape=shape, box=Box(start=start, stop=stop))
+    return Layout(
+        member=member,
+        regions=(form.span_bytes,),
+        forms=(form,),
+        names=("w",),
+        form=np.zeros(1, np.int64),
+        offset=np.zeros(1, np.int64),
+    )
+
+
+def narrow_columns(num_rows: int, num_receivers: int) -> SyncPlan:
+    """Receivers of 256 bytes of each row of one tensor of one source, of which they take an eighth or less each."""
+    shape = (num_rows, 256 * max(8, num_receivers))
+    held = [of_box("s0", shape, (0, 0), shape)]
+    return plan_sync(
+        held, [of_box(f"r{i}", shape, (0, 256 * i), (num_rows, 256 * (i + 1))) for i in range(num_receivers)]
+    )
+
+
+def test_short_runs_between_nodes_are_packed_where_the_source_can() -> None:
+    one = narrow_columns(1 << 20, 1)  # 256 MiB: a million runs, or four buffers
+    assert simulate_sync(one, CLUSTER, SLOW_RUNS, staged=False).predicted_s == near(1e-3 * (1 << 20))
+    packing = msgspec.structs.replace(SLOW_RUNS, pack_gb_per_s=100.0)
+    work = Work.of(one, packing)
+    assert work.packed_bytes.tolist() == work.nbytes.tolist() == [256 * MIB] and not work.far_s.any()
+    found = simulate_sync(one, CLUSTER, packing, staged=False)
+    # One buffer after the other: packed, then read; and one run instead of a million.
+    assert found.predicted_s == near(256 * MIB / 100e9 + 256 * MIB / 50e9 + 1e-3)
+    assert found.moved_bytes == one.nbytes
+    waits = msgspec.structs.replace(packing, answer_s=0.1, post_s=0.2)
+    found = simulate_sync(one, CLUSTER, waits, staged=False)
+    # Part and maps; each buffer asked for and its read posted; the read itself; at the end, that it is here.
+    assert found.predicted_s == near(0.2 + 4 * (0.1 + 0.2) + 0.2 + 0.1)
+    posts = next(stage for stage in found.stages if stage.name == "posting reads")
+    assert posts.busy_s == pytest.approx(0.2 * 5 + 1e-3)
+
+
+def test_readers_wait_for_the_buffers_of_a_source() -> None:
+    one = narrow_columns(4096, 32)
+    rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e9, answer_s=0.1)
+    found = simulate_sync(one, CLUSTER, rates, staged=False)
+    # 32 reads of a buffer each, eight at a time: a buffer is asked for, and its release is told.
+    assert found.predicted_s == pytest.approx(0.2 + 4 * 0.2, abs=0.15)
+    assert found.moved_bytes == one.nbytes
+
+
+def test_within_a_node_and_in_long_runs_nothing_is_packed() -> None:
+    rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e-3)
+    assert simulate_sync(narrow_columns(1 << 20, 1), NODE, rates, one_node=True, staged=False).predicted_s < 0.1
+    assert not Work.of(columns(1), rates).packed_bytes.any()  # runs of 32 KiB
+    assert not Work.of(plan(2, 2), rates).packed_bytes.any()
 
 
 def test_what_python_does_for_a_receiver_is_done_in_turn() -> None:
@@ -190,9 +266,10 @@ def test_a_source_digests_for_its_receivers_in_turn() -> None:
     [
         ("llama", 64_000_000_000, False, 0.1085),
         ("llama", 64_000_000_000, True, 0.1299),
+        ("moe", 32_000_000_000, False, 0.0814),
     ],
 )
-def test_what_four_h200_measured_is_predicted_within_a_fifth(
+def test_what_four_h200_measured_is_predicted_within_a_tenth(
     kind: str, nbytes: int, staged: bool, measured_s: float
 ) -> None:
     """Medians of `update` with four reads of a source under way: benchmarks/results/h200x4_202611/sync.md."""
@@ -205,7 +282,7 @@ def test_what_four_h200_measured_is_predicted_within_a_fifth(
     wanted = receiver_layouts(model, 2, tp=2, whole_experts=True)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, reads_of_one=4, staged=staged, one_node=True)
-    assert abs(found.off_by(measured_s)) < 0.2
+    assert abs(found.off_by(measured_s)) < 0.1
 
 
 def test_a_small_watermark_waits_for_each_answer() -> None:

@@ -59,13 +59,13 @@ def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: 
     ]
 
 
-def held(one: Layout, links: Links, seed: int = 0) -> LocalVersion:
+def held(one: Layout, links: Links, seed: int = 0, pack_bytes: int = 0) -> LocalVersion:
     """A rank with random bytes in memory; of no version yet."""
     memories = [arena(nbytes) for nbytes in one.regions]
     chance = np.random.default_rng([seed, sum(one.member.encode())])
     for memory in memories:
         content(memory)[:] = chance.integers(0, 256, memory.nbytes, np.uint8)
-    return LocalVersion(one, memories, links)
+    return LocalVersion(one, memories, links, pack_bytes=pack_bytes)
 
 
 def naive(part: Part, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:

@@ -164,6 +164,7 @@ class VersionSnapshot(Closing):
         address: identifies the copy's registrations in its layout.
         on_host: copy to host memory, pinned where the live memory is on a device; else to the same device.
         filled: regions of the layout after those of `live`, which the caller fills: served without a copy.
+        pack_bytes: see `LocalVersion`.
 
     Raises:
         DeviceOutOfMemory, DestinationError: there is not enough memory, or it cannot be pinned.
@@ -181,6 +182,7 @@ class VersionSnapshot(Closing):
         address: str = "",
         on_host: bool = False,
         filled: Sequence[Memory] = (),
+        pack_bytes: int = 0,
     ) -> None:
         self._pinned: list[tuple[CudaRegistrar, int]] = []
         self._foreseen: tuple[Foreseen, ...] = ()
@@ -192,7 +194,9 @@ class VersionSnapshot(Closing):
                 digesters = digesters_of(live)
                 self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
             shown = dataclasses.replace(layout, address=address)
-            self.local_version = LocalVersion(shown, [*memories, *filled], links, foreseen=self._foreseen)
+            self.local_version = LocalVersion(
+                shown, [*memories, *filled], links, foreseen=self._foreseen, pack_bytes=pack_bytes
+            )
         except BaseException:
             self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
             raise

@@ -27,11 +27,12 @@ import torch
 
 from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
+from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
+from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
 from penstock.sync.local_version import LocalVersion, VersionStatus, check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
@@ -555,6 +556,7 @@ def publisher(
     replica: str = "device",
     arena: bool = False,
     memory_bytes: int | str | None = None,
+    pack_bytes: int | str = PACK_BYTES,
 ) -> Publisher:
     """Publish the weights of this rank under a name that subscribers know.
 
@@ -574,8 +576,12 @@ def publisher(
         arena: first move the parameters into one arena per device (`memory.rehome`), so that peers reach them by one
             registration; `shm` reaches host memory only there.
         memory_bytes: bound of a snapshot's copy and the transformed tensors together; None: no bound.
+        pack_bytes: bound of the memory, on the device of the tensors, into which runs below 8 KiB are packed for
+            receivers on other hosts, as columns of a tensor; it is allocated when they ask for it, in eighths. 0: they
+            read such runs one by one.
 
     Raises:
+        BudgetTooSmall: `pack_bytes` is above 0, and too small to help.
         PlanError: parameters cannot be declared, or transformed; names them. BudgetTooSmall: see `memory_bytes`.
         ConfigError: another group publishes the name; names it.
         HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
@@ -588,6 +594,9 @@ def publisher(
     copies = _copies(name, mode, replica)
     trainer_rank, world_size = rank_of(rank)
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    pack_budget = parse_bytes(pack_bytes)
+    if 0 < pack_budget < LEAST_PACK_BYTES:
+        raise BudgetTooSmall(f"{pack_budget} bytes to pack short runs into", minimum_bytes=LEAST_PACK_BYTES)
     if arena:
         to_arenas(params)
     offer = Offer(
@@ -595,7 +604,7 @@ def publisher(
     )
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
-        local_version, snapshot = _serve(stack, offer, member, copies)
+        local_version, snapshot = _serve(stack, offer, member, copies, pack_budget)
         this_rank = Publisher(
             name, member, local_version, snapshot, offer, rank=trainer_rank, world_size=world_size, stall_s=stall_s
         )
@@ -613,7 +622,7 @@ def _copies(name: str, mode: str, replica: str) -> str | None:
 
 
 def _serve(
-    stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None
+    stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None, pack_bytes: int
 ) -> tuple[LocalVersion, VersionSnapshot | None]:
     """Return the memory that readers see, registered until the stack is left: the offer's own, or a copy."""
     memories = (*offer.memories, *offer.filled)
@@ -622,11 +631,17 @@ def _serve(
     address = secrets.token_hex(8)
     stack.callback(offer.close)
     if copies is None:
-        local_version = LocalVersion(replace(layout, address=address), memories, member.links)
+        local_version = LocalVersion(replace(layout, address=address), memories, member.links, pack_bytes=pack_bytes)
         stack.callback(local_version.close)
         return local_version, None
     snapshot = VersionSnapshot(
-        layout, offer.memories, member.links, address=address, on_host=copies == "cpu", filled=offer.filled
+        layout,
+        offer.memories,
+        member.links,
+        address=address,
+        on_host=copies == "cpu",
+        filled=offer.filled,
+        pack_bytes=pack_bytes,
     )
     stack.callback(snapshot.close)
     return snapshot.local_version, snapshot

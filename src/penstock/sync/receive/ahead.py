@@ -27,6 +27,7 @@ from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
 from penstock.segments import Rectangles
 from penstock.sync.local_version import Regions, locate
+from penstock.sync.receive.packed import ShortRuns
 from penstock.sync.receive.sources import LinkReport, SourceLink, TransferReport
 from penstock.sync.receive.transfer import Delta, Transfer
 from penstock.transport.protocol import Memory
@@ -297,4 +298,10 @@ def _one(links: Sequence[LinkReport]) -> LinkReport:
         nbytes=sum(link.nbytes for link in links),
         wire_s=sum(link.wire_s for link in links),
         ready_s=sum(link.ready_s for link in links),
+        short_runs=ShortRuns(
+            packed_bytes=sum(link.short_runs.packed_bytes for link in links),
+            num_runs=sum(link.short_runs.num_runs for link in links),
+            num_reads=sum(link.short_runs.num_reads for link in links),
+            why="; ".join(dict.fromkeys(link.short_runs.why for link in links if link.short_runs.why)),
+        ),
     )

@@ -11,22 +11,31 @@ users (`sync.report`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.digest.strip import Strips
-from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, SourceStalled
+from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
+from penstock.hub.messages import PackReply
+from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, batches, packable, packed_segments
+from penstock.segments import Rectangles, Segments
 from penstock.sync.local_version import Answer, LocalVersion, Regions, VersionMap
-from penstock.sync.membership import Membership
+from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.receive.batches import Step
+from penstock.sync.receive.packed import Leases, Packing, ShortRuns
 from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all
 from penstock.types import GB, U64
+
+T = TypeVar("T")
 
 
 class SourceLink(Protocol):
@@ -86,6 +95,16 @@ class LocalLink:
             strips, version=self.map.version, generation=self.map.generation, wait_s=wait_s
         )
 
+    def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
+        """See `Packing.pack`."""
+        self.local_version.hold_packed((), release)
+        version, generation = self.map.version, self.map.generation
+        return self.local_version.pack(strips, version=version, generation=generation, wait_s=wait_s)
+
+    def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
+        """See `Packing.hold_packed`."""
+        self.local_version.hold_packed(keep, release)
+
 
 _fits_local: type[SourceLink] = LocalLink
 
@@ -119,19 +138,28 @@ class PeerLink:
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
         """See `SourceLink.digests`."""
-        # Threads that ask at the same time use a channel each: an answer can wait for rows, and on one connection the
-        # others would wait behind it. `list.pop` and `append` are atomic, so the free list needs no lock.
         version, generation = self.map.version, self.map.generation
+        return self._ask(lambda sync_client: sync_client.digests(strips, version, generation, wait_s))
+
+    def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
+        """See `Packing.pack`."""
+        version, generation = self.map.version, self.map.generation
+        return self._ask(lambda sync_client: sync_client.pack(strips, version, generation, wait_s, tuple(release)))
+
+    def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
+        """See `Packing.hold_packed`."""
+        self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
+
+    def _ask(self, question: Callable[[SyncClient], T]) -> T:
+        """Send a request on a connection that no other thread uses now."""
+        # An answer can wait for rows or for a buffer, and on one connection the others would wait behind it.
+        # `list.pop` and `append` are atomic, so the free list needs no lock.
         try:
             channel = self._channels.pop()
         except IndexError:
             channel = f"digests {next(self._num_channels)}"
         try:
-            return self._membership.ask(
-                self.member,
-                lambda sync_client: sync_client.digests(strips, version, generation, wait_s),
-                channel=channel,
-            )
+            return self._membership.ask(self.member, question, channel=channel)
         finally:
             self._channels.append(channel)
 
@@ -190,14 +218,23 @@ class SourceRead:
     Attributes:
         path: the transports in use, `shm` or several.
         why: the reason why no nearer transport is used.
+        short_runs: what was packed at the source, and what was not although it should have been.
+
+    Args:
+        link: the link to the source.
+        into: the receiver's memory.
+        leases: keeps the leases of the source's buffers; None: short runs are read where they lie.
     """
 
-    def __init__(self, link: SourceLink, into: Regions) -> None:
+    def __init__(self, link: SourceLink, into: Regions, leases: Leases | None = None) -> None:
         self.link = link
         self.member = link.member
+        self.short_runs = ShortRuns()
         self._into = into
+        self._leases = leases
         # By the regions of both ends: transport, descriptor, and why no nearer transport is used.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
+        # Guards the routes and the counts.
         self._lock = threading.Lock()
 
     @property
@@ -244,18 +281,137 @@ class SourceRead:
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
         """Read a step; return the first error, and whether a byte was written, once no read is under way any more."""
-        return wait_all(self._posting(step), stall_s=stall_s)
+        packed: list[tuple[int, int, Rectangles]] = []
+        failed, is_touched = wait_all(self._posting(step, packed), stall_s=stall_s)
+        release: list[str] = []
+        for theirs, ours, rows in packed:
+            for batch in batches(rows, self.link.map.pack_buffer_bytes):
+                # One buffer at a time: four steps of a source are read at once, and one that held a buffer while it
+                # waits for another could wait for itself.
+                if failed is None:
+                    failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
+                    is_touched |= was_touched
+        if release:
+            # The last buffer; those before it were released with the request for the next. A source that cannot be
+            # reached takes its buffer back when the lease lapses.
+            link = self.link
+            assert isinstance(link, Packing)
+            with contextlib.suppress(PenstockError):
+                link.hold_packed((), release)
+        return failed, is_touched
 
-    def _posting(self, step: Step) -> Iterator[tuple[Transport, Pending]]:
-        """Post the reads of a step, one by one as the caller iterates."""
-        for theirs, ours, rows in step.reads:
+    def _posting(self, step: Step, packed: list[tuple[int, int, Rectangles]]) -> Iterator[tuple[Transport, Pending]]:
+        """Post the reads of a step, one by one as the caller iterates; add to `packed` what the source is to pack."""
+        for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self._into.handles(ours)[transport.name]
+            rows = table
             # In one piece where the transport can: a table of all runs takes milliseconds per GiB to make.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
-            else:
+                continue
+            if self._leases is not None and self._into.links.reach(transport.name) == "network":
+                is_packed = self._packable(rows)
+                if is_packed.any():
+                    packed.append((theirs, ours, rows[is_packed]))
+                    rows = rows[~is_packed]
+            if len(rows):
                 yield transport, transport.post_read(into, descriptor, rows.segments())
+
+    def _packable(self, rows: Rectangles) -> npt.NDArray[np.bool_]:
+        """Return the mask of the rectangles that the source packs; note why it packs none that it should."""
+        offered = self.link.map.pack_buffer_bytes
+        if not offered and packable(rows, PACK_BYTES // NUM_BUFFERS).any():
+            self._note_unpacked("the source has no memory to pack them into (`pack_bytes` of its publisher)")
+        is_possible = not self.short_runs.why and isinstance(self.link, Packing)
+        return packable(rows, offered if is_possible else 0)
+
+    def _note_unpacked(self, why: str) -> None:
+        """Note the first reason why this source does not pack: none of its runs are packed from then on."""
+        with self._lock:
+            self.short_runs.why = self.short_runs.why or why
+
+    def _read_packed(
+        self, theirs: int, ours: int, batch: Rectangles, release: list[str], *, stall_s: float
+    ) -> tuple[PenstockError | None, bool]:
+        """Read a batch from a buffer of the source, or where it lies if the source cannot pack it.
+
+        Args:
+            release: leases that the source may end; replaced by that of this buffer, once it is read.
+        """
+        link, leases = self.link, self._leases
+        assert isinstance(link, Packing) and leases is not None
+        transport, descriptor, _ = self._route(theirs, ours)
+        handle = self._into.handles(ours)[transport.name]
+        try:
+            reply = self._packed(link, leases, theirs, batch, release, stall_s=stall_s)
+        except PenstockError as error:
+            return error, False
+        release.clear()
+        lease = ""
+        if reply.regions is None:
+            self._note_unpacked(reply.why)
+        else:
+            try:
+                # By the transport of this pair of regions, with which the reader's memory is registered.
+                transport, descriptor, _ = self._into.links.choose(
+                    {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
+                )
+                lease = reply.lease
+            except PlanError as error:
+                self._note_unpacked(error.message)
+                release.append(reply.lease)
+        # A segment for each run only where it must be: 64 MiB are 262,144 runs of 256 bytes.
+        segments = packed_segments(batch) if lease else batch.segments()
+        if lease:
+            leases.add(link, lease)
+        try:
+            found = wait_all(_posted(transport, handle, descriptor, segments), stall_s=stall_s)
+        finally:
+            if lease:
+                leases.remove(link, lease)
+                release.append(lease)
+        if lease:
+            with self._lock:
+                counts = self.short_runs
+                counts.packed_bytes += int(batch.nbytes.sum())
+                counts.num_runs += int((batch.nbytes // batch.longest_runs()).sum())
+                counts.num_reads += 1
+        return found
+
+    def _packed(
+        self, link: Packing, leases: Leases, theirs: int, batch: Rectangles, release: Sequence[str], *, stall_s: float
+    ) -> PackReply:
+        """Return the source's buffer with a batch, or its reason why it cannot pack it.
+
+        Raises:
+            SourceStalled: no further row of the source became ready for `stall_s`.
+            Cancelled: the run is over.
+            PenstockError: from the link.
+        """
+        if self.short_runs.why:
+            # Another read has waited for a buffer in vain: this one must not wait as long again.
+            return PackReply(why=self.short_runs.why)
+        first = sum(self.link.map.sizes[:theirs])
+        strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
+        seen = -1
+        moved = time.monotonic()
+        while not leases.is_over():
+            # Released once, by the first request; a lease that is ended again is ignored.
+            reply = link.pack(strips, wait_s=min(WAIT_S, stall_s), release=release)
+            if reply.regions is not None or reply.why:
+                return reply
+            # Neither the rows nor a buffer yet: other readers have the buffers, which is progress while they are given
+            # out.
+            if reply.progress != seen:
+                seen, moved = reply.progress, time.monotonic()
+            elif time.monotonic() - moved > stall_s and reply.is_full:
+                # The source is well: other readers keep its buffers. Run by run is slow, and needs none of them.
+                return PackReply(why=f"no buffer of the source was released for {stall_s} s")
+            elif time.monotonic() - moved > stall_s:
+                message = f"no row of the source became ready for {stall_s} s, so that it packed none"
+                raise SourceStalled(message, uri=self.member)
+        raise Cancelled("the run is over")
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
         """Return the transport and descriptor for a pair of regions, chosen at its first read."""
@@ -285,6 +441,13 @@ class SourceRead:
         )
 
 
+def _posted(
+    transport: Transport, into: Handle, descriptor: Descriptor, segments: Segments
+) -> Iterator[tuple[Transport, Pending]]:
+    # A generator, so that `wait_all` gets the errors of posting too.
+    yield transport, transport.post_read(into, descriptor, segments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
     """The share of one source in a transfer."""
@@ -299,6 +462,7 @@ class LinkReport:
     """Time during which at least one read from it was under way."""
     ready_s: float
     """Time from a request for digests until the answer, summed over requests."""
+    short_runs: ShortRuns = field(default_factory=ShortRuns)
 
     @property
     def gb_per_s(self) -> float:
@@ -323,6 +487,22 @@ class TransferReport:
     peak_bytes: int
     """Most bytes that were being read, or read and not yet verified, at one time."""
     links: tuple[LinkReport, ...]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes that came from buffers into which sources packed short runs."""
+        return sum(link.short_runs.packed_bytes for link in self.links)
+
+    def packing(self) -> tuple[str, ...]:
+        """Return lines of text about short runs from sources of other hosts: how many were packed, and why not all."""
+        counts = [link.short_runs for link in self.links]
+        num_runs, num_reads = sum(each.num_runs for each in counts), sum(each.num_reads for each in counts)
+        lines = [f"short runs read where they lie: {why}" for why in dict.fromkeys(each.why for each in counts) if why]
+        if num_runs:
+            mean = self.packed_bytes // num_runs
+            head = f"short runs packed at the sources: {self.packed_bytes} bytes in {num_runs} runs of {mean} bytes"
+            lines.insert(0, f"{head} on average, read from {num_reads} buffers")
+        return tuple(lines)
 
 
 @dataclass(slots=True)
@@ -369,7 +549,7 @@ class TransferStats:
         self._lock = threading.Lock()
         self.peak_bytes = 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, member: str) -> Iterator[None]:
         """Count the time of the body as a read from this source."""
         # Of all sources together, and of this one.
@@ -409,6 +589,7 @@ class TransferStats:
                 nbytes=counts.nbytes,
                 wire_s=counts.wire.total_s,
                 ready_s=counts.ready_s,
+                short_runs=self._reads[member].short_runs,
             )
             for member, counts in self._counts.items()
         )

@@ -586,6 +586,7 @@ class Subscriber(Closing):
             why=staged.why,
             attempts=staged.attempts,
             ahead_bytes=staged.ahead_bytes,
+            packed_bytes=staged.packed_bytes,
             staging_bytes=staged.staging_bytes,
         )
 

@@ -39,6 +39,7 @@ from penstock.plan.sync import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF
 from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
 from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
+from penstock.sync.receive.packed import Leases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
 from penstock.types import GB, I64, MIB, U64
 
@@ -273,7 +274,10 @@ class _TransferRun(Run):
         self._queues: dict[int, deque[Step]] = {}
         for step in windows.steps:
             self._queues.setdefault(step.source, deque()).append(step)
-        self._reads = {i: SourceRead(sources[transfer.part.sources[i]], transfer.into) for i in self._queues}
+        self._leases = Leases(lambda: self.ticket.stopped)
+        self._reads = {
+            i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases) for i in self._queues
+        }
         self.stats = TransferStats(self._reads)
         num_sources = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, num_sources))
@@ -310,7 +314,7 @@ class _TransferRun(Run):
                         for request in requests
                     )
                 )
-        with quick_handover():
+        with quick_handover(), self._leases:
             self.wait()
 
     # -- Posting. Order: the caller has the lock.

@@ -81,6 +81,8 @@ class Staged:
     delta: str = ""
     ahead_bytes: int = 0
     """Direct: bytes that were staged before the pause."""
+    packed_bytes: int = 0
+    """Bytes of short runs that were packed at their sources."""
     staging_bytes: int = 0
     """Memory in addition to the target's own."""
     plan_s: float = 0.0
@@ -443,13 +445,18 @@ class UpdateLoop:
             version_bytes=moved.nbytes,
             delta=transfer.summary(moved),
             ahead_bytes=transfer.ahead_bytes if isinstance(transfer, SplitTransfer) else 0,
+            packed_bytes=moved.packed_bytes,
             staging_bytes=self._staging_bytes(buffers),
             plan_s=plan_s,
             wire_s=moved.seconds,
             path=_path_of(moved),
             sources={link.member: link.nbytes for link in moved.links},
             nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in moved.links if link.nbytes},
-            why=(*dict.fromkeys(link.why for link in moved.links if link.why), *buffers.wanted.why()),
+            why=(
+                *dict.fromkeys(link.why for link in moved.links if link.why),
+                *moved.packing(),
+                *buffers.wanted.why(),
+            ),
             decide_by=None if reply.decide_s is None else requested + reply.decide_s,
             check=reply.check,
             metadata=metadata,

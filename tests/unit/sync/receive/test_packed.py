@@ -1,0 +1,326 @@
+"""Short runs that a source packs for a reader over a transport between hosts: the same bytes, checked as ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
+
+from penstock.digest.strip import Strips
+from penstock.errors import DeviceOutOfMemory, IntegrityError, SourceStalled, StaleDescriptor
+from penstock.hub.messages import PackReply
+from penstock.plan.packing import LEAST_PACK_BYTES, NUM_BUFFERS
+from penstock.segments import Segments
+from penstock.sync import packer
+from penstock.sync.local_version import LocalVersion
+from penstock.sync.receive import packed, sources
+from penstock.sync.receive.sources import LocalLink
+from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
+from penstock.transport.choose import Links, open_links
+from penstock.transport.protocol import decode
+from penstock.types import MIB
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+TRANSPORTS = ["http", pytest.param("nixl", marks=needs_nixl)]
+SHAPES = [(512, 512), (300, 96), (16, 16), (1024, 8), (64, 48)]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
+    monkeypatch.setenv("PENSTOCK_NIXL_TLS", "tcp")
+    with open_links(only=[request.param]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def http() -> Iterator[Links]:
+    with open_links(only=["http"]) as opened:
+        yield opened
+
+
+class World:
+    """Two publishers of rows, and a receiver of columns."""
+
+    def __init__(self, links: Links, pack_bytes: int = 64 * MIB, shapes=SHAPES) -> None:
+        holdings, wants = sharded("p", shapes, 0, 2, 2), sharded("s", shapes, 1, 4, 2)
+        self.sources = [held(one, links, pack_bytes=pack_bytes) for one in holdings]
+        for one in self.sources:
+            one.begin(1)
+            one.ready()
+        self.receiver = held(wants[1], links, seed=1)
+        self.part = parts(holdings, wants, 1 << 30)[1]
+
+    def links(self) -> dict[str, LocalLink]:
+        return {one.layout.member: LocalLink(one, same_process=False) for one in self.sources}
+
+    def transfer(self, **options: object) -> Transfer:
+        return Transfer(self.part, self.receiver.regions, names=self.receiver.layout.names, stall_s=5.0, **options)
+
+    def expected(self) -> np.ndarray:
+        return naive(self.part, [whole(one) for one in self.sources], whole(self.receiver))
+
+
+def short_strips(world: World) -> Strips:
+    """A column of the first tensor of the first source."""
+    return Strips(at=np.array([0]), run_bytes=np.array([64]), num_rows=np.array([100]), pitch=np.array([2048]))
+
+
+def pack(source: LocalVersion, strips: Strips, wait_s: float = 0.0) -> PackReply:
+    told = source.map()
+    return source.pack(strips, version=told.version, generation=told.generation, wait_s=wait_s)
+
+
+def test_a_packed_version_is_bitwise_the_one_that_is_not(links: Links) -> None:
+    found = []
+    for pack_bytes in (64 * MIB, 0):
+        world = World(links, pack_bytes)
+        expected = world.expected()
+        report = world.transfer().run(world.links())
+        assert np.array_equal(whole(world.receiver), expected)
+        found.append(whole(world.receiver))
+        assert report.moved_bytes == world.part.nbytes
+        if pack_bytes:
+            assert report.packed_bytes == world.part.nbytes
+            assert "packed at the sources" in report.packing()[0]
+        else:
+            assert report.packed_bytes == 0
+            assert report.packing() == (
+                "short runs read where they lie: the source has no memory to pack them into (`pack_bytes` of its "
+                "publisher)",
+            )
+    assert np.array_equal(*found)
+
+
+def test_memory_that_is_too_small_works_in_several_buffers(links: Links) -> None:
+    world = World(links, LEAST_PACK_BYTES, [(4096, 512)])
+    expected = world.expected()
+    transfer = world.transfer(watermark_bytes=16 * LEAST_BYTES)
+    report = transfer.run(world.links())
+    assert np.array_equal(whole(world.receiver), expected)
+    assert report.packed_bytes == world.part.nbytes == 2 * MIB
+    assert sum(link.short_runs.num_reads for link in report.links) >= 2 * MIB * NUM_BUFFERS // LEAST_PACK_BYTES
+    assert all(0 < one.packer.nbytes <= LEAST_PACK_BYTES for one in world.sources)
+
+
+def test_the_next_version_is_packed_anew(links: Links) -> None:
+    world = World(links)
+    transfer = world.transfer()
+    transfer.run(world.links())
+    for one in world.sources:
+        one.fence()
+        for memory in one.regions.memories:
+            content(memory)[:] ^= 0x5A
+        one.begin(2)
+        one.ready()
+    expected = world.expected()
+    transfer.run(world.links())
+    assert np.array_equal(whole(world.receiver), expected)
+
+
+def test_rows_are_waited_for_before_they_are_packed(http: Links) -> None:
+    world = World(http)
+    expected, late = world.expected(), world.sources[1]
+    late.fence()
+    late.begin(1)
+    given = world.links()
+    filling = threading.Timer(0.3, late.ready)
+    filling.start()
+    world.transfer().run(given)
+    filling.join()
+    assert np.array_equal(whole(world.receiver), expected)
+
+
+def test_damage_on_the_way_through_the_buffer_is_found(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(links)
+    copy = packer.pack_strips
+
+    def damaged(memory, strips, out) -> None:
+        copy(memory, strips, out)
+        out[100] ^= 1
+
+    monkeypatch.setattr(packer, "pack_strips", damaged)
+    transfer = world.transfer()
+    with pytest.raises(IntegrityError) as caught:
+        transfer.run(world.links())
+    assert transfer.lost in ("p0", "p1") and caught.value.mutated
+
+
+def test_damage_in_the_buffer_while_it_is_read_is_found(links: Links) -> None:
+    world = World(links)
+
+    class Spoiled(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            reply = super().pack(strips, **how)
+            for pool in self.local_version.packer._pools.values():
+                for buffer in pool.buffers:
+                    content(buffer.memory)[7] ^= 0x80
+            return reply
+
+    given = world.links() | {"p1": Spoiled(world.sources[1], same_process=False)}
+    transfer = world.transfer()
+    with pytest.raises(IntegrityError):
+        transfer.run(given)
+    assert transfer.lost == "p1"
+
+
+def read(links: Links, world: World, reply: PackReply) -> None:
+    """Read the first bytes of a buffer to the start of the receiver's memory."""
+    assert reply.regions is not None
+    name, transport = next(iter(links.transports.items()))
+    into = world.receiver.regions.handles(0)[name]
+    some = Segments(src=np.array([0]), dst=np.array([0]), nbytes=np.array([64]))
+    transport.wait(transport.post_read(into, decode(reply.regions[name]), some), stall_s=5.0)
+
+
+def test_a_fence_ends_reads_of_buffers(links: Links) -> None:
+    world = World(links)
+    reply = pack(world.sources[0], short_strips(world))
+    read(links, world, reply)
+    world.sources[0].fence()
+    with pytest.raises(StaleDescriptor):
+        read(links, world, reply)
+
+
+def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: Links) -> None:
+    world = World(links)
+
+    class Fencing(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            reply = super().pack(strips, **how)
+            self.local_version.fence()
+            return reply
+
+    given = world.links() | {"p0": Fencing(world.sources[0], same_process=False)}
+    transfer = world.transfer()
+    with pytest.raises(StaleDescriptor):
+        transfer.run(given)
+    assert transfer.lost == "p0"
+
+
+def test_a_fence_while_strips_are_packed_grants_nothing(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(http)
+    source = world.sources[0]
+    copy = packer.pack_strips
+
+    def fenced(memory, strips, out) -> None:
+        copy(memory, strips, out)
+        source.fence()
+
+    monkeypatch.setattr(packer, "pack_strips", fenced)
+    with pytest.raises(StaleDescriptor):
+        pack(source, short_strips(world))
+    monkeypatch.setattr(packer, "pack_strips", copy)
+    source.begin(2)
+    source.ready()
+    assert pack(source, short_strips(world)).regions is not None
+
+
+def test_a_reader_that_died_loses_its_buffer_and_one_that_comes_back_gets_no_bytes_of_another(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(packer, "LEASE_S", 0.5)
+    world = World(links, MIB)
+    source, strips = world.sources[0], short_strips(world)
+    first = pack(source, strips)
+    assert first.regions is not None
+    assert pack(source, strips).regions is None  # it is read
+    source.hold_packed([first.lease], [])
+    second = pack(source, strips, wait_s=5.0)
+    assert second.regions is not None and second.lease != first.lease
+    with pytest.raises(StaleDescriptor):
+        read(links, world, first)
+    read(links, world, second)
+    assert np.array_equal(content(world.receiver.regions.memories[0])[:64], whole(source)[:64])
+    source.hold_packed([], [first.lease])  # of a lease that lapsed: the buffer is another's
+    assert pack(source, strips).regions is None
+    source.hold_packed([], [second.lease])
+    assert pack(source, strips).regions is not None
+
+
+def test_a_slow_reader_keeps_its_buffer(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(packer, "LEASE_S", 0.4)
+    monkeypatch.setattr(packed, "KEEP_S", 0.05)
+    world = World(http, MIB)
+    posted = sources._posted
+    reading = threading.Event()
+
+    def slow(*what: object) -> Iterator[object]:
+        reading.set()
+        threading.Event().wait(1.2)
+        yield from posted(*what)
+
+    monkeypatch.setattr(sources, "_posted", slow)
+    expected = world.expected()
+    taking = threading.Thread(target=lambda: world.transfer().run(world.links()))
+    taking.start()
+    assert reading.wait(10)
+    assert pack(world.sources[0], short_strips(world), wait_s=0.8).regions is None
+    taking.join()
+    assert np.array_equal(whole(world.receiver), expected)
+
+
+def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
+    http: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(packer, "LEASE_S", 60.0)
+    world = World(http, 1 << 16, [(4096, 512)])
+    expected, asked = world.expected(), []
+    assert pack(world.sources[1], short_strips(world)).regions is not None
+
+    class Counting(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            asked.append(time.monotonic())
+            return super().pack(strips, **how)
+
+    given = world.links() | {"p1": Counting(world.sources[1], same_process=False)}
+    report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(given)
+    assert np.array_equal(whole(world.receiver), expected)
+    assert 0 < report.packed_bytes < world.part.nbytes
+    assert report.packing()[1:] == ("short runs read where they lie: no buffer of the source was released for 1.0 s",)
+    assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
+
+
+def test_a_source_whose_rows_never_become_ready_stalls(http: Links) -> None:
+    world = World(http)
+    late = world.sources[1]
+    late.fence()
+    late.begin(1)
+    transfer = Transfer(world.part, world.receiver.regions, stall_s=1.0)
+    with pytest.raises(SourceStalled, match="no row"):
+        transfer.run(world.links())
+    assert transfer.lost == "p1"
+
+
+def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
+    http: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(http)
+    expected = world.expected()
+
+    def full(*what: object) -> None:
+        raise DeviceOutOfMemory("no room for 8 MiB")
+
+    monkeypatch.setattr(packer.Packer, "_allocate", full)
+    report = world.transfer().run(world.links())
+    assert np.array_equal(whole(world.receiver), expected)
+    assert report.packing() == ("short runs read where they lie: no room for 8 MiB",)
+
+
+@pytest.mark.parametrize("only", ["shm", "loopback"])
+def test_within_a_host_nothing_is_packed(only: str) -> None:
+    with open_links(only=[only, "http"]) as links:
+        world = World(links)
+        expected = world.expected()
+        given = {name: LocalLink(link.local_version) for name, link in world.links().items()}
+        report = world.transfer().run(given)
+        assert np.array_equal(whole(world.receiver), expected)
+        assert report.packed_bytes == 0 and report.packing() == ()
+        assert {link.path for link in report.links} == {only}
