@@ -101,9 +101,10 @@ class SyncBench(Bench):
 
     def make(self, kind: str, nbytes: int) -> int:
         """Shards and models; bytes of the checkpoint."""
-        arena, self.turn = not self.asked.no_arena, 0
-        made = self.send(self.trainers, "train", kind=kind, nbytes=nbytes, arena=arena)
-        self.send(self.engines, "serve", kind=kind, nbytes=nbytes, arena=arena)
+        self.turn = 0
+        given = {"kind": kind, "nbytes": nbytes, "arena": not self.asked.no_arena, "few": self.asked.few}
+        made = self.send(self.trainers, "train", **given)
+        self.send(self.engines, "serve", **given)
         return sum(int(one["nbytes"]) for one in made)
 
     def save(self) -> None:
@@ -370,7 +371,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=145.0)
     parser.add_argument("--out", default="benchmarks/results/local")
     asked = parser.parse_args()
-    asked.device = "cpu" if asked.small else "cuda"
+    asked.device, asked.few = "cpu" if asked.small else "cuda", asked.small
     total = int(1e9 * (asked.total_gb or (0.064 if asked.small else 64.0)))
     asked.bytes_of = {"llama": total, "fp8": total, "moe": total // 2, "host": total // 4}
     asked.total_gb, asked.files_dir = total / 1e9, tempfile.gettempdir()
