@@ -2,12 +2,13 @@
 
     python -m benchmarks.bench_first_version                    30,000 expert tensors, 2 + 2 processes, the CPU; 3 runs
     python -m benchmarks.bench_first_version --kind llama       a dense model
+    python -m benchmarks.bench_first_version --prepare          engines call `prepare` before the first version
     python -m benchmarks.bench_first_version --small --runs 1   300 expert tensors
     python -m benchmarks.bench_first_version --device cuda --total-gb 32
 
 Each run has new processes. Tensors are small on the CPU: what is done once for each tensor counts, and not the bytes.
 Seconds are of all threads of a process; wall time is given beside them, and depends on what else the machine does.
-`open` is `publisher()` or `subscriber()` and what these start, up to the first call of `publish` and `update`.
+`open` is `publisher()` or `subscriber()`, with what these import.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.bench_sync import SyncBench
 
-PHASES = ("open", "first", "second")
+PHASES = ("open", "prepare", "first", "second")
 
 
 def one_run(asked: argparse.Namespace) -> dict[str, Any]:
@@ -34,12 +34,11 @@ def one_run(asked: argparse.Namespace) -> dict[str, Any]:
         bench.start()
         bench.make(asked.kind, int(1e9 * asked.total_gb))
         ranks = range(asked.world_size)
-        cpu, wall = [bench.ask(ranks, "cpu_s")], [time.perf_counter()]
+        cpu = [bench.ask(ranks, "cpu_s")]
         bench.open("direct", "live")
-        # Trainers make their first step, and engines load, after they joined: what is done meanwhile costs no version.
-        time.sleep(asked.settle_s)
         cpu.append(bench.ask(ranks, "cpu_s"))
-        wall.append(time.perf_counter())
+        prepared = bench.ask(bench.engines, "prepare") if asked.prepare else [0.0]
+        cpu.append(bench.ask(ranks, "cpu_s"))
         steps = []
         for _ in range(2):
             steps.append(bench.step())
@@ -50,7 +49,8 @@ def one_run(asked: argparse.Namespace) -> dict[str, Any]:
         name: [after - before for before, after in zip(cpu[i], cpu[i + 1], strict=True)]
         for i, name in enumerate(PHASES)
     }
-    return {"cpu_s": phases, "wall_s": {"first": steps[0]["wall_s"], "second": steps[1]["wall_s"]}, "steps": steps}
+    wall = {"prepare": max(prepared), "first": steps[0]["wall_s"], "second": steps[1]["wall_s"]}
+    return {"cpu_s": phases, "wall_s": wall, "steps": steps}
 
 
 def spread(found: Sequence[float]) -> str:
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--world-size", type=int, default=4, help="ranks; half of them train")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--total-gb", type=float, default=0.0, help="of the checkpoint; default 0.064, with cuda 32")
-    parser.add_argument("--settle-s", type=float, default=0.0, help="pause after `open`: work of a new process goes on")
+    parser.add_argument("--prepare", action="store_true", help="engines prepare before the first version is published")
     parser.add_argument("--no-arena", action="store_true", help="leave tensors where torch puts them")
     parser.add_argument("--budget-s", type=float, default=300.0, help="of a run")
     asked = parser.parse_args(arguments)

@@ -211,6 +211,13 @@ class Worker:
             ahead_bytes=int(ahead * nbytes) or None,
         )
 
+    def prepare(self) -> float:
+        """Do what the first update does once; seconds of the wall."""
+        begun = time.perf_counter()
+        if not self.end.prepare():
+            raise AssertionError("no publisher came")
+        return time.perf_counter() - begun
+
     def sleep_and_wake(self) -> dict[str, Any]:
         """Give the weights up, and bring the newest version back."""
         before = self._used_bytes()

@@ -649,6 +649,8 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it checks the version, and needs the values that the trainer gave for it."""
     refused: tuple[Version, ...] = ()
     """Versions of the planner's run that it knows to be withdrawn, the newest ones."""
+    is_ahead: bool = False
+    """Whether it asks before it reads a version: the part is of the publishers' next one."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,6 +98,25 @@ def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Gro
     assert again.part is None and again.key == reply.key
 
 
+def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
+    planner = Planner(group, VersionStatus(), lambda: group.layouts["p0"])  # type: ignore[arg-type]
+    want = layout("s0")
+    group.add(want, side="subscriber")
+    for held in ("p0", "p1"):
+        group.add(group.layouts[held], side="publisher", run="p0", rank=int(held[1]), world_size=2)
+    assert ask(planner, want).not_yet
+    ahead = ask(planner, want, is_ahead=True)
+    assert (ahead.version, ahead.run, ahead.not_yet) == (-1, "p0", "")
+    assert decode(ahead.part, Part).nbytes == 128
+    # The version's own part is the same, and is not sent again.
+    planner._version_status.post("p0", 3, is_open=True)
+    reply = ask(planner, want, 3, have_key=ahead.key)
+    assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
+    # A rank that is missing may hold what others do not.
+    del group.members["p1"]
+    assert "missing" in ask(planner, want, is_ahead=True).not_yet
+
+
 def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
     wants = [layout("s0"), layout("s1", start=2, stop=6)]
     keys = []
