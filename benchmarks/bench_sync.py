@@ -137,6 +137,7 @@ def versions(
     name = f"{kind}, {source}{' to pinned host memory' if replica == 'cpu' else ''}, {mode}"
     name += f" with {ahead:.0%} ahead" if ahead else ""
     try:
+        prepare_s = max(bench.ask(bench.engines, "prepare"))  # what an engine does once; see `bench_first_version`
         first, second = bench.step(), bench.step()  # in the second an engine finds out what changes
         steady = [bench.step() for _ in range(bench.asked.reps)]
         bench.samples.append({"row": name, "nbytes": nbytes, "first": first, "second": second, "steady": steady})
@@ -159,7 +160,8 @@ def versions(
         f"{bench.limit:.0f} GB/s into each" if bench.limit else "limit not measured",
         spread(walls),
         f"{into}; update's {told} ms; publish returned after {spread([one['published_s'] for one in steady])}; "
-        f"first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; {count} tensors alike; {path}",
+        f"prepared in {prepare_s:.2f} s, first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; "
+        f"{count} tensors alike; {path}",
     )
     what = "flip and hooks" if mode == "staged" else "reads of the rest, and the copy of what was staged"
     bench.row(

@@ -45,10 +45,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 class Buffer:
     """An allocation: of a live tensor, or of a temporary one."""
 
-    def __init__(self, tensor: torch.Tensor, *, piece: Piece | None = None) -> None:
-        self.dtype = tensor.dtype
-        self.grid = _grid(tuple(tensor.shape), tensor.stride())
-        self.offset = tensor.storage_offset()
+    def __init__(self, dtype: torch.dtype, grid: Grid, offset: int = 0, *, piece: Piece | None = None) -> None:
+        self.dtype = dtype
+        self.grid = grid
+        self.offset = offset
         self.pieces: list[Piece] = [] if piece is None else [piece]
         # Still the one piece that it was made with.
         self.untouched = piece is not None
@@ -76,7 +76,7 @@ class LiveBuffer(Buffer):
     """The allocation of a live tensor: found by its storage, of which it has a range of bytes."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        super().__init__(tensor)
+        super().__init__(tensor.dtype, _grid(tuple(tensor.shape), tensor.stride()), tensor.storage_offset())
         self.name = name
         # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
         self.tensor = tensor.detach()
@@ -134,12 +134,6 @@ def identity(box: Box) -> StrideMap:
 
 # Loaders copy thousands of tensors of the same few shapes.
 _grid = functools.lru_cache(maxsize=1024)(Grid)
-
-
-@functools.lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...]) -> StrideMap:
-    """Return the map of each element of a tensor to its own place."""
-    return identity(Box.full(shape))
 
 
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
@@ -275,20 +269,23 @@ class LoadRecorder:
         self._lock = threading.RLock()
         # By storage, which several live tensors may share.
         self._live: dict[int, list[LiveBuffer]] = {}
-        # Tensors of the checkpoint are the same but for their buffers, which are no part of these.
-        self._metas: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
+        # Tensors of the checkpoint of one dtype and shape differ in their buffers alone.
+        self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, Grid, StrideMap]] = {}
         # The largest first: a tensor inside another's memory is written to as part of that.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
                 buffers = self._live.setdefault(_storage(tensor), [])
                 bisect.insort(buffers, LiveBuffer(tensor, name), key=lambda buffer: buffer.start_bytes)
 
-    def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the recording tensor of one tensor of the checkpoint."""
-        meta = self._metas.get((dtype, tuple(shape)))
-        if meta is None:
-            meta = self._metas[dtype, tuple(shape)] = torch.empty(shape, dtype=dtype, device="meta")
-        return self.made(meta, self.device, Piece(map=_whole(tuple(shape)), names=(name,)))
+        alike = self._metas.get((dtype, shape))
+        if alike is None:
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            alike = self._metas[dtype, shape] = meta, _grid(shape, meta.stride()), identity(Box.full(shape))
+        meta, grid, whole = alike
+        buffer = None if 0 in shape else Buffer(dtype, grid, piece=Piece(map=whole, names=(name,)))
+        return Recorded(meta, self, self.device, buffer)
 
     def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
@@ -449,7 +446,10 @@ class LoadRecorder:
 
     def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
         """Return a new recording tensor, with one piece for all of it, or without known elements."""
-        return Recorded(meta, self, device, Buffer(meta, piece=piece) if meta.numel() else None)
+        if not meta.numel():
+            return Recorded(meta, self, device, None)
+        grid = _grid(tuple(meta.shape), meta.stride())
+        return Recorded(meta, self, device, Buffer(meta.dtype, grid, meta.storage_offset(), piece=piece))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
