@@ -246,6 +246,11 @@ class Planner:
             # same sources in the same order. Those that left are dropped.
             there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
             with self._lock:
+                is_unlisted = any(member not in there for member in self._wants)
+            if is_unlisted:
+                # The list may be half a second old: a receiver that has just joined and asked is not one that left.
+                there |= {member.member for member in self._membership.look() if member.state.side == "subscriber"}
+            with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
             token = tuple((source.member, source.state.layout) for source, _ in sources)

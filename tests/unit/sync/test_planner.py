@@ -117,6 +117,24 @@ def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
     assert "missing" in ask(planner, want, is_ahead=True).not_yet
 
 
+def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
+    planner: Planner, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, look = group.look(), group.look
+    monkeypatch.setattr(group, "look", lambda *, max_age_s=0.0: old if max_age_s else look())
+    wants = [layout("s0"), layout("s1", start=2, stop=6)]
+    for want in wants:
+        group.add(want, side="subscriber")
+        ask(planner, want)
+    # Its layout is still known, and it is in the second one's plan.
+    assert not planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+    assert [plan.plan.receivers for plan in planner._plans.values()] == [("s0",), ("s0", "s1")]
+    # One that left is dropped.
+    del group.members["s0"]
+    ask(planner, layout("s1", start=0, stop=4))
+    assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+
+
 def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
     wants = [layout("s0"), layout("s1", start=2, stop=6)]
     keys = []

@@ -76,7 +76,7 @@ class LiveBuffer(Buffer):
     """The allocation of a live tensor: found by its storage, of which it has a range of bytes."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        super().__init__(tensor.dtype, _grid(tuple(tensor.shape), tensor.stride()), tensor.storage_offset())
+        super().__init__(tensor.dtype, _grid(tuple(tensor.shape), tensor.stride()), int(tensor.storage_offset()))
         self.name = name
         # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
         self.tensor = tensor.detach()
@@ -449,7 +449,7 @@ class LoadRecorder:
         if not meta.numel():
             return Recorded(meta, self, device, None)
         grid = _grid(tuple(meta.shape), meta.stride())
-        return Recorded(meta, self, device, Buffer(meta.dtype, grid, meta.storage_offset(), piece=piece))
+        return Recorded(meta, self, device, Buffer(meta.dtype, grid, int(meta.storage_offset()), piece=piece))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
