@@ -101,9 +101,10 @@ class SyncBench(Bench):
 
     def make(self, kind: str, nbytes: int) -> int:
         """Shards and models; bytes of the checkpoint."""
-        arena, self.turn = not self.asked.no_arena, 0
-        made = self.send(self.trainers, "train", kind=kind, nbytes=nbytes, arena=arena)
-        self.send(self.engines, "serve", kind=kind, nbytes=nbytes, arena=arena)
+        self.turn = 0
+        given = {"kind": kind, "nbytes": nbytes, "arena": not self.asked.no_arena, "few": self.asked.few}
+        made = self.send(self.trainers, "train", **given)
+        self.send(self.engines, "serve", **given)
         return sum(int(one["nbytes"]) for one in made)
 
     def save(self) -> None:
@@ -136,6 +137,7 @@ def versions(
     name = f"{kind}, {source}{' to pinned host memory' if replica == 'cpu' else ''}, {mode}"
     name += f" with {ahead:.0%} ahead" if ahead else ""
     try:
+        prepare_s = max(bench.ask(bench.engines, "prepare"))  # what an engine does once; see `bench_first_version`
         first, second = bench.step(), bench.step()  # in the second an engine finds out what changes
         steady = [bench.step() for _ in range(bench.asked.reps)]
         bench.samples.append({"row": name, "nbytes": nbytes, "first": first, "second": second, "steady": steady})
@@ -158,7 +160,8 @@ def versions(
         f"{bench.limit:.0f} GB/s into each" if bench.limit else "limit not measured",
         spread(walls),
         f"{into}; update's {told} ms; publish returned after {spread([one['published_s'] for one in steady])}; "
-        f"first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; {count} tensors alike; {path}",
+        f"prepared in {prepare_s:.2f} s, first version {first['wall_s']:.2f} s, second {second['wall_s']:.2f} s; "
+        f"{count} tensors alike; {path}",
     )
     what = "flip and hooks" if mode == "staged" else "reads of the rest, and the copy of what was staged"
     bench.row(
@@ -370,7 +373,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=145.0)
     parser.add_argument("--out", default="benchmarks/results/local")
     asked = parser.parse_args()
-    asked.device = "cpu" if asked.small else "cuda"
+    asked.device, asked.few = "cpu" if asked.small else "cuda", asked.small
     total = int(1e9 * (asked.total_gb or (0.064 if asked.small else 64.0)))
     asked.bytes_of = {"llama": total, "fp8": total, "moe": total // 2, "host": total // 4}
     asked.total_gb, asked.files_dir = total / 1e9, tempfile.gettempdir()

@@ -51,6 +51,10 @@ class Worker:
         if not self.small:
             torch.cuda.synchronize(self.device)
 
+    def cpu_s(self) -> float:
+        """Seconds of a core that all threads of this process took so far."""
+        return time.process_time()
+
     def end_sync(self) -> None:
         """Close our end."""
         end, self.end = self.end, None
@@ -69,7 +73,7 @@ class Worker:
 
     # -- a trainer
 
-    def train(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool) -> dict[str, Any]:
+    def train(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool, few: bool) -> dict[str, Any]:
         """Rows of every tensor, cut as FSDP2 cuts them: version 0."""
         import torch
         from benchmarks.sync_model import TAGS, fill, shapes_of
@@ -77,7 +81,7 @@ class Worker:
         from penstock.memory.arena import Arena, needed_bytes
         from penstock.sync.shards import Shard
 
-        self.shapes, self.tag = shapes_of(kind, nbytes, small=self.small), TAGS.get(kind)
+        self.shapes, self.tag = shapes_of(kind, nbytes, small=few), TAGS.get(kind)
         cut = {name: _rows(shape[0], rank, world_size) for name, shape in self.shapes.items()}
         sizes = [2 * len(rows) * math.prod(self.shapes[name][1:]) for name, rows in cut.items()]
         made: Iterator[torch.Tensor]
@@ -171,13 +175,13 @@ class Worker:
 
     # -- an engine
 
-    def serve(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool) -> dict[str, Any]:
-        """A model to fill."""
+    def serve(self, kind: str, nbytes: int, rank: int, world_size: int, arena: bool, few: bool) -> dict[str, Any]:
+        """A model to fill; `few`: of few small tensors."""
         from benchmarks.sync_model import TAGS, Served, served_of, shapes_of
 
         from penstock.memory.rehome import rehome
 
-        self.shapes, self.tag = shapes_of(kind, nbytes, small=self.small), TAGS.get(kind)
+        self.shapes, self.tag = shapes_of(kind, nbytes, small=few), TAGS.get(kind)
         self.model = Served(served_of(kind, self.shapes), rank, world_size, self.device)
         if arena:
             rehome(self.model, copy=False)
@@ -206,6 +210,13 @@ class Worker:
             rank=(rank, world_size),
             ahead_bytes=int(ahead * nbytes) or None,
         )
+
+    def prepare(self) -> float:
+        """Do what the first update does once; seconds of the wall."""
+        begun = time.perf_counter()
+        if not self.end.prepare():
+            raise AssertionError("no publisher came")
+        return time.perf_counter() - begun
 
     def sleep_and_wake(self) -> dict[str, Any]:
         """Give the weights up, and bring the newest version back."""

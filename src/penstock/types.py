@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,8 +107,10 @@ class Box:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
         # Equal start and stop are allowed: a rank may have no rows of a tensor that is cut over more ranks than rows.
-        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
-            raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
+        # A plain loop, since a recorded loader makes several boxes of each tensor.
+        for a, b in zip(self.start, self.stop, strict=True):
+            if a < 0 or b < a:
+                raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
@@ -117,7 +120,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the extent of the region, in elements."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def num_elements(self) -> int:

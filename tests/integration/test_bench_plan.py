@@ -36,6 +36,14 @@ def test_tasks_are_planned_and_placed(op: str) -> None:
     assert told["predicted_s"] >= told["limit_s"] > 0
 
 
+def test_a_first_version_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_first_version", "--small", "--runs", "1", "--prepare"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    heads = [line.split(" | ")[0] for line in done.stdout.splitlines()]
+    assert heads[1:] == ["trainer 0", "trainer 1", "engine 0", "engine 1", "all", "wall"]
+
+
 def test_a_loader_is_recorded() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_record", "--small", "--runs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

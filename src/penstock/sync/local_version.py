@@ -29,7 +29,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from penstock.cuda.events import is_passed
-from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips
+from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
 from penstock.hub.messages import FleetDecision, NewsReply, PackReply, prepare
@@ -86,6 +86,19 @@ class Digester:
         # Outside the lock: another thread may queue its launches while the device works on these.
         done.synchronize()
         return np.asarray(on_host.numpy()).view(np.uint64)
+
+    def warm_up(self) -> None:
+        """Load the kernels of a device's digests; where they must be compiled first, this takes seconds."""
+        if self._stream is None:
+            return
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            warm_up(self._device)
+            # Strips with gaps are packed by a kernel of their own before they are digested.
+            memory, scratch = torch.zeros(2, 1024, dtype=torch.uint8, device=self._device)
+            at, run_bytes, num_rows, pitch = np.array([[0], [16], [8], [32]])
+            gapped = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+            plan_strips(memory.data_ptr(), gapped, self._device, scratch).digest()
+        self._stream.synchronize()
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
         """Return the strips' table on the device, made at their first request."""
@@ -165,6 +178,10 @@ class Foreseen:
         with self._lock:
             self._known = dict(zip(requested, digests.tolist(), strict=True))
 
+    def warm_up(self) -> None:
+        """See `Digester.warm_up`."""
+        self._digester.warm_up()
+
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
         """See `Digester.digests`; `memory` is the copy. The host digests strips that were not requested before."""
         rows = np.stack([strips.at, strips.run_bytes, strips.num_rows, strips.pitch], axis=1)
@@ -234,6 +251,11 @@ class Regions(Closing):
         for handles in self._handles:
             for handle in handles.values():
                 handle.fence()
+
+    def warm_up(self) -> None:
+        """Load the kernels of the digests, so that the first of them does not wait for it."""
+        for digester in dict.fromkeys(self._digesters):
+            digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
         """Return the digest of each strip of the bytes as they are now.

@@ -99,11 +99,17 @@ class Planner:
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
         members = self._membership.look(max_age_s=LOOK_S)
+        run = self._run(members)
+        ranks = _ranks(members, run)
+        if request.is_ahead and ranks and not _missing(ranks):
+            # Layouts do not change between versions, so the plan of the next one is known before it is published.
+            plan, raw = self._planned(asker, members, ranks)
+            return PartReply(run=run, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
         versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
         if not versions:
             return PartReply(not_yet="no version is published yet")
         for version in versions:
-            terms = self._terms(asker, request, self._run(members), version)
+            terms = self._terms(asker, request, run, version)
             # A member's last heartbeat may name a version that was withdrawn since: the one before it is the newest.
             if terms.refused is None:
                 break
@@ -239,6 +245,11 @@ class Planner:
             # All known receivers at once, and not only the one that asks: a plan for each alone would read from the
             # same sources in the same order. Those that left are dropped.
             there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
+            with self._lock:
+                is_unlisted = any(member not in there for member in self._wants)
+            if is_unlisted:
+                # The list may be half a second old: a receiver that has just joined and asked is not one that left.
+                there |= {member.member for member in self._membership.look() if member.state.side == "subscriber"}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}

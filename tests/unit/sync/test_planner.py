@@ -98,6 +98,43 @@ def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Gro
     assert again.part is None and again.key == reply.key
 
 
+def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
+    planner = Planner(group, VersionStatus(), lambda: group.layouts["p0"])  # type: ignore[arg-type]
+    want = layout("s0")
+    group.add(want, side="subscriber")
+    for held in ("p0", "p1"):
+        group.add(group.layouts[held], side="publisher", run="p0", rank=int(held[1]), world_size=2)
+    assert ask(planner, want).not_yet
+    ahead = ask(planner, want, is_ahead=True)
+    assert (ahead.version, ahead.run, ahead.not_yet) == (-1, "p0", "")
+    assert decode(ahead.part, Part).nbytes == 128
+    # The version's own part is the same, and is not sent again.
+    planner._version_status.post("p0", 3, is_open=True)
+    reply = ask(planner, want, 3, have_key=ahead.key)
+    assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
+    # A rank that is missing may hold what others do not.
+    del group.members["p1"]
+    assert "missing" in ask(planner, want, is_ahead=True).not_yet
+
+
+def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
+    planner: Planner, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, look = group.look(), group.look
+    monkeypatch.setattr(group, "look", lambda *, max_age_s=0.0: old if max_age_s else look())
+    wants = [layout("s0"), layout("s1", start=2, stop=6)]
+    for want in wants:
+        group.add(want, side="subscriber")
+        ask(planner, want)
+    # Its layout is still known, and it is in the second one's plan.
+    assert not planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+    assert [plan.plan.receivers for plan in planner._plans.values()] == [("s0",), ("s0", "s1")]
+    # One that left is dropped.
+    del group.members["s0"]
+    ask(planner, layout("s1", start=0, stop=4))
+    assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+
+
 def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
     wants = [layout("s0"), layout("s1", start=2, stop=6)]
     keys = []

@@ -605,6 +605,8 @@ def publisher(
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
         local_version, snapshot = _serve(stack, offer, member, copies, pack_budget)
+        # Here and not when a receiver first asks: engines would wait for it, and a live publish for them.
+        local_version.regions.warm_up()
         this_rank = Publisher(
             name, member, local_version, snapshot, offer, rank=trainer_rank, world_size=world_size, stall_s=stall_s
         )

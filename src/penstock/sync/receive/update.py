@@ -220,6 +220,17 @@ class UpdateLoop:
                 )
         return None
 
+    def prepare(self) -> None:
+        """Do what the first update needs once: requirements, memory, the part, kernels. Not again where it is done.
+
+        Raises:
+            NotFound: no publisher is known yet, or some of its ranks are missing. Others as `receive`.
+        """
+        planner = self._choose_planner({})
+        buffers = self._prepare_buffers(planner)
+        self._request_part(planner, buffers, None, {}, is_ahead=True)
+        buffers.into.warm_up()
+
     def receive(
         self,
         version: int | None,
@@ -359,7 +370,13 @@ class UpdateLoop:
         return buffers
 
     def _request_part(
-        self, planner: SyncMember, buffers: ReceiveBuffers, version: int | None, lost: dict[str, PenstockError]
+        self,
+        planner: SyncMember,
+        buffers: ReceiveBuffers,
+        version: int | None,
+        lost: dict[str, PenstockError],
+        *,
+        is_ahead: bool = False,
     ) -> PartReply:
         """Request this receiver's part of the version; afterwards `self._transfer` is of its key."""
         # `have_key`: parts are megabytes, and the same for every version of a plan; the planner then sends none.
@@ -376,6 +393,7 @@ class UpdateLoop:
                 for known in reversed(self.decisions.values())
                 if known.run == planner.state.run and known.outcome == "withdrawn"
             ),
+            is_ahead=is_ahead,
         )
         reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.

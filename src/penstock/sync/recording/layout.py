@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+import msgspec
 import torch
 
 from penstock.errors import PlanError
@@ -32,8 +33,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A model's `load_weights`: it takes tensors by their checkpoint names and fills the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), by `steps`.
@@ -169,7 +169,7 @@ def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a view of a box of a tensor."""
-    return tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] if box.start else tensor
+    return tensor[tuple(map(slice, box.start, box.stop))] if box.start else tensor
 
 
 def checkpoint_shards(

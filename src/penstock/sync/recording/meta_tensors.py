@@ -12,15 +12,15 @@ is not understood costs time at each update, and never correctness.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,8 +32,7 @@ from penstock.sync.recording.stride_map import Grid, NotBoxes, StrideMap, betwee
 from penstock.types import Box
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a buffer: from the one checkpoint tensor in `names`; or a `value`; or unknown, with `why` and names."""
 
     map: StrideMap
@@ -46,16 +45,10 @@ class Piece:
 class Buffer:
     """An allocation: of a live tensor, or of a temporary one."""
 
-    def __init__(self, tensor: torch.Tensor, *, name: str = "", piece: Piece | None = None) -> None:
-        # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
-        self.tensor = tensor.detach()
-        self.name = name
-        self.dtype = tensor.dtype
-        self.grid = _grid(tuple(tensor.shape), tensor.stride())
-        self.offset = tensor.storage_offset()
-        span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self.start_bytes = self.offset * tensor.itemsize
-        self.stop_bytes = self.start_bytes + (span + 1) * tensor.itemsize
+    def __init__(self, dtype: torch.dtype, grid: Grid, offset: int = 0, *, piece: Piece | None = None) -> None:
+        self.dtype = dtype
+        self.grid = grid
+        self.offset = offset
         self.pieces: list[Piece] = [] if piece is None else [piece]
         # Still the one piece that it was made with.
         self.untouched = piece is not None
@@ -77,6 +70,19 @@ class Buffer:
                 self._boxes = _Boxes(piece.map.target_box() for piece in self.pieces)
             self.pieces.append(piece)
             self._boxes.add(box)
+
+
+class LiveBuffer(Buffer):
+    """The allocation of a live tensor: found by its storage, of which it has a range of bytes."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        super().__init__(tensor.dtype, _grid(tuple(tensor.shape), tensor.stride()), int(tensor.storage_offset()))
+        self.name = name
+        # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
+        self.tensor = tensor.detach()
+        span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.start_bytes = self.offset * tensor.itemsize
+        self.stop_bytes = self.start_bytes + (span + 1) * tensor.itemsize
 
 
 class _Boxes:
@@ -130,12 +136,6 @@ def identity(box: Box) -> StrideMap:
 _grid = functools.lru_cache(maxsize=1024)(Grid)
 
 
-@functools.lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...]) -> StrideMap:
-    """Return the map of each element of a tensor to its own place."""
-    return identity(Box.full(shape))
-
-
 def _without(piece: Piece, box: Box) -> Iterator[Piece]:
     """Return the rest of a piece after `box` is written."""
     whole = piece.map.target_box()
@@ -148,14 +148,11 @@ def _without(piece: Piece, box: Box) -> Iterator[Piece]:
         for low, high in ((start[dim], box.start[dim]), (box.stop[dim], stop[dim])):
             if low < high:
                 side = Box(start=(*start[:dim], low, *start[dim + 1 :]), stop=(*stop[:dim], high, *stop[dim + 1 :]))
-                yield from (
-                    dataclasses.replace(piece, map=part) for cut in restrict(piece.map, side) for part in boxes(cut)
-                )
+                yield from (replace(piece, map=part) for cut in restrict(piece.map, side) for part in boxes(cut))
         start[dim], stop[dim] = max(start[dim], box.start[dim]), min(stop[dim], box.stop[dim])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a buffer that a tensor shows; the offset in elements from the buffer's first."""
 
     buffer: Buffer
@@ -176,11 +173,11 @@ class View:
         for part in boxes(whole):
             # A whole checkpoint tensor, the usual source: no need to intersect with its single piece.
             if mine.untouched:
-                yield dataclasses.replace(mine.pieces[0], map=part)
+                yield replace(mine.pieces[0], map=part)
                 continue
             for piece in mine.pieces:
                 for joined in chain(piece.map, part):
-                    yield from (dataclasses.replace(piece, map=cut) for cut in boxes(joined))
+                    yield from (replace(piece, map=cut) for cut in boxes(joined))
 
 
 class ReadsValues(Exception):
@@ -192,15 +189,19 @@ class Recorded(torch.Tensor):
 
     _meta: torch.Tensor
     _recorder: LoadRecorder
+    _buffer: Buffer | None
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device) -> Recorded:
-        """Return a tensor that shows what `meta` shows of its storage."""
+    def __new__(
+        cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device, buffer: Buffer | None
+    ) -> Recorded:
+        """Return a tensor that shows what `meta` shows of its storage, which is a buffer; None: without elements."""
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
         recorded._meta = meta
         recorded._recorder = recorder
+        recorded._buffer = buffer
         return recorded
 
     # The dispatcher sees every operator: at this level each would only be seen twice.
@@ -266,19 +267,25 @@ class LoadRecorder:
         """Tensors that were copied to an unknown place, with the reason."""
         # Loaders copy from several threads. Re-entrant, because an operator may decompose into others.
         self._lock = threading.RLock()
-        # By storage: temporaries, of which each has its own, and live tensors, of which several may share one.
-        self._temporary: dict[int, Buffer] = {}
-        self._live: dict[int, list[Buffer]] = {}
+        # By storage, which several live tensors may share.
+        self._live: dict[int, list[LiveBuffer]] = {}
+        # Tensors of the checkpoint of one dtype and shape differ in their buffers alone.
+        self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, Grid, StrideMap]] = {}
         # The largest first: a tensor inside another's memory is written to as part of that.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
                 buffers = self._live.setdefault(_storage(tensor), [])
-                bisect.insort(buffers, Buffer(tensor, name=name), key=lambda buffer: buffer.start_bytes)
+                bisect.insort(buffers, LiveBuffer(tensor, name), key=lambda buffer: buffer.start_bytes)
 
-    def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the recording tensor of one tensor of the checkpoint."""
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        return self.made(meta, self.device, Piece(map=_whole(tuple(shape)), names=(name,)))
+        alike = self._metas.get((dtype, shape))
+        if alike is None:
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            alike = self._metas[dtype, shape] = meta, _grid(shape, meta.stride()), identity(Box.full(shape))
+        meta, grid, whole = alike
+        buffer = None if 0 in shape else Buffer(dtype, grid, piece=Piece(map=whole, names=(name,)))
+        return Recorded(meta, self, self.device, buffer)
 
     def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
@@ -288,7 +295,7 @@ class LoadRecorder:
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name under which a live tensor's memory is recorded."""
         view = self._view(tensor)
-        return view.buffer.name if view else None
+        return view.buffer.name if view and isinstance(view.buffer, LiveBuffer) else None
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record that the loader put the tensor `new` in the place of `old`."""
@@ -311,17 +318,15 @@ class LoadRecorder:
 
     def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
         """Return the buffer that a tensor shows; None if it is not recorded."""
-        shown = tensor._meta if isinstance(tensor, Recorded) else tensor
-        if shown.layout is not torch.strided:
+        if isinstance(tensor, Recorded):
+            return tensor._buffer
+        if tensor.layout is not torch.strided:
             return None
-        key = _storage(shown)
-        if key in self._temporary:
-            return self._temporary[key]
-        buffers = self._live.get(key)
+        buffers = self._live.get(_storage(tensor))
         if buffers is None:
             return None
         # In bytes: a storage can have several parameters, and a view may have another dtype than its buffer.
-        start = shown.storage_offset() * shown.itemsize
+        start = tensor.storage_offset() * tensor.itemsize
         at = bisect.bisect_right(buffers, start, key=lambda buffer: buffer.start_bytes) - 1
         return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
 
@@ -332,8 +337,10 @@ class LoadRecorder:
             NotBoxes: its elements are of another width than the buffer's.
         """
         buffer = self._buffer(tensor)
-        if buffer is None:
-            return None
+        return None if buffer is None else self._view_of(buffer, tensor)
+
+    def _view_of(self, buffer: Buffer, tensor: torch.Tensor) -> View:
+        """Return the part of its buffer that a tensor shows. NotBoxes: as `_view`."""
         shown = tensor._meta if isinstance(tensor, Recorded) else tensor
         if shown.itemsize != buffer.dtype.itemsize or shown.is_conj() or shown.is_neg():
             raise NotBoxes(f"{buffer.dtype} viewed as {shown.dtype}")
@@ -386,7 +393,8 @@ class LoadRecorder:
         """Record `target.copy_(source)`."""
         if not target.numel():
             return
-        if self._buffer(target) is None:
+        buffer = self._buffer(target)
+        if buffer is None:
             self._lose(self.names([source]), "copied into a tensor that is no parameter or buffer of the model")
         elif not self.is_tracked(source):
             # A scalar that the loader made itself, such as padding: its value is real and the same at every load.
@@ -396,18 +404,22 @@ class LoadRecorder:
                 self.unknown([target], self.names([source]), "values that are not the checkpoint's")
         else:
             try:
-                self._copy(target, source)
+                self._copy(buffer, target, source)
             except (NotBoxes, PlanError) as error:
                 self.unknown([target], self.names([source]), str(error))
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the pieces of a source to a target, with the conversions on the way. NotBoxes: they are no boxes."""
+    def _copy(self, buffer: Buffer, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the pieces of a source to a target in a buffer, with the conversions on the way.
+
+        Raises:
+            NotBoxes: they are no boxes.
+        """
         # `copy_` broadcasts its source.
         spread = source
         if source.shape != target.shape:
             spread = self.shown(source, lambda meta: meta.expand(target.shape))
-        to, view = self._view(target), self._view(spread)
-        if to is None or view is None:
+        to, view = self._view_of(buffer, target), self._view(spread)
+        if view is None:
             return
         # The conversion of the values, and on either side the view of a buffer's bits as another dtype.
         steps: list[Step] = []
@@ -420,7 +432,7 @@ class LoadRecorder:
         pieces = [(piece, piece.map.target_box()) for piece in view.pieces_to(to)]
         # Parts of a fresh buffer may never have been written: whatever was in the target there is overwritten by
         # garbage in a real load, so it becomes unknown here.
-        if sum(box.num_elements for _, box in pieces) < target.numel():
+        if not view.buffer.untouched and sum(box.num_elements for _, box in pieces) < target.numel():
             self.unknown([target], self.names([source]), "elements that were never written")
         if steps:
             pieces = [(_stepped(piece, steps), box) for piece, box in pieces]
@@ -428,13 +440,16 @@ class LoadRecorder:
 
     def shown(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a view of a tensor, recorded or live."""
-        return Recorded(view(tensor._meta), self, tensor.device) if isinstance(tensor, Recorded) else view(tensor)
+        if not isinstance(tensor, Recorded):
+            return view(tensor)
+        return Recorded(view(tensor._meta), self, tensor.device, tensor._buffer)
 
     def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
         """Return a new recording tensor, with one piece for all of it, or without known elements."""
-        if meta.numel():
-            self._temporary[_storage(meta)] = Buffer(meta, piece=piece)
-        return Recorded(meta, self, device)
+        if not meta.numel():
+            return Recorded(meta, self, device, None)
+        grid = _grid(tuple(meta.shape), meta.stride())
+        return Recorded(meta, self, device, Buffer(meta.dtype, grid, int(meta.storage_offset()), piece=piece))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
@@ -442,14 +457,17 @@ class LoadRecorder:
             packet = func.overloadpacket
             # Views first: they are most of a loader's operators, and write nothing.
             if packet in VIEWS:
-                if not isinstance(args[0], Recorded):
+                whole = args[0]
+                if not isinstance(whole, Recorded):
                     return func(*args, **kwargs)
-                out = func(args[0]._meta, *args[1:], **kwargs)
-                return tree_map(lambda meta: Recorded(meta, self, args[0].device), out)
+                out = func(whole._meta, *args[1:], **kwargs)
+                if isinstance(out, torch.Tensor):
+                    return Recorded(out, self, whole.device, whole._buffer)
+                return tree_map(lambda meta: Recorded(meta, self, whole.device, whole._buffer), out)
             if packet in MAKE:
                 return make(self, func, args, kwargs)
             # What `RULES` has for it, without a look at all arguments: nearly all that a loader writes, it copies.
-            if packet is _aten.copy_ and len(args) > 1 and (self._buffer(args[0]) or self.is_tracked(args[1])):
+            if packet is _aten.copy_ and len(args) > 1 and (self.is_tracked(args[1]) or self._buffer(args[0])):
                 return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
@@ -495,7 +513,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _stepped(piece: Piece, steps: list[Step]) -> Piece:
     """Return a piece with further conversions; numbers and unknown elements need none."""
-    return piece if piece.value is not None or piece.why else dataclasses.replace(piece, steps=(*piece.steps, *steps))
+    return piece if piece.value is not None or piece.why else replace(piece, steps=(*piece.steps, *steps))
 
 
 _aten = torch.ops.aten

@@ -429,6 +429,8 @@ class _Place:
     def cut(self, box: Box) -> torch.Tensor:
         """Return the part of this place that a box inside it covers."""
         assert self.tensor is not None
+        if box == self.box:
+            return self.tensor
         begin = self.box.start
         start = tuple(a - b for a, b in zip(box.start, begin, strict=True))
         return cut(self.tensor, Box(start=start, stop=tuple(a - b for a, b in zip(box.stop, begin, strict=True))))
@@ -499,7 +501,9 @@ class _Destinations:
                 return None
         # The innermost dim must be contiguous, else every element would be a read of its own.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
-        return target.view(source.kind) if inner == 1 else None
+        if inner != 1:
+            return None
+        return target if target.dtype == source.kind else target.view(source.kind)
 
     def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """Allocate scratch, and return the requirements."""

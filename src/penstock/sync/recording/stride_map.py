@@ -10,10 +10,13 @@ Not here: the tensors themselves (`meta_tensors`). No torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.plan.intersect import common_box
 from penstock.types import Box
@@ -29,8 +32,9 @@ class NotBoxes(Exception):
     """The copy is not a copy between a few boxes; the message says why. Never leaves the recording."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrideMap:
+# A Struct, as are the other values of which a recording makes several for each tensor: a dataclass takes five times as
+# long to make.
+class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
     """For all values of all digits, one element copied: at start plus the sum of value times step, at either end."""
 
     source_start: tuple[int, ...]
@@ -39,11 +43,11 @@ class StrideMap:
 
     def source_box(self) -> Box:
         """Return the box that is read, once `boxes` has cut the map."""
-        return _box(self.source_start, ((n, dim) for n, dim, _, _, _ in self.digits))
+        return _box(self.source_start, _extents(self.digits, 1, len(self.source_start)))
 
     def target_box(self) -> Box:
         """Return the box that is written, once `boxes` has cut the map."""
-        return _box(self.target_start, ((n, dim) for n, _, _, dim, _ in self.digits))
+        return _box(self.target_start, _extents(self.digits, 3, len(self.target_start)))
 
     def flipped(self) -> StrideMap:
         """Return the map of the same elements in the other direction."""
@@ -52,23 +56,38 @@ class StrideMap:
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the source box's row-major shape by digits, and the permutation of the digits to the target box."""
-        # Digits that continue each other at both ends are one: most copies then are in order, and need no permute.
-        merged: list[Digit] = []
-        for n, sd, ss, td, ts in sorted(self.digits, key=lambda digit: (digit[1], -digit[2])):
-            if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
-                merged[-1] = (merged[-1][0] * n, sd, ss, td, ts)
-            else:
-                merged.append((n, sd, ss, td, ts))
-        permutation = sorted(range(len(merged)), key=lambda i: (merged[i][3], -merged[i][4]))
-        return tuple(digit[0] for digit in merged), tuple(permutation)
+        return _order(self.digits)
 
 
-def _box(start: tuple[int, ...], runs: Iterator[tuple[int, int]]) -> Box:
-    """Return the box from `start` whose extent in each dim is the product of the runs (extent, dim) in it."""
-    extent = [1] * len(start)
-    for n, dim in runs:
-        extent[dim] *= n
-    return Box(start=start, stop=tuple(a + n for a, n in zip(start, extent, strict=True)))
+# The copies of a loader have thousands of starts and a handful of digits: what follows from the digits is kept.
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """See `StrideMap.order`."""
+    # Digits that continue each other at both ends are one: most copies then are in order, and need no permute.
+    merged: list[Digit] = []
+    for n, sd, ss, td, ts in sorted(digits, key=lambda digit: (digit[1], -digit[2])):
+        if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
+            merged[-1] = (merged[-1][0] * n, sd, ss, td, ts)
+        else:
+            merged.append((n, sd, ss, td, ts))
+    permutation = sorted(range(len(merged)), key=lambda i: (merged[i][3], -merged[i][4]))
+    return tuple(digit[0] for digit in merged), tuple(permutation)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int, ...]:
+    """Return the extents of a box at one end: the product of the digits in each dim, which a digit has at `dim_at`."""
+    extents = [1] * num_dims
+    for digit in digits:
+        extents[digit[dim_at]] *= digit[0]
+    return tuple(extents)
+
+
+def _box(start: tuple[int, ...], extents: tuple[int, ...]) -> Box:
+    """Return the box of these extents from `start`."""
+    return Box(start=start, stop=tuple(map(operator.add, start, extents)))
 
 
 class Grid:
@@ -81,7 +100,7 @@ class Grid:
         wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
         self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
 
-    def _start(self, offset: int) -> tuple[int, ...]:
+    def start(self, offset: int) -> tuple[int, ...]:
         """Return the index of the element at an offset."""
         start, rest = [0] * len(self.shape), offset
         for dim in self._outer_first:
@@ -98,7 +117,7 @@ class Grid:
         Raises:
             NotBoxes: a dim of the view steps across dims of the tensor unevenly.
         """
-        start = self._start(offset)
+        start = self.start(offset)
         placed = [self._split(extent, stride, start) for extent, stride in dims]
         last = list(start)
         for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
@@ -108,6 +127,14 @@ class Grid:
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
             raise NotBoxes("a view that continues from one row into the next")
         return start, placed
+
+    def has(self, start: Sequence[int], reach: Sequence[int]) -> bool:
+        """Return whether the element `reach` after the one at `start` is one of the tensor's, in every dim."""
+        # A plain loop: this runs twice for each copy of a loader.
+        for a, b, n in zip(start, reach, self.shape, strict=True):  # noqa: SIM110
+            if a + b >= n:
+                return False
+        return True
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
         """Return the digits of one dim of a view, the outer first; their target halves are 0."""
@@ -149,6 +176,52 @@ def between(
     Raises:
         NotBoxes: a view steps unevenly.
     """
+    # Experts differ in where their views begin. The digits of a view do not depend on it as long as each of its dims
+    # ends inside the dim of the tensor in which it begins; else they are found for this start alone.
+    even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
+    if even is not None:
+        digits, source_reach, target_reach = even
+        source_start = source.start(source_offset)
+        if source.has(source_start, source_reach):
+            target_start = target.start(target_offset)
+            if target.has(target_start, target_reach):
+                return StrideMap(source_start=source_start, target_start=target_start, digits=digits)
+    return _between(source, source_offset, source_strides, target, target_offset, target_strides, shape)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _even(
+    source: Grid, source_strides: tuple[int, ...], target: Grid, target_strides: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Return the digits of a copy wherever its views begin, and how far they reach in each dim at either end.
+
+    None: the digits depend on where the views begin, or the views are not boxes.
+    """
+    try:
+        whole = _between(source, 0, source_strides, target, 0, target_strides, shape)
+    except NotBoxes:
+        return None
+    # One digit for each dim of the view: none was split where it leaves a dim of a tensor.
+    if len(whole.digits) != sum(extent > 1 for extent in shape):
+        return None
+    reach = [[0] * len(source.shape), [0] * len(target.shape)]
+    for n, source_dim, source_step, target_dim, target_step in whole.digits:
+        for ends, dim, step in ((reach[0], source_dim, source_step), (reach[1], target_dim, target_step)):
+            if dim >= 0:
+                ends[dim] += (n - 1) * step
+    return whole.digits, tuple(reach[0]), tuple(reach[1])
+
+
+def _between(
+    source: Grid,
+    source_offset: int,
+    source_strides: Sequence[int],
+    target: Grid,
+    target_offset: int,
+    target_strides: Sequence[int],
+    shape: Sequence[int],
+) -> StrideMap:
+    """Do what `between` does, for these offsets alone."""
     # The source's digits first; then each of them is located in the target, which may split it again.
     source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
@@ -173,6 +246,8 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     Raises:
         NotBoxes: there are more than `MAX_BOXES`.
     """
+    if _are_dense(whole.digits):
+        return [whole]
     loops: set[int] = set()
     # Taking a digit out can leave a gap under another one: repeat until both ends are boxes.
     while True:
@@ -180,8 +255,6 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
         if not gaps:
             break
         loops |= gaps
-    if not loops:
-        return [whole]
     inner = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
     turned = [whole.digits[i] for i in sorted(loops)]
     if (count := math.prod(digit[0] for digit in turned)) > MAX_BOXES:
@@ -196,6 +269,12 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
             target[target_dim] += value * target_step
         maps.append(StrideMap(source_start=tuple(source), target_start=tuple(target), digits=inner))
     return maps
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _are_dense(digits: tuple[Digit, ...]) -> bool:
+    """Return whether the digits leave no gap in a dim at either end."""
+    return not _gaps(digits, set())
 
 
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:

@@ -1,0 +1,125 @@
+"""What a first update does once can be done before a version is published, and only once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.integration.conftest import Host
+
+import penstock as ps
+from penstock.errors import Cancelled, PlanError
+from penstock.plan.sync import SyncPlan
+from penstock.sync import planner
+
+
+class Model(torch.nn.Module):
+    """Two tensors, one of which its loader transposes; it counts how often it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Parameter(torch.full((6, 4), -1.0))
+        self.turned = torch.nn.Parameter(torch.full((4, 8), -1.0))
+        self.num_loads = 0
+
+    def load_weights(self, weights) -> None:
+        self.num_loads += 1
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor.t() if name == "turned" else tensor)
+
+    def has(self, trained: dict[str, torch.Tensor]) -> bool:
+        return torch.equal(self.plain, trained["plain"]) and torch.equal(self.turned, trained["turned"].t())
+
+    def is_untouched(self) -> bool:
+        return bool((self.plain == -1).all() and (self.turned == -1).all())
+
+
+def trained() -> dict[str, torch.Tensor]:
+    return {"plain": torch.randn(6, 4), "turned": torch.randn(8, 4)}
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[SyncPlan]:
+    """The plans that are made."""
+    made: list[SyncPlan] = []
+    plan_sync = planner.plan_sync
+
+    def noted(*arguments, **options) -> SyncPlan:
+        made.append(plan_sync(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(planner, "plan_sync", noted)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_the_first_update_does_not_do_again_what_was_prepared(host: Host, mode: str, plans: list[SyncPlan]) -> None:
+    model, weights = Model(), trained()
+    with (
+        ps.publisher("p", weights, mode="snapshot") as publisher,
+        ps.subscriber("p", model, mode=mode) as subscriber,
+    ):
+        assert subscriber.wanted is None
+        assert subscriber.prepare()
+        assert subscriber.wanted is not None and len(subscriber.wanted.rows) == 2
+        assert model.is_untouched() and subscriber.version == -1
+        assert (model.num_loads, len(plans)) == (1, 1)
+        # A second call has nothing to do.
+        assert subscriber.prepare()
+        publisher.publish(1)
+        assert subscriber.update().version == 1
+        assert model.has(weights)
+        assert (model.num_loads, len(plans)) == (1, 1)
+
+
+def test_what_is_prepared_by_one_engine_is_not_lost_when_another_comes(host: Host, plans: list[SyncPlan]) -> None:
+    models, weights = [Model(), Model()], trained()
+    with (
+        ps.publisher("p", weights, mode="snapshot") as publisher,
+        ps.subscriber("p", models[0]) as first,
+        ps.subscriber("p", models[1]) as second,
+    ):
+        assert first.prepare() and second.prepare()
+        assert [len(plan.receivers) for plan in plans] == [1, 2]
+        publisher.publish(1)
+        for subscriber, model in ((first, models[0]), (second, models[1])):
+            subscriber.update()
+            assert model.has(weights) and model.num_loads == 1
+        # Both read by the plan that has both.
+        assert len(plans) == 2
+
+
+def test_without_a_publisher_nothing_is_prepared(host: Host) -> None:
+    model, weights = Model(), trained()
+    with ps.subscriber("p", model) as subscriber:
+        assert not subscriber.prepare(0.0)
+        assert (model.num_loads, subscriber.wanted) == (0, None)
+        with ps.publisher("p", weights, mode="snapshot") as publisher:
+            publisher.publish(1)
+            subscriber.update()
+            assert model.has(weights)
+
+
+def test_a_publisher_that_comes_later_is_waited_for(host: Host) -> None:
+    model = Model()
+    with ps.subscriber("p", model) as subscriber, ThreadPoolExecutor(1) as threads:
+        preparing = threads.submit(subscriber.prepare)
+        with ps.publisher("p", trained(), mode="snapshot"):
+            assert preparing.result()
+        assert model.num_loads == 1
+
+
+def test_a_rank_that_is_missing_is_waited_for(host: Host) -> None:
+    with ps.subscriber("p", Model()) as subscriber, ps.publisher("p", trained(), rank=(0, 2)):
+        assert not subscriber.prepare(0.3)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_a_version_is_there(host: Host) -> None:
+    mine = {"plain": torch.zeros(6, 4), "turned": torch.zeros(8, 4, dtype=torch.bfloat16)}
+    with ps.publisher("p", trained(), mode="snapshot"), ps.subscriber("p", mine) as subscriber:
+        with pytest.raises(PlanError, match="turned"):
+            subscriber.prepare()
+        assert not mine["plain"].any() and subscriber.version == -1
+    with pytest.raises(Cancelled):
+        subscriber.prepare()
