@@ -16,6 +16,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import sqrt
 from zlib import crc32
 
 MAX_DEPTH = 32
@@ -23,8 +24,7 @@ MAX_DEPTH = 32
 slow member slows all below it. Source: docs/design/003-fetch.md."""
 CHUNKS_A_HOP = 44
 """A hop delays by about as many chunks' time at 50 GB/s (15 ms), fewer on slower links; a holder's second child beyond
-its host delays both by a whole copy. So a chain may be as deep as the chunks divided by this. Source:
-benchmarks/results/cpu2_202611/simulate.md."""
+its host delays both by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""
 NUM_TREES = 2
 """Trees that a relay may have: chunk c travels in tree c % 2. With two, a member that sends two children half of the
 chunks each sends one copy in all."""
@@ -337,7 +337,10 @@ class _Chains:
         self._open: dict[tuple[str, ...], list[_Offer]] = {}
         self._reserve: list[Node] = []
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
-        self._max_depth = max(MAX_DEPTH, num_chunks // CHUNKS_A_HOP)
+        num_hosts = len({node.host for node in nodes.values()})
+        # k chains below one holder take about k copies and the hops of hosts / k: together least where k is this.
+        num_chains = max(1, round(sqrt(CHUNKS_A_HOP * num_hosts / max(1, num_chunks))))
+        self._max_depth = max(MAX_DEPTH, -(-num_hosts // num_chains))
         self._keep()
         for node in nodes.values():
             if node.whole:
