@@ -219,6 +219,10 @@ def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     by_chains = _Estimate(nodes, chains)
     if by_chains.depth <= SHORT_DEPTH and by_chains.num_copies <= 1:
         return chains
+    # What the best trees could take: without building them, for most fleets of some ten hosts.
+    num_hosts = len({node.host for node in receivers})
+    if by_chains.num_chunks <= MIN_GAIN * (by_chains.left + CHUNKS_A_HOP * num_hosts.bit_length()):
+        return chains
     trees = _Trees(nodes).trees
     return trees if by_chains.num_chunks > MIN_GAIN * _Estimate(nodes, trees).num_chunks else chains
 
@@ -228,6 +232,7 @@ class _Estimate:
 
     Attributes:
         depth: members of the longest way from a whole holder.
+        left: chunks that the last receiver lacks.
         num_copies: most copies that leave a member, or one link of its host, for other hosts.
         num_chunks: the time, as a number of chunks' times over a link between hosts.
     """
@@ -251,8 +256,8 @@ class _Estimate:
         num_wires = {_wire(node): _num_wires(node) for node in nodes.values()}
         of_wires = (count / num_wires[wire] for wire, count in by_wire.items() if num_wires[wire])
         self.num_copies = max(max(by_member.values(), default=0), max(of_wires, default=0.0)) / len(trees)
-        left = max(node.num_chunks - node.num_have for node in nodes.values())
-        self.num_chunks = left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
+        self.left = max(node.num_chunks - node.num_have for node in nodes.values())
+        self.num_chunks = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
 
 
 def _serves(parent: Node, child: Node) -> bool:
@@ -486,8 +491,8 @@ class _Trees:
         self._nodes = nodes
         self.trees: tuple[Parents, Parents] = ({}, {})
         self._children: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
-        self._halves: Counter[tuple[str, int]] = Counter()
-        self._on_wire: Counter[tuple[str, str]] = Counter()
+        self._halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        self._on_wire: dict[tuple[str, str], int] = {}
         self._depth: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._open: dict[tuple[int, str], list[_TreeOffer]] = {}
         self._heads: dict[str, Node] = {}
@@ -553,7 +558,7 @@ class _Trees:
         count = [0] * NUM_TREES
         undecided = []
         for head in heads:
-            sends = [tree for tree in range(NUM_TREES) if self._halves[head.member, tree]]
+            sends = [tree for tree in range(NUM_TREES) if self._halves[tree].get(head.member)]
             if sends:
                 self._tree_of[head.member] = sends[0] if len(sends) == 1 else None
                 count[sends[0]] += len(sends) == 1
@@ -577,14 +582,14 @@ class _Trees:
         self.trees[tree][child.member] = parent.member
         self._children[tree].setdefault(parent.member, []).append(child.member)
         if parent.host != child.host:
-            self._halves[parent.member, tree] += 1
-            self._on_wire[_wire(parent)] += 1
+            self._halves[tree][parent.member] = self._halves[tree].get(parent.member, 0) + 1
+            self._on_wire[_wire(parent)] = self._on_wire.get(_wire(parent), 0) + 1
 
     def _unlink(self, child: Node, tree: int) -> None:
         """Undo `_link` for a parent on another host."""
         parent = self._nodes[self.trees[tree].pop(child.member)]
         self._children[tree][parent.member].remove(child.member)
-        self._halves[parent.member, tree] -= 1
+        self._halves[tree][parent.member] -= 1
         self._on_wire[_wire(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
@@ -602,14 +607,17 @@ class _Trees:
 
     def _is_full(self, parent: Node, child: Node) -> bool:
         """Return whether a member has as many readers as it admits, without this child."""
-        readers = {name for children in self._children for name in children.get(parent.member, ())}
-        return len(readers - {child.member}) >= (parent.max_readers or DEFAULT_CHILDREN)
+        first, second = (children.get(parent.member, ()) for children in self._children)
+        cap = parent.max_readers or DEFAULT_CHILDREN
+        # Who reads both trees from it is one reader.
+        return len(first) + len(second) >= cap and len({*first, *second} - {child.member}) >= cap
 
     def _num_halves(self, node: Node) -> int:
         """Return the halves of a copy that leave its host by its link already."""
-        halves = sum(self._halves[node.member, tree] for tree in range(NUM_TREES))
+        first, second = self._halves
+        halves = first.get(node.member, 0) + second.get(node.member, 0)
         wires = _num_wires(node)
-        return max(halves, self._on_wire[_wire(node)] // wires) if wires else halves
+        return max(halves, self._on_wire.get(_wire(node), 0) // wires) if wires else halves
 
     def _rank(self, node: Node, tree: int) -> int | None:
         """Return how willingly it takes one more child of another host in a tree; None: not at all."""
@@ -621,8 +629,9 @@ class _Trees:
             # above everyone.
             return 2 * halves + node.whole
         if node.whole:
-            return int(self._halves[node.member, tree] > 0)
-        return int(self._tree_of.get(node.member) not in {tree, None})
+            return int(self._halves[tree].get(node.member, 0) > 0)
+        own = self._tree_of.get(node.member)
+        return int(own is not None and own != tree)
 
     def _choose(self, child: Node, tree: int) -> Node:
         """Return the best open parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
