@@ -43,7 +43,7 @@ class Hosts:
         numbers = itertools.count()
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
         # As if a few hosts were many, and nobody ever slow: a test's machine may be.
-        monkeypatch.setattr("penstock.plan.relay.SHORT_DEPTH", 2)
+        monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
         monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setattr("penstock.fetch.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)

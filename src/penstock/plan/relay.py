@@ -30,12 +30,9 @@ NUM_TREES = 2
 chunks each sends one copy in all."""
 TREE_NAMES = ("even", "odd")
 """The chunks of each tree, in reports."""
-SHORT_DEPTH = 8
-"""Members of a chain below which trees are not asked for, unless the chain makes a holder send a second copy: 0.1 s at
-50 GB/s, about what a second lease and connection of each receiver may cost. Source: docs/design/003-fetch.md."""
-MIN_GAIN = 1.1
-"""Trees are begun where chains would take at least this many times as long: a receiver of two trees keeps two leases
-and follows two logs. Source: docs/design/003-fetch.md."""
+MIN_HOPS = 8
+"""Trees are begun where they save the time of this many hops, 0.1 s at 50 GB/s: a receiver of two trees keeps two
+leases, and follows two logs. Source: docs/design/003-fetch.md."""
 RACK_HOPS = 2
 """Hops that a place in the own rack may be deeper than the best place elsewhere; more would make a chain of racks."""
 DEFAULT_CHILDREN = 8
@@ -217,14 +214,13 @@ def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     if not (can_split and lacks_most):
         return chains
     by_chains = _Estimate(nodes, chains)
-    if by_chains.depth <= SHORT_DEPTH and by_chains.num_copies <= 1:
-        return chains
     # What the best trees could take: without building them, for most fleets of some ten hosts.
-    num_hosts = len({node.host for node in receivers})
-    if by_chains.num_chunks <= MIN_GAIN * (by_chains.left + CHUNKS_A_HOP * num_hosts.bit_length()):
+    least = by_chains.left + CHUNKS_A_HOP * len({node.host for node in receivers}).bit_length()
+    worth = CHUNKS_A_HOP * MIN_HOPS
+    if by_chains.num_chunks < least + worth:
         return chains
     trees = _Trees(nodes).trees
-    return trees if by_chains.num_chunks > MIN_GAIN * _Estimate(nodes, trees).num_chunks else chains
+    return trees if by_chains.num_chunks >= _Estimate(nodes, trees).num_chunks + worth else chains
 
 
 class _Estimate:
@@ -497,6 +493,7 @@ class _Trees:
         self._open: dict[tuple[int, str], list[_TreeOffer]] = {}
         self._heads: dict[str, Node] = {}
         self._tree_of: dict[str, int | None] = {}
+        self._first: list[str | None] = [None] * NUM_TREES
         self._hang_hosts()
         # Those furthest ahead first: they lose most if others take the places that they could have.
         heads = sorted(self._heads.values(), key=_furthest)
@@ -573,6 +570,10 @@ class _Trees:
         """Link heads that have no parent in a tree to the best open one."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
+                # Half of a copy more than all need stays over: kept high up, for trees of those that come later. Taken
+                # from the lowest, they would add their whole depth to that of these.
+                if self._first[tree] is None and self._tree_of.get(head.member) == tree:
+                    self._first[tree] = head.member
                 parent = self._choose(head, tree)
                 self._link(head, parent, tree)
                 self._root(head, tree, self._depth[tree][parent.member] + 1)
@@ -629,9 +630,11 @@ class _Trees:
             # above everyone.
             return 2 * halves + node.whole
         if node.whole:
-            return int(self._halves[tree].get(node.member, 0) > 0)
+            return 2 * (self._halves[tree].get(node.member, 0) > 0)
         own = self._tree_of.get(node.member)
-        return int(own is not None and own != tree)
+        if own is not None and own != tree:
+            return 2
+        return int(halves > 0 and node.member == self._first[tree])
 
     def _choose(self, child: Node, tree: int) -> Node:
         """Return the best open parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
