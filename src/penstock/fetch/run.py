@@ -35,7 +35,7 @@ from penstock.errors import (
 )
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, UNNAMED, Read, UpstreamReader
+from penstock.fetch.upstream import END_S, UNNAMED, Read, UpstreamReader, ranks_of
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import Bools, LocalWeights
@@ -226,33 +226,28 @@ class Fetch(Run):
 
     def _follow(self, reply: UpstreamsReply) -> None:
         """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last."""
-        now, upstreams = time.monotonic(), reply.upstreams
-        orders = reply.orders if len(reply.orders) > 1 else (tuple(range(len(upstreams))),)
-        ranks = {
-            upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
-            for i, upstream in enumerate(upstreams)
-        }
+        now, ranks = time.monotonic(), ranks_of(reply)
         with self._lock:
             if self._closing.is_set():
                 return
-            self._num_trees = len(orders)
+            self._num_trees = max(1, len(reply.orders))
             known = {reader.upstream.member: reader for reader in self._readers}
-            for upstream in upstreams:
+            for upstream in reply.upstreams:
                 if upstream.member in known:
                     known[upstream.member].ranks = ranks[upstream.member]
                 elif self._retry_after.get(upstream.member, (0.0, 0.0))[0] <= now:
                     self._readers.append(self._make_reader(upstream, ranks[upstream.member]))
             for reader in self._readers:
                 if reader.upstream.member not in ranks:
-                    # Without trees it stays the last choice, as before; of trees it only gives what it has.
-                    reader.ranks = (len(ranks),) if len(orders) == 1 else (UNNAMED,) * len(orders)
+                    # In one order it is the last choice; of trees it only gives what it has, and is not waited for.
+                    reader.ranks = (len(ranks),) if self._num_trees == 1 else (UNNAMED,) * self._num_trees
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
             self._readers.sort(key=lambda reader: min(reader.ranks))
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
-                parents = [self._in_order(tree)[0].upstream.member for tree in range(len(orders)) if self._readers]
+                parents = [self._in_order(tree)[0].upstream.member for tree in range(self._num_trees) if self._readers]
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             left = self._leave_unnamed()
         for reader in left:
@@ -264,8 +259,8 @@ class Fetch(Run):
 
     def _leave_unnamed(self) -> list[UpstreamReader]:
         """Take out readers that the hub names for no tree, once the parents of all trees give. The lock is held."""
-        # Without trees they stay, for the time that the hub is away. Of trees a reader's place at a member is needed by
-        # one of its two children, and most of a fleet has been read by others while it was smaller.
+        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
+        # children on other hosts, and who read it while the fleet was smaller would keep them from its readers' places.
         given = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
         if self._num_trees == 1 or not all(
             reader.is_connected and reader.holds_back(tree) for tree, reader in enumerate(given)

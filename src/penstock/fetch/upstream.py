@@ -25,7 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.messages import HoldingMap, LogReply, Proof
+from penstock.hub.messages import HoldingMap, LogReply, Proof, UpstreamsReply
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
@@ -71,6 +71,15 @@ END_S = 0.5
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
+
+
+def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
+    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
+    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
+    return {
+        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
+        for i, upstream in enumerate(reply.upstreams)
+    }
 
 
 class UpstreamReader:

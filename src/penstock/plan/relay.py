@@ -570,8 +570,8 @@ class _Trees:
         """Link heads that have no parent in a tree to the best open one."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
-                # Half of a copy more than all need stays over: kept high up, for trees of those that come later. Taken
-                # from the lowest, they would add their whole depth to that of these.
+                # All together can send half of a copy more than they need. The first one keeps that place, for trees of
+                # members that come later: below the lowest ones, those would add their whole depth to that of these.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
@@ -626,8 +626,8 @@ class _Trees:
             return None
         halves = self._num_halves(node)
         if halves >= NUM_TREES:
-            # More than a copy: whoever reads such a member, and all below, take longer; last at a holder, which is
-            # above everyone.
+            # More than a copy: all that read such a member, and those below them, take longer; a holder comes last,
+            # since everyone is below it.
             return 2 * halves + node.whole
         if node.whole:
             return 2 * (self._halves[tree].get(node.member, 0) > 0)
