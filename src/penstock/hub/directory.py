@@ -65,6 +65,7 @@ from penstock.hub.snapshot import (
     MemberEntry,
     SnapshotCache,
     SnapshotReader,
+    by_rank,
     decide,
     jobs_of,
     keys_of,
@@ -357,8 +358,8 @@ class Directory:
         names: tuple[str, ...] = ()
         orders: tuple[tuple[str, ...], ...] = ()
         if is_placed:
-            names = view.upstreams(request.member, holding.num_chunks)
             orders = view.orders(request.member, holding.num_chunks)
+            names = by_rank(orders)
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:

@@ -206,13 +206,6 @@ class HubSnapshot:
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
 
-    def upstreams(self, reader: str, num_chunks: int) -> tuple[str, ...]:
-        """Return the members that a reader of this snapshot is sent to, in order; see `Relay.upstreams`."""
-        orders = self.orders(reader, num_chunks)
-        # By rank, so that the parents of all trees come first.
-        by_rank = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
-        return tuple(dict.fromkeys(by_rank))
-
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return for each tree the members to read its chunks from, in order."""
         relay = self.relay(num_chunks)
@@ -288,6 +281,12 @@ class HubSnapshot:
             second_parent=second,
             follows_trees=follows_trees(holder.hello.protocol),
         )
+
+
+def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the members of several orders once each, those that come first in one of them before all others."""
+    names = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
+    return tuple(dict.fromkeys(names))
 
 
 class SnapshotReader:
