@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,7 +35,7 @@ from penstock.errors import (
 )
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, Read, UpstreamReader
+from penstock.fetch.upstream import END_S, UNNAMED, Read, UpstreamReader, ranks_of
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import Bools, LocalWeights
@@ -110,6 +110,7 @@ class Fetch(Run):
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._readers: list[UpstreamReader] = []
+        self._num_trees = 1
         self._retry_after: dict[str, tuple[float, float]] = {}
         """By member: when it may be tried again, and the pause after its last failure."""
         self._received: deque[ReceivedChunks] = deque()
@@ -183,7 +184,7 @@ class Fetch(Run):
                 self._note_storage_readers(reply)
                 if self._storage is None:
                     self._hub_answer = f"named {len(reply.upstreams)} members to take from"
-                self._follow(reply.upstreams)
+                self._follow(reply)
             except PenstockError as error:
                 # Known upstreams stay in use: running transfers do not need the hub.
                 self._note_hub_failure(error)
@@ -211,35 +212,63 @@ class Fetch(Run):
             missing = ~self._weights.have
             return not (self._flying.any() or any((reader.has & missing).any() for reader in self._readers))
 
-    def _make_reader(self, upstream: Upstream, rank: int) -> UpstreamReader:
+    def _make_reader(self, upstream: Upstream, ranks: tuple[int, ...]) -> UpstreamReader:
         """Start a reader for one upstream."""
         member = self._member
         return UpstreamReader(
             member.peer(upstream, self._weights.key),
-            rank,
+            ranks,
             self._weights,
             member.links,
             self.ticket,
             min_bytes_per_s=member.min_bytes_per_s,
         )
 
-    def _follow(self, upstreams: Sequence[Upstream]) -> None:
-        """Start readers for new upstreams and sort all by the hub's order; those no longer named stay, ranked last."""
-        now, named = time.monotonic(), {upstream.member for upstream in upstreams}
+    def _follow(self, reply: UpstreamsReply) -> None:
+        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last."""
+        now, ranks = time.monotonic(), ranks_of(reply)
         with self._lock:
             if self._closing.is_set():
                 return
+            self._num_trees = max(1, len(reply.orders))
             known = {reader.upstream.member: reader for reader in self._readers}
-            for rank, upstream in enumerate(upstreams):
+            for upstream in reply.upstreams:
                 if upstream.member in known:
-                    known[upstream.member].rank = rank
+                    known[upstream.member].ranks = ranks[upstream.member]
                 elif self._retry_after.get(upstream.member, (0.0, 0.0))[0] <= now:
-                    self._readers.append(self._make_reader(upstream, rank))
+                    self._readers.append(self._make_reader(upstream, ranks[upstream.member]))
             for reader in self._readers:
-                if reader.upstream.member not in named:
-                    reader.rank = len(named)
-            self._readers.sort(key=lambda reader: reader.rank)
-            self._weights.parent = self._readers[0].upstream.member if self._readers else ""
+                if reader.upstream.member not in ranks:
+                    # In one order it is the last choice; of trees it only gives what it has, and is not waited for.
+                    reader.ranks = (len(ranks),) if self._num_trees == 1 else (UNNAMED,) * self._num_trees
+                if reader.is_parent:
+                    # It may have been a spare, which nothing is asked of.
+                    reader.request_news()
+            self._readers.sort(key=lambda reader: min(reader.ranks))
+            if reply.is_placed:
+                # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
+                parents = [self._in_order(tree)[0].upstream.member for tree in range(self._num_trees) if self._readers]
+                self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
+            left = self._leave_unnamed()
+        for reader in left:
+            reader.close()
+
+    def _in_order(self, tree: int) -> list[UpstreamReader]:
+        """Return the readers in the hub's order for the chunks of a tree."""
+        return sorted(self._readers, key=lambda reader: reader.ranks[tree])
+
+    def _leave_unnamed(self) -> list[UpstreamReader]:
+        """Take out readers that the hub names for no tree, once the parents of all trees give. The lock is held."""
+        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
+        # children on other hosts, and who read it while the fleet was smaller would keep them from its readers' places.
+        given = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
+        if self._num_trees == 1 or not all(
+            reader.is_connected and reader.holds_back(tree) for tree, reader in enumerate(given)
+        ):
+            return []
+        left = [r for r in self._readers if min(r.ranks) == UNNAMED and r.error is None and not r.num_flying]
+        self._readers = [reader for reader in self._readers if reader not in left]
+        return left
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
@@ -440,8 +469,10 @@ class Fetch(Run):
 
     def assign(self) -> float:
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
-        items, pause_s, is_first = [], TURN_S, True
+        items, pause_s = [], TURN_S
         with self._lock:
+            # Trees of which no earlier reader has, or will have, the chunks.
+            waiting = set(range(self._num_trees))
             for reader in self._readers:
                 if reader.error is not None and not reader.num_flying:
                     self._hub_now.set()
@@ -456,10 +487,11 @@ class Fetch(Run):
                     self._flying[chunks] = True
                     reader.num_flying += 1
                     items.append(ReadFromUpstream(self, reader, chunks))
-                if is_first and int(self._wanted(reader).sum()) < reader.step_chunks:
+                named = {tree for tree in waiting if reader.ranks[tree] != UNNAMED}
+                if named and int(self._wanted(reader, named).sum()) < reader.step_chunks:
                     # Its known chunks will soon be read: learn of more in time.
                     reader.request_news()
-                is_first &= not reader.holds_back
+                waiting -= {tree for tree in named if reader.holds_back(tree)}
             if items and not self._closing.is_set():
                 self._peer_reads.post(*items)
         if pause_s < TURN_S:
@@ -469,14 +501,27 @@ class Fetch(Run):
 
     def _choose(self, reader: UpstreamReader) -> I64:
         """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
-        chunks: I64 = np.flatnonzero(self._wanted(reader))[: reader.step_chunks]
-        earlier = [other for other in self._readers if other.rank < reader.rank and other.holds_back]
-        if not len(chunks) or all(reader.is_much_faster_than(other) for other in earlier):
+        free = {tree for tree in range(self._num_trees) if self._may_read(reader, tree)}
+        chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
+        # The pace of a parent is known from its own tree.
+        if len(chunks) or len(free) == self._num_trees or (self._num_trees > 1 and reader.is_parent):
             return chunks
-        return chunks[-1:] if reader.should_probe() else chunks[:0]
+        others: I64 = np.flatnonzero(self._wanted(reader, set(range(self._num_trees))))[: reader.step_chunks]
+        return others[-1:] if len(others) and reader.should_probe() else others[:0]
 
-    def _wanted(self, reader: UpstreamReader) -> Bools:
-        return reader.has & ~self._weights.have & ~self._flying
+    def _may_read(self, reader: UpstreamReader, tree: int) -> bool:
+        """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
+        rank = reader.ranks[tree]
+        earlier = [other for other in self._readers if other.ranks[tree] < rank and other.holds_back(tree)]
+        return all(reader.is_much_faster_than(other) for other in earlier)
+
+    def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
+        """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""
+        wanted = reader.has & ~self._weights.have & ~self._flying
+        if len(trees) < self._num_trees:
+            for tree in set(range(self._num_trees)).difference(trees):
+                wanted[tree :: self._num_trees] = False
+        return wanted
 
     # -- Called by work items.
 
@@ -648,7 +693,7 @@ class ReadFromUpstream:
             fetch.release_chunks(self._chunks)
             fetch.end_read(self)
             return
-        reader.note_read(self.nbytes, time.monotonic() - begun)
+        reader.note_read(self._chunks, self.nbytes, time.monotonic() - begun)
         fetch.end_read(self)
         # The next read starts before these bytes are verified, so that the link stays busy.
         fetch.assign()

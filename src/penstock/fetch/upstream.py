@@ -25,10 +25,11 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.messages import HoldingMap, LogReply, Proof
+from penstock.hub.messages import HoldingMap, LogReply, Proof, UpstreamsReply
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
+from penstock.plan.relay import NUM_TREES
 from penstock.segments import Segments
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode
@@ -41,7 +42,11 @@ GATHER_S = 0.002
 PLENTY_S = 0.02
 """Longest pause of log requests while more chunks are known than one read takes; else the next request is immediate."""
 SPARE_S = 0.25
-"""Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it."""
+"""Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it. Of two
+trees only parents are connected to before one is needed: a member has two children in a tree, whose own children would
+take all of its readers' places."""
+UNNAMED = 1 << 16
+"""Rank of an upstream in an order of the hub that it is not in."""
 PATIENCE_S = 0.5
 """After this long without new chunks and without bytes, an upstream no longer holds back those after it."""
 STEP_S = 0.02
@@ -56,7 +61,8 @@ CAPPED_STEP_S = 0.1
 JUDGED_AFTER_S = 1.0
 """Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
 PROBE_S = 1.0
-"""Interval at which a later upstream is read for one chunk, to measure its pace."""
+"""Interval at which a later upstream is read for one chunk, to measure its pace; and time before an earlier one is
+compared with it."""
 MUCH_FASTER = 4.0
 """A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
 of two upstreams that share a link."""
@@ -67,11 +73,20 @@ Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
 
 
+def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
+    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
+    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
+    return {
+        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
+        for i, upstream in enumerate(reply.upstreams)
+    }
+
+
 class UpstreamReader:
     """The state of an upstream, kept up to date by a thread that follows its log.
 
     Attributes:
-        rank: its position in the hub's order; 0 is the parent.
+        ranks: its position in the hub's order of each tree of chunks; 0 is the parent. Without trees it is one order.
         has: per chunk, True if it can be read from this upstream.
         num_flying: reads under way.
         fault: the reason why it is no longer used; "" while it is used.
@@ -87,7 +102,7 @@ class UpstreamReader:
     def __init__(
         self,
         peer: PeerClient,
-        rank: int,
+        ranks: tuple[int, ...],
         weights: LocalWeights,
         links: Links,
         ticket: Ticket,
@@ -95,7 +110,7 @@ class UpstreamReader:
         min_bytes_per_s: float = 0.0,
     ) -> None:
         self.peer = peer
-        self.rank = rank
+        self.ranks = ranks
         self.upstream = peer.upstream
         self._weights = weights
         self._links = links
@@ -114,8 +129,10 @@ class UpstreamReader:
         self._min_bytes_per_s = min_bytes_per_s
         self._read_s = 0.0
         self._read_until = 0.0
-        self._alive_at = self._probed_at = time.monotonic()
-        self._recent_pace = _Pace(self._alive_at)
+        self._followed_at = self._probed_at = time.monotonic()
+        # Per tree: one whose parent stalls gives nothing of it, though it goes on giving chunks of the other.
+        self._alive_at = [self._probed_at] * NUM_TREES
+        self._recent_pace = _Pace(self._probed_at)
         self._silence = Silence()
         self._closing = threading.Event()
         self._news_wanted = threading.Event()
@@ -134,9 +151,24 @@ class UpstreamReader:
         return self.error.message if self.error is not None else ""
 
     @property
-    def holds_back(self) -> bool:
-        """Return whether later upstreams should not be read for chunks that this one has or will have."""
-        return self.error is None and time.monotonic() - self._alive_at < PATIENCE_S
+    def is_parent(self) -> bool:
+        """Return whether it is the first one to read from, of all chunks or of a tree of them."""
+        return 0 in self.ranks
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether it has given a lease and its memory can be read."""
+        return self._generation >= 0
+
+    def holds_back(self, tree: int) -> bool:
+        """Return whether later upstreams should not be read for a tree's chunks that this one has or will have.
+
+        One that the hub does not name for a tree is no reason to wait there: its own chunks of it may come from here.
+        """
+        if self.error is not None or self.ranks[tree] == UNNAMED:
+            return False
+        alive_at = self._alive_at[tree] if len(self.ranks) > 1 else max(self._alive_at)
+        return time.monotonic() - alive_at < PATIENCE_S
 
     @property
     def pace(self) -> float:
@@ -146,7 +178,10 @@ class UpstreamReader:
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
         """Return True if waiting for an earlier upstream wastes time, because it provides far less than this one."""
-        return self.pace > MUCH_FASTER * other._recent_pace.value(time.monotonic())
+        now = time.monotonic()
+        # Not before its bytes could have come: one tree's parent gives while the other's chunks are some hops away.
+        is_new = now - other._followed_at < PROBE_S
+        return not is_new and self.pace > MUCH_FASTER * other._recent_pace.value(now)
 
     def should_probe(self) -> bool:
         """Return True at most once in `PROBE_S`: time to read one chunk out of turn and measure the pace."""
@@ -172,7 +207,14 @@ class UpstreamReader:
 
     def _wait_for_news(self) -> None:
         """Wait until the next log request is useful."""
-        self._news_wanted.wait(SPARE_S if self.rank else PLENTY_S)
+        self._news_wanted.wait(PLENTY_S if self.is_parent else SPARE_S)
+        self._news_wanted.clear()
+
+    def _wait_until_needed(self) -> None:
+        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S`."""
+        while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(SPARE_S)):
+            if len(self.ranks) == 1:
+                return
         self._news_wanted.clear()
 
     def reads_of(self, chunks: I64) -> list[Read]:
@@ -182,9 +224,10 @@ class UpstreamReader:
             for pair, segments in self._weights.segments(chunks, self._row_region, self._row_offset).items()
         ]
 
-    def note_read(self, nbytes: int, seconds: float) -> None:
+    def note_read(self, chunks: I64, nbytes: int, seconds: float) -> None:
         """Record a finished read; its pace determines the size of the next one."""
-        self._alive_at = now = time.monotonic()
+        now = time.monotonic()
+        self._note_alive(chunks)
         self.moved_bytes += nbytes
         self._recent_pace.add(now, nbytes)
         # Reads overlap: time that an earlier one has counted is not counted again.
@@ -204,6 +247,12 @@ class UpstreamReader:
             self.step_chunks = max(1, min(self.step_chunks, most))
             # The holder relies on its readers to keep to the cap: reads are one-sided, so it cannot slow them down.
             self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+
+    def _note_alive(self, chunks: I64) -> None:
+        """Record that it gave, or now has, these chunks."""
+        now = time.monotonic()
+        for tree in np.unique(chunks % NUM_TREES).tolist():
+            self._alive_at[tree] = now
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
         """Return True if the reads under way received less than `LEAST_BYTES` within `stall_s`."""
@@ -255,9 +304,7 @@ class UpstreamReader:
 
     def _follow(self) -> None:
         """Get a lease, connect, and follow the log: the body of the thread."""
-        # Most fetches never need a later upstream.
-        if self.rank:
-            self._wait_for_news()
+        self._wait_until_needed()
         if self._closing.is_set():
             return
         try:
@@ -265,7 +312,8 @@ class UpstreamReader:
                 lease = peer.lease()
                 self._apply_cap(lease.max_bytes_per_s)
                 self._connect(peer.map())
-                self._alive_at = time.monotonic()
+                self._followed_at = time.monotonic()
+                self._alive_at = [self._followed_at] * NUM_TREES
                 try:
                     self._read_log(peer)
                 finally:
@@ -321,8 +369,9 @@ class UpstreamReader:
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
                 self._add_news(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
-            if reply.state == "whole" or len(chunks):
-                self._alive_at = time.monotonic()
+            if reply.state == "whole":
+                self._alive_at = [time.monotonic()] * NUM_TREES
+            self._note_alive(chunks)
             if reply.state != "filling" and reply.serial == serial:
                 # Nothing more will come; only the lease is renewed.
                 self._closing.wait(NEWS_S)

@@ -65,6 +65,7 @@ from penstock.hub.snapshot import (
     MemberEntry,
     SnapshotCache,
     SnapshotReader,
+    by_rank,
     decide,
     jobs_of,
     keys_of,
@@ -338,7 +339,7 @@ class Directory:
     # Keys.
 
     def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
-        """Return the upstreams to read chunks from, parent first, with a grant for each.
+        """Return the upstreams to read chunks from, parents first, with a grant for each.
 
         A request without chunks comes from a member that does not know the layout yet: it gets members to request it
         from, and is not registered as a holder.
@@ -355,8 +356,10 @@ class Directory:
         view = self._view(holding.key)
         is_placed = holding.num_chunks > 0 and request.member in view.held
         names: tuple[str, ...] = ()
+        orders: tuple[tuple[str, ...], ...] = ()
         if is_placed:
-            names = view.upstreams(request.member, holding.num_chunks)
+            orders = view.orders(request.member, holding.num_chunks)
+            names = by_rank(orders)
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
@@ -384,6 +387,8 @@ class Directory:
         least_s = 1.0 if upstreams and is_placed else 0.2
         return UpstreamsReply(
             upstreams=tuple(upstreams),
+            orders=tuple(tuple(names.index(name) for name in order) for order in orders) if len(orders) > 1 else (),
+            is_placed=is_placed,
             ask_again_s=_pause(least_s, len(view.held)),
             reader_silent_s=view.reader_silent_s(besides=request.member),
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.hub.messages import Identity, WhyRequest
 from penstock.hub.snapshot import HoldingEntry, HubSnapshot
+from penstock.plan.relay import TREE_NAMES
 
 # A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
 _MAX_LINES = 200
@@ -59,18 +60,26 @@ def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, Hu
     if holder.holding.state != "filling":
         yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
         return
-    order = view.upstreams(name, holder.holding.num_chunks)
-    yield f"{name} {_has(holder)} and reads from {', then '.join(order) if order else 'storage alone'}{_came(holder)}"
+    orders = view.orders(name, holder.holding.num_chunks)
+    ways = [", then ".join(order) if order else "storage alone" for order in orders]
+    if len(ways) > 1:
+        ways = [f"{way} for {chunks} chunks" for way, chunks in zip(ways, TREE_NAMES, strict=True)]
+    yield f"{name} {_has(holder)} and reads from {', and from '.join(ways)}{_came(holder)}"
     for other, theirs in sorted(view.held.items()):
         if other != name:
-            yield f"  {other}: {_between(name, holder, other, theirs, view, order)}"
+            yield f"  {other}: {_between(name, holder, other, theirs, view, orders)}"
     yield from (f"  {line}" for line in _of_identity(holder.holding.identity, key, views, ours=False))
 
 
 def _between(
-    name: str, holder: HoldingEntry, other: str, theirs: HoldingEntry, view: HubSnapshot, order: tuple[str, ...]
+    name: str,
+    holder: HoldingEntry,
+    other: str,
+    theirs: HoldingEntry,
+    view: HubSnapshot,
+    orders: tuple[tuple[str, ...], ...],
 ) -> str:
-    """Return why member `name`, whose upstreams are `order`, does or does not read from member `other`."""
+    """Return why member `name`, whose upstreams in each tree are `orders`, does or does not read from `other`."""
     facts = [_has(theirs)]
     if theirs.holding.num_chunks != holder.holding.num_chunks:
         facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
@@ -86,9 +95,14 @@ def _between(
     # A cap of 0 is none.
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
         facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
-    if other in order:
-        facts.append("parent" if order[0] == other else f"substitute, number {order.index(other)}")
-    elif theirs.holding.parent == name:
+    ranks = [order.index(other) if other in order else -1 for order in orders]
+    if max(ranks) >= 0:
+        for chunks, rank in zip(TREE_NAMES, ranks, strict=False):
+            of_chunks = f" for {chunks} chunks" if len(orders) > 1 else ""
+            facts += (
+                [f"parent{of_chunks}" if rank == 0 else f"substitute, number {rank}{of_chunks}"] if rank >= 0 else []
+            )
+    elif name in {theirs.holding.parent, theirs.holding.second_parent}:
         facts.append("reads from it")
     else:
         facts.append("not among its upstreams: others are nearer, further ahead, or it is a descendant")

@@ -22,6 +22,7 @@ from msgspec import Meta
 from penstock.hub.address import PEER_URL_PATTERN
 from penstock.jobs.observer import JobState
 from penstock.phases import Boot
+from penstock.plan.relay import NUM_TREES
 from penstock.types import DType, TensorTable
 
 
@@ -82,8 +83,8 @@ def sync_key(name: str) -> str:
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
 # the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
-# has versions that a fleet commits together.
-PROTOCOL = "2.3"
+# has versions that a fleet commits together; 2.4 spreads chunks over two trees of upstreams.
+PROTOCOL = "2.4"
 """The version that this release speaks."""
 PROTOCOL_HEADER = "penstock-protocol"
 """The header of requests to a hub with the caller's version; releases before 2.2 send none."""
@@ -117,6 +118,12 @@ def version_fault(announced: str, them: str, us: str) -> str:
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
     return f"{them} speaks protocol {announced[:16]}, {us} speaks {PROTOCOL}: their major versions differ"
+
+
+def follows_trees(announced: str) -> bool:
+    """Return whether a member of this version reads the chunks of two trees from two parents."""
+    major, _, minor = announced.partition(".")
+    return (int(major), int(minor)) >= (2, 4)
 
 
 UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"
@@ -208,6 +215,10 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """0: no cap."""
     parent: Annotated[str, Meta(max_length=128)] = ""
     """The upstream it takes chunks from in the first place now; the relay keeps it while it serves."""
+    second_parent: Annotated[str, Meta(max_length=128)] = ""
+    """The same for the chunks of the second tree; empty: all chunks are of one."""
+    link: Annotated[str, Meta(max_length=64)] = ""
+    """The link of its host that its bytes take to others; for the order of relays. Empty: not known."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its bytes: `75% shm <- MEMBER, 25% storage s3://...`; `offered`."""
@@ -350,6 +361,11 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     """Members to read from, in order of preference: the first is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
+    orders: Annotated[tuple[tuple[Count, ...], ...], Meta(max_length=NUM_TREES)] = ()
+    """With two trees of upstreams: of each, those to read its chunks from, as positions in `upstreams`, the parent
+    first. Chunk c is of tree c % 2. Empty: one order for all chunks, that of `upstreams`."""
+    is_placed: bool = True
+    """False: they are any holders, until the relay has a place for the member; it must not report one as its parent."""
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
     """Smallest `HoldingState.silent_s` of the other members that read storage; -1: no other member reads."""

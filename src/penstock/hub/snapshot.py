@@ -25,6 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import zip_longest
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -50,6 +51,7 @@ from penstock.hub.messages import (
     SyncReply,
     SyncRequest,
     SyncState,
+    follows_trees,
     sync_key,
 )
 from penstock.hub.store import ABSENT, Entry, Store
@@ -137,12 +139,13 @@ class HubSnapshot:
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
-    def parents(self) -> dict[str, str]:
-        """Return receiver -> parent, of the relays made so far."""
+    def parents(self) -> dict[str, tuple[str, str]]:
+        """Return receiver -> its parents in the first and in the last tree, of the relays made so far."""
         # Where no relay was made of this snapshot, the parents of the one before it are passed on.
         parents = dict(self._parents) if not self._relays else {}
         for relay in self._relays.values():
-            parents |= relay.parents
+            last = relay.trees[-1]
+            parents |= {child: (parent, last[child]) for child, parent in relay.parents.items()}
         return parents
 
     @cached_property
@@ -203,9 +206,15 @@ class HubSnapshot:
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
 
-    def upstreams(self, reader: str, num_chunks: int) -> tuple[str, ...]:
-        """Return the members that a reader of this snapshot is sent to, in order; see `Relay.upstreams`."""
-        return tuple(name for name in self.relay(num_chunks).upstreams(reader) if name not in self.drained)
+    def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
+        """Return for each tree the members to read its chunks from, in order."""
+        relay = self.relay(num_chunks)
+        # Each is a lease that the reader may need: of two trees fewer of each.
+        limit = 4 if len(relay.trees) == 1 else 3
+        return tuple(
+            tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
+            for tree in range(len(relay.trees))
+        )
 
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that cut the weights into this number of chunks."""
@@ -250,6 +259,8 @@ class HubSnapshot:
     def _node(self, name: str, holder: HoldingEntry) -> Node:
         """Return a member as the relay sees it."""
         holding = holder.holding
+        parents = holding.parent, holding.second_parent
+        parent, second = parents if holding.parent else self._parents.get(name, ("", ""))
         return Node(
             member=name,
             host=holder.hello.host,
@@ -265,8 +276,17 @@ class HubSnapshot:
             num_links=holder.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
             num_complaining=self.num_complaining(name),
-            parent=holding.parent or self._parents.get(name, ""),
+            link=holding.link,
+            parent=parent,
+            second_parent=second,
+            follows_trees=follows_trees(holder.hello.protocol),
         )
+
+
+def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the members of several orders once each, those that come first in one of them before all others."""
+    names = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
+    return tuple(dict.fromkeys(names))
 
 
 class SnapshotReader:

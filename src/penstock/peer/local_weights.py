@@ -31,6 +31,7 @@ from penstock.hub.messages import HoldingMap, HoldingState, Identity, LogReply, 
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.memory.tiers import SOURCE
+from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
 from penstock.transport.choose import Links
@@ -282,6 +283,7 @@ class LocalWeights:
         self.rows = list(rows)
         self.device = rows[0].device if rows else torch.device("cpu")
         self._device_id = device_id(self.device)
+        self._link = nearest_link(self._device_id)
         self.place = place_rows(rows, arenas)
         self.has_manifest = leaves is not None
         self.leaves: U64 = leaves if leaves is not None else np.zeros(len(layout.chunks.leaf_row), np.uint64)
@@ -293,6 +295,7 @@ class LocalWeights:
         self.path = ""
         self.why = ""
         self.parent = ""
+        self.second_parent = ""
         self.gb_per_s = 0.0
         self.silent_s = -1.0
         # A reader compares the generation before and after a read: `close` raises it, so that no read counts that
@@ -620,8 +623,10 @@ class LocalWeights:
                 num_readers=self.num_readers,
                 max_readers=self.max_readers,
                 parent=self.parent,
+                second_parent=self.second_parent,
                 device=str(self.device),
                 device_id=self._device_id,
+                link=self._link,
                 path=self.path[:1024],
                 why=self.why[:1024],
                 gb_per_s=self.gb_per_s,

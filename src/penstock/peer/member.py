@@ -66,6 +66,7 @@ from penstock.hub.messages import (
 from penstock.hub.proof import PROVABLE, DigestSigner
 from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
+from penstock.peer.host_links import host_links
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
 from penstock.phases import Boot, boot_record
@@ -86,14 +87,6 @@ LEAVE_S = 2.0
 """Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
 JOIN_AGAIN_S = 0.1
 """Pause before the next attempt to reach this host's own hub."""
-
-
-def host_links() -> int:
-    """Return the number of parallel links to other hosts: the RDMA devices if there are any, else one."""
-    try:
-        return max(1, len(os.listdir("/sys/class/infiniband")))
-    except OSError:
-        return 1
 
 
 class Member:

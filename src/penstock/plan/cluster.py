@@ -275,7 +275,7 @@ class Links:
         gpu_slow = np.asarray(slowdown, np.float64)
         nic_slow = np.ones(nics)
         # A NIC that several GPUs share is as slow as the slowest of them.
-        np.maximum.at(nic_slow, self._nic(np.arange(gpus)), gpu_slow)
+        np.maximum.at(nic_slow, self.nic(np.arange(gpus)), gpu_slow)
         whole = cluster.storage_gb_per_s or np.inf
         sizes = (
             ("nvlink out", cluster.nvlink_gb_per_s / gpu_slow),
@@ -291,7 +291,7 @@ class Links:
         stops = np.cumsum([len(rates) for _, rates in sizes]).tolist()
         self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
 
-    def _nic(self, gpu: I64) -> I64:
+    def nic(self, gpu: I64) -> I64:
         """Return the NIC of each GPU: neighbours share one where a node has fewer NICs than GPUs."""
         cluster = self._cluster
         local = gpu % cluster.gpus_per_node * cluster.nics_per_node // cluster.gpus_per_node
@@ -338,8 +338,8 @@ class Links:
         # No third link: the padding one bounds nothing.
         nowhere = np.full(len(source), len(self.capacity) - 1)
         # Switches and the fabric are taken to carry what all of their links bring: only the ends bound a flow.
-        out = np.where(near, self._at("nvlink out", source), self._at("nic out", self._nic(source)))
-        into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self._nic(receiver)))
+        out = np.where(near, self._at("nvlink out", source), self._at("nic out", self.nic(source)))
+        into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self.nic(receiver)))
         return np.stack((out, into, nowhere), axis=1)
 
     def from_storage(self, receiver: I64) -> I64:

@@ -1,32 +1,50 @@
-"""Choice of upstreams: receivers in chains below the whole holders, or in a ring while no member is whole.
+"""Choice of upstreams: receivers in chains or two trees below the whole holders, or in a ring while none is whole.
 
 In: what members say of one key. Out: the upstreams of each receiver, parent first, then substitutes.
 Not here: which members are alive and complained of (`hub.directory`), which chunk is read from which (`fetch.run`).
 
-    whole -> a -> b -> c      one child per link: a copy leaves each member once on its host, and once beyond it while
-               -> d (far)     its host has links for that, so a fleet fills in about the time of one copy
+    whole -> a -> b -> c      chains, one child per link: a copy leaves each member once on its host, and once beyond it
+               -> d (far)     while its host has links for that, so a fleet fills in about the time of one copy
+
+    whole -> a -> b, c, d     two trees, of the even and the odd chunks: each sends two halves of a copy to other
+          -> b -> a, e, f     hosts, both in one tree. Used where hosts would form a long chain
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from zlib import crc32
 
 MAX_DEPTH = 32
 """Members of a chain below a whole holder before the holder may get a second one, however little there is to copy: a
 slow member slows all below it. Source: docs/design/003-fetch.md."""
-CHUNKS_A_HOP = 12
-"""A hop delays by about as many chunks' time at 50 GB/s (4 ms), fewer on slower links; a holder's second child beyond
-its host delays both by a whole copy. So a chain may be as deep as a twelfth of the chunks. Source:
-benchmarks/results/cpu2_202611/simulate.md."""
+CHUNKS_A_HOP = 44
+"""A hop delays by about as many chunks' time at 50 GB/s (15 ms), fewer on slower links; a holder's second child beyond
+its host delays both by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""
+NUM_TREES = 2
+"""Trees that a relay may have: chunk c travels in tree c % 2. With two, a member that sends two children half of the
+chunks each sends one copy in all."""
+TREE_NAMES = ("even", "odd")
+"""The chunks of each tree, in reports."""
+MIN_HOPS = 8
+"""Trees are begun where they save the time of this many hops, 0.1 s at 50 GB/s: a receiver of two trees keeps two
+leases, and follows two logs. Source: docs/design/003-fetch.md."""
+RACK_HOPS = 2
+"""Hops that a place in the own rack may be deeper than the best place elsewhere; more would make a chain of racks."""
 DEFAULT_CHILDREN = 8
 """Children of a whole holder that names no `max_readers`."""
 DISTRUST = 2
 """Callers that must complain before a member is demoted for everyone."""
 _SCANNED = 64
 """Candidates looked at for one receiver. A bound, since a key may have thousands of members."""
+
+
+Parents = dict[str, str]
+"""Receiver -> the member it reads from in the first place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +65,18 @@ class Node:
     """0: no cap."""
     num_links: int = 0
     """Links of its host to others, each for one copy at once. 0: not known, each member has its own."""
+    link: str = ""
+    """Which of them its bytes take; empty: not known."""
     complainers: frozenset[str] = frozenset()
     """Members that complain of it, and are not sent there."""
     num_complaining: int = 0
     """Callers that complain, each once by what it authenticated with, however many members it speaks for."""
     parent: str = ""
     """Its upstream so far."""
+    second_parent: str = ""
+    """Its upstream so far for the chunks of the second tree; empty: the same."""
+    follows_trees: bool = False
+    """Whether it can read the chunks of two trees from two parents."""
 
     @property
     def whole(self) -> bool:
@@ -75,6 +99,16 @@ class Node:
         return self.joined, self.member
 
 
+def _wire(node: Node) -> tuple[str, str]:
+    """Return what its readers beyond the host share: its own link if that is known, else all links of its host."""
+    return node.host, node.link
+
+
+def _num_wires(node: Node) -> int:
+    """Return how many copies that carries at once; 0: not known."""
+    return 1 if node.link else node.num_links
+
+
 def _places(node: Node) -> tuple[tuple[str, ...], ...]:
     """Return the places it belongs to, nearest first: host and kind of device, host, rack, anywhere."""
     kind = node.device.partition(":")[0]
@@ -86,8 +120,9 @@ class Relay:
     """The upstreams of every receiver of one key; a value once made.
 
     Attributes:
-        parents: receiver -> the member it reads from in the first place. With a whole holder among the nodes, following
-            them from any receiver ends at a whole one; without, they go round in a ring.
+        trees: one or two; each is receiver -> the member it reads from in the first place, for the chunks of that tree
+            (`NUM_TREES`) or, of one, for all chunks. With a whole holder among the nodes, following them from any
+            receiver ends at a whole one; without, they go round in a ring.
 
     Cost: O(n log n) to make, `upstreams` O(limit).
     """
@@ -96,9 +131,9 @@ class Relay:
         # Sorted, so that hubs that see the same members in another order give the same upstreams.
         self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
         self._number = {member: i for i, member in enumerate(self._nodes)}
-        self._ring = not any(node.whole for node in self._nodes.values())
-        self.parents = _ring(self._nodes) if self._ring else _Chains(self._nodes).parents
-        self._span = {} if self._ring else _spans(self.parents)
+        has_whole = any(node.whole for node in self._nodes.values())
+        self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(self._nodes),)
+        self._spans = tuple(_spans(parents) if has_whole else {} for parents in self.trees)
         self._choice: dict[tuple[str, ...], list[Node]] = {}
         best = sorted(
             self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
@@ -107,41 +142,49 @@ class Relay:
             for place in _places(node):
                 self._choice.setdefault(place, []).append(node)
 
-    def upstreams(self, member: str, *, limit: int = 4) -> tuple[str, ...]:
+    @property
+    def parents(self) -> Parents:
+        """Return the first tree: the only one, unless the chunks are spread over two."""
+        return self.trees[0]
+
+    def upstreams(self, member: str, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
         """Return the members to read from, in order: parent, its own parent, then the near and the far with most.
 
-        Never itself; with a whole holder among the nodes, never one that hangs below it. Empty for a member that is
-        whole or not among the nodes.
+        Never itself; with a whole holder among the nodes, never one that hangs below it in that tree. Empty for a
+        member that is whole or not among the nodes.
         """
         receiver = self._nodes.get(member)
-        return () if receiver is None or receiver.whole else self.around(receiver, limit=limit)
+        return () if receiver is None or receiver.whole else self.around(receiver, tree=tree, limit=limit)
 
-    def around(self, receiver: Node, *, limit: int = 4) -> tuple[str, ...]:
+    def around(self, receiver: Node, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
         """Return the same for a node that need not be among the nodes: then it has no parent, and none is below it."""
         member = receiver.member
+        parent = self.trees[tree].get(member)
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
         # Those of last resort are kept apart, and only fill what the others leave of the limit.
-        for name in self._candidates(receiver):
+        for name in self._candidates(receiver, tree):
             node = self._nodes[name]
-            if name == member or name in good or self._below(name, member):
+            if name == member or name in good or self._below(name, member, tree):
                 continue
-            (bad if node.last_resort or member in node.complainers else good)[name] = None
+            # A parent whose readers' places are taken has given one of them to this child.
+            is_poor = node.draining or node.demoted if name == parent else node.last_resort
+            (bad if is_poor or member in node.complainers else good)[name] = None
             if len(good) == limit:
                 break
         # A poor parent still comes first where there is nothing better: its chunks are the ones that this one lacks.
-        parent = self.parents.get(member)
         if parent in bad and not good:
             good[parent] = bad.pop(parent)
         return tuple([*good, *(name for name in bad if name not in good)][:limit])
 
-    def _candidates(self, receiver: Node) -> Iterator[str]:
+    def _candidates(self, receiver: Node, tree: int) -> Iterator[str]:
         """Yield members in the order in which a receiver should try them; some more than once."""
-        parent = self.parents.get(receiver.member)
+        parents = self.trees[tree]
+        parent = parents.get(receiver.member)
         if parent is not None:
             yield parent
-            if parent in self.parents:
-                yield self.parents[parent]
+            if parent in parents:
+                yield parents[parent]
         for place in _places(receiver):
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
             choice = self._choice.get(place, [])
@@ -151,10 +194,66 @@ class Relay:
             yield from (node.member for node in choice[:turn])
             yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
 
-    def _below(self, member: str, above: str) -> bool:
-        """Return whether a member hangs below another: reading from it would close a circle."""
-        first, last = self._span.get(above, (0, -1))
-        return first < self._span.get(member, (-1, -1))[0] <= last
+    def _below(self, member: str, above: str, tree: int) -> bool:
+        """Return whether a member hangs below another in a tree: reading from it would close a circle."""
+        spans = self._spans[tree]
+        first, last = spans.get(above, (0, -1))
+        return first < spans.get(member, (-1, -1))[0] <= last
+
+
+def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
+    """Return chains; or two trees, where these are in use already or chains would take clearly longer."""
+    receivers = [node for node in nodes.values() if not node.whole]
+    can_split = all(node.follows_trees for node in receivers)
+    # Who reads two trees goes on: relinking everyone costs more than a few hops.
+    if can_split and any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
+        return _Trees(nodes).trees
+    chains = (_Chains(nodes).parents,)
+    # Towards the end there is too little left for a change of parents to be worth it.
+    lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
+    if not (can_split and lacks_most):
+        return chains
+    by_chains = _Estimate(nodes, chains)
+    # What the best trees could take: without building them, for most fleets of some ten hosts.
+    least = by_chains.left + CHUNKS_A_HOP * len({node.host for node in receivers}).bit_length()
+    worth = CHUNKS_A_HOP * MIN_HOPS
+    if by_chains.num_chunks < least + worth:
+        return chains
+    trees = _Trees(nodes).trees
+    return trees if by_chains.num_chunks >= _Estimate(nodes, trees).num_chunks + worth else chains
+
+
+class _Estimate:
+    """About how long a fleet takes to fill by these parents.
+
+    Attributes:
+        depth: members of the longest way from a whole holder.
+        left: chunks that the last receiver lacks.
+        num_copies: most copies that leave a member, or one link of its host, for other hosts.
+        num_chunks: the time, as a number of chunks' times over a link between hosts.
+    """
+
+    def __init__(self, nodes: dict[str, Node], trees: tuple[Parents, ...]) -> None:
+        self.depth = 0
+        by_member, by_wire = Counter[str](), Counter[tuple[str, str]]()
+        for parents in trees:
+            depth: dict[str, int] = {}
+            for member in parents:
+                trail = [member]
+                while trail[-1] in parents and trail[-1] not in depth:
+                    trail.append(parents[trail[-1]])
+                for name in reversed(trail[:-1]):
+                    depth[name] = depth.get(parents[name], 0) + 1
+            self.depth = max(self.depth, *depth.values())
+            for child, name in parents.items():
+                if nodes[name].host != nodes[child].host:
+                    by_member[name] += 1
+                    by_wire[_wire(nodes[name])] += 1
+        num_wires = {_wire(node): _num_wires(node) for node in nodes.values()}
+        of_wires = (count / num_wires[wire] for wire, count in by_wire.items() if num_wires[wire])
+        self.num_copies = max(max(by_member.values(), default=0), max(of_wires, default=0.0)) / len(trees)
+        self.left = max(node.num_chunks - node.num_have for node in nodes.values())
+        self.num_chunks = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
 
 
 def _serves(parent: Node, child: Node) -> bool:
@@ -165,7 +264,12 @@ def _serves(parent: Node, child: Node) -> bool:
     return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have
 
 
-def _ring(nodes: dict[str, Node]) -> dict[str, str]:
+def _furthest(node: Node) -> tuple[object, ...]:
+    """Return a sort key: the member that is furthest ahead comes first."""
+    return -node.num_have, node.order
+
+
+def _ring(nodes: dict[str, Node]) -> Parents:
     """Return a ring in which each reads from the one that came before it; members of a rack or host are neighbours."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
@@ -182,7 +286,7 @@ def _ring(nodes: dict[str, Node]) -> dict[str, str]:
     return parents
 
 
-def _spans(parents: dict[str, str]) -> dict[str, tuple[int, int]]:
+def _spans(parents: Parents) -> dict[str, tuple[int, int]]:
     """Return per member its number in a walk of the trees, and the last number below it."""
     children: dict[str, list[str]] = {}
     for child, parent in parents.items():
@@ -202,6 +306,21 @@ def _spans(parents: dict[str, str]) -> dict[str, tuple[int, int]]:
     return spans
 
 
+def _cycles(parents: Parents) -> Iterator[list[str]]:
+    """Yield the cycles that parents form, each once; the caller may open one before it asks for the next."""
+    checked: set[str] = set()
+    for start in list(parents):
+        trail: dict[str, None] = {}
+        at: str | None = start
+        while at is not None and at not in checked and at not in trail:
+            trail[at] = None
+            at = parents.get(at)
+        if at is not None and at in trail:
+            names = list(trail)
+            yield names[names.index(at) :]
+        checked.update(trail)
+
+
 _Offer = tuple[int, int, int, tuple[float, str]]
 """(rank, chunks it has below 0, depth, order): the least is taken first."""
 
@@ -211,15 +330,18 @@ class _Chains:
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self._nodes = nodes
-        self.parents: dict[str, str] = {}
+        self.parents: Parents = {}
         self._children: dict[str, list[str]] = {}
         self._load: dict[tuple[str, bool], int] = {}
-        self._far: dict[str, int] = {}
+        self._far: dict[tuple[str, str], int] = {}
         self._depth: dict[str, int] = {}
         self._open: dict[tuple[str, ...], list[_Offer]] = {}
         self._reserve: list[Node] = []
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
-        self._max_depth = max(MAX_DEPTH, num_chunks // CHUNKS_A_HOP)
+        num_hosts = len({node.host for node in nodes.values()})
+        # k chains below one holder take about k copies and the hops of hosts / k: together least where k is this.
+        num_chains = max(1, round(sqrt(CHUNKS_A_HOP * num_hosts / max(1, num_chunks))))
+        self._max_depth = max(MAX_DEPTH, -(-num_hosts // num_chains))
         self._keep()
         for node in nodes.values():
             if node.whole:
@@ -245,34 +367,25 @@ class _Chains:
             if len(self._children.get(parent.member, ())) < cap:
                 self._link(child, parent)
         # The parents that members report are of different moments, so they may form a cycle.
-        checked: set[str] = set()
-        for start in self._nodes:
-            trail: dict[str, None] = {}
-            at: str | None = start
-            while at is not None and at not in checked and at not in trail:
-                trail[at] = None
-                at = self.parents.get(at)
-            if at is not None and at in trail:
-                names = list(trail)
-                self._cut(names[names.index(at) :])
-            checked.update(trail)
+        for cycle in _cycles(self.parents):
+            self._cut(cycle)
 
     def _cut(self, cycle: list[str]) -> None:
         """Open a cycle of kept parents at the member that is furthest ahead."""
-        child = min((self._nodes[name] for name in cycle), key=lambda node: (-node.num_have, node.order))
+        child = min((self._nodes[name] for name in cycle), key=_furthest)
         parent = self._nodes[self.parents.pop(child.member)]
         self._children[parent.member].remove(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] -= 1
-        self._far[parent.host] = self._far.get(parent.host, 0) - (not near)
+        self._far[_wire(parent)] -= not near
 
     def _link(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another, and count the link: near ones by member, far ones by host too."""
+        """Make one member the child of another, and count the link: near ones by member, far ones by wire too."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] = self._load.get((parent.member, near), 0) + 1
-        self._far[parent.host] = self._far.get(parent.host, 0) + (not near)
+        self._far[_wire(parent)] = self._far.get(_wire(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
         """Mark `top` as a whole holder or below one: it and all below it may take children."""
@@ -289,8 +402,8 @@ class _Chains:
     def _rank(self, node: Node, near: bool) -> int | None:
         """Return how willingly it takes one more child over a near or a far link; None: not at all."""
         load = self._load.get((node.member, near), 0)
-        if node.num_links and not near:
-            load = max(load, self._far.get(node.host, 0) // node.num_links)
+        if _num_wires(node) and not near:
+            load = max(load, self._far.get(_wire(node), 0) // _num_wires(node))
         if len(self._children.get(node.member, ())) >= (node.max_readers or DEFAULT_CHILDREN):
             return None
         if node.whole:
@@ -352,4 +465,213 @@ class _Chains:
         # They are no parents of this child, but they may be of the next one.
         for item in skipped:
             heapq.heappush(heap, item)
+        return chosen
+
+
+_TreeOffer = tuple[int, int, tuple[float, str]]
+"""(rank, depth, order): the least is taken first."""
+
+
+class _Trees:
+    """Builder of two trees, each for half of the chunks.
+
+    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents; the others
+    of the host hang below it in a chain. Heads take turns: one sends two halves beyond its host in the first tree, the
+    next one in the second. So each sends one copy, and both trees are as shallow as trees of two children are.
+
+    Parents that serve are kept. A head that came alone gives one half of its copy to each tree: a chain of such heads
+    is a chain as `_Chains` makes it.
+    """
+
+    def __init__(self, nodes: dict[str, Node]) -> None:
+        self._nodes = nodes
+        self.trees: tuple[Parents, Parents] = ({}, {})
+        self._children: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+        self._halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        self._on_wire: dict[tuple[str, str], int] = {}
+        self._depth: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        self._open: dict[tuple[int, str], list[_TreeOffer]] = {}
+        self._heads: dict[str, Node] = {}
+        self._tree_of: dict[str, int | None] = {}
+        self._first: list[str | None] = [None] * NUM_TREES
+        self._hang_hosts()
+        # Those furthest ahead first: they lose most if others take the places that they could have.
+        heads = sorted(self._heads.values(), key=_furthest)
+        self._keep(heads)
+        self._choose_trees(heads)
+        for tree in range(NUM_TREES):
+            for node in nodes.values():
+                if node.whole:
+                    self._root(node, tree, 0)
+        own = [(self._tree_of.get(head.member), head) for head in heads]
+        # First those that will have children, each in the tree that it sends in, in turns: else the first ones of one
+        # tree would take the places that the other tree grows from. Then everyone where it only receives.
+        self._place((tree, head) for tree, head in own if tree is not None)
+        self._place((tree, head) for head in heads for tree in range(NUM_TREES))
+
+    def _hang_hosts(self) -> None:
+        """Choose a head for each host without a whole holder, and hang the others below it, or below the holder."""
+        by_host: dict[str, list[Node]] = {}
+        for node in self._nodes.values():
+            by_host.setdefault(node.host, []).append(node)
+        for members in by_host.values():
+            sources = [node for node in members if node.whole and not (node.draining or node.demoted)]
+            rest = [node for node in members if not node.whole]
+            if rest and not sources:
+                head = min(rest, key=self._as_head)
+                self._heads[head.member] = head
+                rest.remove(head)
+                sources = [head]
+            if rest:
+                # The chain of the host begins at its head as if it were whole already.
+                sources = [replace(node, num_have=node.num_chunks) for node in sources]
+                near = _Chains({node.member: node for node in (*sources, *rest)}).parents
+                for tree in range(NUM_TREES):
+                    for child, parent in near.items():
+                        self._link(self._nodes[child], self._nodes[parent], tree)
+
+    def _as_head(self, node: Node) -> tuple[object, ...]:
+        """Return what speaks against a member as the head of its host, the gravest first."""
+        parent = self._nodes.get(node.parent)
+        is_head = parent is not None and parent.host != node.host
+        return node.draining or node.demoted, not is_head, -node.num_have, node.order
+
+    def _keep(self, heads: list[Node]) -> None:
+        """Link heads to the parents that they had, where those still serve; open the cycles that this may close."""
+        for tree, parents in enumerate(self.trees):
+            for head in heads:
+                parent = self._nodes.get((tree and head.second_parent) or head.parent)
+                if parent is None or parent.host == head.host or not _serves(parent, head):
+                    continue
+                if not self._is_full(parent, head):
+                    self._link(head, parent, tree)
+            for cycle in _cycles(parents):
+                # Only the links of heads: those within a host form no cycle.
+                child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
+                self._unlink(child, tree)
+
+    def _choose_trees(self, heads: list[Node]) -> None:
+        """Choose the tree in which each head sends: the one where it has children, else those with fewer heads."""
+        count = [0] * NUM_TREES
+        undecided = []
+        for head in heads:
+            sends = [tree for tree in range(NUM_TREES) if self._halves[tree].get(head.member)]
+            if sends:
+                self._tree_of[head.member] = sends[0] if len(sends) == 1 else None
+                count[sends[0]] += len(sends) == 1
+            elif not (head.draining or head.demoted):
+                undecided.append(head)
+        for head in undecided:
+            tree = count.index(min(count))
+            self._tree_of[head.member] = tree
+            count[tree] += 1
+
+    def _place(self, wanted: Iterable[tuple[int, Node]]) -> None:
+        """Link heads that have no parent in a tree to the best open one."""
+        for tree, head in wanted:
+            if head.member not in self.trees[tree]:
+                # All together can send half of a copy more than they need. The first one keeps that place, for trees of
+                # members that come later: below the lowest ones, those would add their whole depth to that of these.
+                if self._first[tree] is None and self._tree_of.get(head.member) == tree:
+                    self._first[tree] = head.member
+                parent = self._choose(head, tree)
+                self._link(head, parent, tree)
+                self._root(head, tree, self._depth[tree][parent.member] + 1)
+
+    def _link(self, child: Node, parent: Node, tree: int) -> None:
+        """Make one member the child of another in a tree, and count what leaves the parent's host."""
+        self.trees[tree][child.member] = parent.member
+        self._children[tree].setdefault(parent.member, []).append(child.member)
+        if parent.host != child.host:
+            self._halves[tree][parent.member] = self._halves[tree].get(parent.member, 0) + 1
+            self._on_wire[_wire(parent)] = self._on_wire.get(_wire(parent), 0) + 1
+
+    def _unlink(self, child: Node, tree: int) -> None:
+        """Undo `_link` for a parent on another host."""
+        parent = self._nodes[self.trees[tree].pop(child.member)]
+        self._children[tree][parent.member].remove(child.member)
+        self._halves[tree][parent.member] -= 1
+        self._on_wire[_wire(parent)] -= 1
+
+    def _root(self, top: Node, tree: int, depth: int) -> None:
+        """Mark `top` as a whole holder or below one in a tree: it and the heads below it may take children."""
+        stack = [(top.member, depth)]
+        while stack:
+            name, at = stack.pop()
+            self._depth[tree][name] = at
+            node = self._nodes[name]
+            rank = self._rank(node, tree)
+            if rank is not None:
+                for place in ("", node.rack) if node.rack else ("",):
+                    heapq.heappush(self._open.setdefault((tree, place), []), (rank, at, node.order))
+            stack.extend((child, at + 1) for child in self._children[tree].get(name, ()))
+
+    def _is_full(self, parent: Node, child: Node) -> bool:
+        """Return whether a member has as many readers as it admits, without this child."""
+        first, second = (children.get(parent.member, ()) for children in self._children)
+        cap = parent.max_readers or DEFAULT_CHILDREN
+        # Who reads both trees from it is one reader.
+        return len(first) + len(second) >= cap and len({*first, *second} - {child.member}) >= cap
+
+    def _num_halves(self, node: Node) -> int:
+        """Return the halves of a copy that leave its host by its link already."""
+        first, second = self._halves
+        halves = first.get(node.member, 0) + second.get(node.member, 0)
+        wires = _num_wires(node)
+        return max(halves, self._on_wire.get(_wire(node), 0) // wires) if wires else halves
+
+    def _rank(self, node: Node, tree: int) -> int | None:
+        """Return how willingly it takes one more child of another host in a tree; None: not at all."""
+        if node.draining or node.demoted or not (node.whole or node.member in self._heads):
+            return None
+        halves = self._num_halves(node)
+        if halves >= NUM_TREES:
+            # More than a copy: all that read such a member, and those below them, take longer; a holder comes last,
+            # since everyone is below it.
+            return 2 * halves + node.whole
+        if node.whole:
+            return 2 * (self._halves[tree].get(node.member, 0) > 0)
+        own = self._tree_of.get(node.member)
+        if own is not None and own != tree:
+            return 2
+        return int(halves > 0 and node.member == self._first[tree])
+
+    def _choose(self, child: Node, tree: int) -> Node:
+        """Return the best open parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
+        best = self._first_open(child, tree, "")
+        near = self._first_open(child, tree, child.rack) if child.rack else None
+        if best is not None and near is not None and near[0] == best[0] and near[1] <= best[1] + RACK_HOPS:
+            best = near
+        if best is not None:
+            return self._nodes[best[2][1]]
+        usable = (self._nodes[name] for name in self._depth[tree])
+
+        def cost(node: Node) -> tuple[object, ...]:
+            """Return what speaks against a node as a parent, the gravest first."""
+            poor = child.member in node.complainers, node.demoted, node.draining
+            return *poor, self._num_halves(node), self._depth[tree][node.member], node.order
+
+        return min(usable, key=cost)
+
+    def _first_open(self, child: Node, tree: int, place: str) -> _TreeOffer | None:
+        """Return the best offer of a rack, or of all, that this child may take; None: there is none."""
+        heap = self._open.get((tree, place), [])
+        skipped: list[_TreeOffer] = []
+        chosen = None
+        while heap and chosen is None and len(skipped) < _SCANNED:
+            rank, depth, order = heap[0]
+            node = self._nodes[order[1]]
+            now = self._rank(node, tree)
+            # It, or its link, has taken a child since; the heap is not searched for that.
+            if now is not None and now != rank:
+                heapq.heapreplace(heap, (now, depth, order))
+            elif now is None:
+                heapq.heappop(heap)
+            elif not _serves(node, child) or self._is_full(node, child):
+                skipped.append(heapq.heappop(heap))
+            else:
+                chosen = heap[0]
+        # They are no parents of this child, but they may be of the next one.
+        for offer in skipped:
+            heapq.heappush(heap, offer)
         return chosen

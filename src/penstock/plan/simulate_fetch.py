@@ -3,8 +3,10 @@
 In: a weight set's bytes, the members that hold all of it, a cluster, rates. Out: a `Prediction`.
 Not here: the choice of upstreams (`relay`), the sharing of links (`simulate`).
 
-A member is a stream from its parent. It begins a hop after its parent did, is never nearer than a hop behind it, and
-catches up when its links let it: chunks are small beside a line, so the line flows like water.
+A member is a stream from its parent; where the relay has two trees it is two, each of half of the chunks. A stream
+begins a hop after its parent did, is never nearer than a hop behind it, and catches up when its links let it: chunks
+are small beside a line, so the line flows like water. A hop is a step: its child can read what a parent has read at
+once, verified and announced.
 
     holder ==> a ==> b          no holder: a ring; each reads its part of storage, the rest comes round
                  ==> c (far)
@@ -18,13 +20,19 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.cluster import Cluster, Links, Rates, slowdowns
-from penstock.plan.relay import Node, Relay
+from penstock.plan.relay import NUM_TREES, Node, Relay
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
 from penstock.types import GB, I64
 
 PATIENCE_S = 0.5
 """Seconds that a silent member holds its readers back. Source: `fetch.upstream.PATIENCE_S`."""
+READS_OF_ONE = 3
+"""Reads of one upstream under way, which share its link. Source: `fetch.run.READS_OF_ONE`."""
+STEP_S = 0.02
+"""Reads grow until one of them takes this long. Source: `fetch.upstream.STEP_S`."""
+MAX_STEP_CHUNKS = 128
+"""Chunks of the largest read. Source: `fetch.upstream.MAX_STEP_CHUNKS`."""
 _STEPS = 4000
 """Moments at which a copy is looked at: events within one of this many parts are taken together."""
 _ROUNDS = 16
@@ -69,8 +77,19 @@ def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 
     return run.prediction()
 
 
+def step_bytes(bytes_per_s: F64) -> F64:
+    """Return the bytes of one read of a stream of this rate: reads double until one takes `STEP_S`."""
+    # Those of one upstream share its link, so each takes as long as all of them.
+    chunks = np.maximum(bytes_per_s * STEP_S / READS_OF_ONE / CHUNK_BYTES, 1.0)
+    least: F64 = np.minimum(2.0 ** np.ceil(np.log2(chunks)), MAX_STEP_CHUNKS) * CHUNK_BYTES
+    return least
+
+
 class _Run:
-    """The events of one fetch."""
+    """The events of one fetch.
+
+    Arrays of streams have one row for each GPU, then one for each again if there are two trees.
+    """
 
     def __init__(self, fleet: Fleet, cluster: Cluster, rates: Rates, seed: int) -> None:
         self.fleet = fleet
@@ -82,18 +101,16 @@ class _Run:
         count = cluster.num_gpus
         self.line = -(-fleet.nbytes // fleet.parts)
         self.num_chunks = max(1, -(-self.line // CHUNK_BYTES))
+        self.num_trees = 1
         self.gpu = np.arange(count)
-        self.have = np.zeros(count)
-        self.have[: fleet.holders * fleet.parts] = self.line
-        self.is_holder = self.have >= self.line
+        self.is_holder = self.gpu < fleet.holders * fleet.parts
         self.dead = np.zeros(count, bool)
-        # Infinite until it happens.
-        self.start = np.full(count, np.inf)
-        self.done = np.full(count, np.inf)
-        self.start[self.is_holder] = 0.0
-        self.done[self.is_holder] = 0.0
-        self.rate_of = np.zeros(count)
         self.joined = np.random.default_rng((seed, 2)).permutation(count)
+        # Of streams from here on. Infinite until it happens.
+        self.have = np.where(self.is_holder, float(self.line), 0.0)
+        self.start = np.where(self.is_holder, 0.0, np.inf)
+        self.done = self.start.copy()
+        self.rate_of = np.zeros(count)
         self.parent = np.full(count, -1)
         self.depth = np.zeros(count, np.int64)
         self.relinked: list[str] = []
@@ -113,17 +130,42 @@ class _Run:
         who = chance.permutation(np.flatnonzero(~self.is_holder))[:count]
         return sorted(zip(chance.uniform(0.0, copy_s, len(who)).tolist(), who.tolist(), strict=True))
 
+    @property
+    def part_line(self) -> float:
+        """Bytes of one stream in all."""
+        return self.line / self.num_trees
+
+    def _of_gpus(self, of_streams: F64) -> F64:
+        """Return the values of streams as [num_trees, num_gpus]."""
+        return of_streams.reshape(self.num_trees, len(self.gpu))
+
+    def _is_filled(self) -> np.ndarray:
+        """Return whether each stream's member needs it no more: it was whole at the start, or is dead."""
+        return np.tile(self.is_holder | self.dead, self.num_trees)
+
+    def _split(self) -> None:
+        """Go on with two streams for each member, of half of what is left and half of what it has."""
+        count, self.num_trees = len(self.gpu), NUM_TREES
+        self.have, self.rate_of = np.tile(self.have / NUM_TREES, NUM_TREES), np.zeros(NUM_TREES * count)
+        self.start, self.done = np.tile(self.start, NUM_TREES), np.tile(self.done, NUM_TREES)
+        self.parent = np.concatenate(
+            [np.where(self.parent >= 0, self.parent + t * count, -1) for t in range(NUM_TREES)]
+        )
+
     def _plan_relay(self) -> None:
         """Ask the project's relay, the same question for each part."""
-        parts, per_node = self.fleet.parts, self.cluster.gpus_per_node
+        parts, per_node, count = self.fleet.parts, self.cluster.gpus_per_node, len(self.gpu)
+        all_have = self._of_gpus(self.have).sum(axis=0)
+        upstream = np.where(self.parent >= 0, self.parent % count, -1).reshape(self.num_trees, count)
+        relays = []
         for part in range(parts):
             mine = self.gpu[part::parts]
             mine = mine[~self.dead[mine]]
-            chunks = np.minimum(self.have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
-            whole = self.have[mine] >= self.line
+            chunks = np.minimum(all_have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
+            whole = all_have[mine] >= self.line * (1 - 1e-12)
             # One chunk less than whole until it is whole: rounding must not make it a holder in the relay's eyes.
             chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
-            columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), self.parent[mine].tolist())
+            columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), upstream[:, mine].T.tolist())
             nodes = [
                 Node(
                     member=f"{gpu}",
@@ -133,31 +175,57 @@ class _Run:
                     num_have=have,
                     num_chunks=self.num_chunks,
                     num_links=self.cluster.nics_per_node,
-                    parent=str(parent) if parent >= 0 else "",
+                    link=f"nic-{self._links.nic(gpu) % self.cluster.nics_per_node}",
+                    parent=str(parents[0]) if parents[0] >= 0 else "",
+                    second_parent=str(parents[-1]) if parents[-1] >= 0 else "",
+                    follows_trees=True,
                 )
-                for gpu, have, joined, parent in zip(*columns, strict=True)
+                for gpu, have, joined, parents in zip(*columns, strict=True)
             ]
-            self.parent[mine] = -1
-            for child, parent in Relay(nodes).parents.items():
-                self.parent[int(child)] = int(parent)
+            relays.append(Relay(nodes))
+        if self.num_trees < max(len(relay.trees) for relay in relays):
+            self._split()
+        self.parent[:] = -1
+        for relay in relays:
+            for tree in range(self.num_trees):
+                # A part whose relay has one tree reads all chunks along that.
+                for child, parent in relay.trees[min(tree, len(relay.trees) - 1)].items():
+                    self.parent[tree * count + int(child)] = tree * count + int(parent)
         self._measure()
 
     def _measure(self) -> None:
         """Compute depths, and what a hop takes over each link."""
-        self.streams = np.flatnonzero((self.parent >= 0) & ~self.is_holder & ~self.dead)
+        count = len(self.gpu)
+        self.streams = np.flatnonzero((self.parent >= 0) & ~self._is_filled())
         parent = self.parent[self.streams]
-        links = self._links.between(parent, self.streams)
-        self.links = np.zeros((len(self.gpu), links.shape[1]), np.int64)
+        links = self._links.between(parent % count, self.streams % count)
+        self.links = np.zeros((len(self.parent), links.shape[1]), np.int64)
         self.links[self.streams] = links
-        wire_s = min(CHUNK_BYTES, self.line) / self._links.capacity[links].min(axis=1)
-        digest_s = min(CHUNK_BYTES, self.line) / self.rates.digest_gb_per_s / GB
-        self.hop = np.zeros(len(self.gpu))
-        self.hop[self.streams] = self.rates.hop_s + wire_s + digest_s
         at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
         # Not in a ring, where following the parents has no end.
         while self.fleet.holders and (at >= 0).any():
             at = np.where(at >= 0, self.parent[at], -1)
             self.depth += at >= 0
+        share = self._links.capacity / np.maximum(
+            np.bincount(links.reshape(-1), minlength=len(self._links.capacity)), 1
+        )
+        rate = share[links].min(axis=1)
+        # Of a ring, which storage paces, each chunk by itself.
+        step = np.full(len(self.parent), float(min(CHUNK_BYTES, self.line)))
+        if self.fleet.holders:
+            # No larger than the parent's: what that one announces at once is what there is to read.
+            step[:] = np.inf
+            step[self.streams] = np.minimum(step_bytes(rate), self.part_line)
+            for depth in range(1, int(self.depth.max(initial=0)) + 1):
+                some = self.streams[self.depth[self.streams] == depth]
+                step[some] = np.minimum(step[some], step[self.parent[some]])
+        self.digest_s = np.where(np.isfinite(step), step / self.rates.digest_gb_per_s / GB + self.rates.step_s, 0.0)
+        self.hop = np.zeros(len(self.parent))
+        # A whole holder has all of it verified and announced; a relay's step arrives first.
+        waits = ~self._is_filled()[parent] if self.fleet.holders else np.ones(len(parent), bool)
+        self.hop[self.streams] = self.rates.hop_s + np.where(
+            waits, step[self.streams] / rate + self.digest_s[self.streams], 0.0
+        )
 
     def go(self) -> None:
         """Run until every member that is alive has everything."""
@@ -174,14 +242,14 @@ class _Run:
         while True:
             self._begin(now)
             filling = self.streams[~np.isfinite(self.done[self.streams])]
-            orphans = (self.parent < 0) & ~self.is_holder & ~self.dead & ~np.isfinite(self.done)
+            orphans = (self.parent < 0) & ~self._is_filled() & ~np.isfinite(self.done)
             if not len(filling) and not orphans.any():
                 return
             ready = filling[self.start[filling] <= now]
             rate = self._rates(ready)
             waits = self.start[filling]
             flows = rate > 0
-            left_s = float(((self.line - self.have[ready])[flows] / rate[flows]).min(initial=np.inf))
+            left_s = float(((self.part_line - self.have[ready])[flows] / rate[flows]).min(initial=np.inf))
             until = now + min(left_s, self._caught_up_s(ready, rate))
             until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
             until = min(until, deaths[0][0]) if deaths else until
@@ -215,8 +283,8 @@ class _Run:
         if not len(ready):
             return np.zeros(0)
         links, parent = self.links[ready], self.parent[ready]
-        follows = self.have[parent] < self.line
-        place = np.full(len(self.gpu), -1)
+        follows = self.have[parent] < self.part_line
+        place = np.full(len(self.parent), -1)
         place[ready] = np.arange(len(ready))
         bound = np.full(len(ready), _UNBOUND)
         rate = np.zeros(len(ready))
@@ -251,29 +319,30 @@ class _Run:
         parent = self.parent[ready]
         theirs = self.rate_of[parent]
         gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
-        gains = (rate - theirs > 1.0) & (self.have[parent] < self.line) & (gap > 1.0)
+        gains = (rate - theirs > 1.0) & (self.have[parent] < self.part_line) & (gap > 1.0)
         return float((gap[gains] / (rate - theirs)[gains]).min(initial=np.inf))
 
     def _move(self, now: float, until: float, ready: I64, rate: F64) -> None:
-        left = self.line - self.have[ready]
+        left = self.part_line - self.have[ready]
         moved = np.minimum(rate * (until - now), left)
         over = (moved >= left * (1 - 1e-12)) & (rate > 0)
         self.meter.add(now, until, self.links[ready], moved)
         self.have[ready] += moved
         # Exactly: with the sum's rounding error the stream would never count as whole.
-        self.have[ready[over]] = self.line
-        self.done[ready[over]] = now + left[over] / rate[over]
+        self.have[ready[over]] = self.part_line
+        self.done[ready[over]] = now + left[over] / rate[over] + self.digest_s[ready[over]]
 
     def _die(self, who: int, now: float) -> None:
         """Stop a member; those below it find others once they have lost patience."""
         if self.dead[who]:
             return
-        below = int((self.parent == who).sum())
+        reads = (self.parent >= 0) & (self.parent % len(self.gpu) == who)
+        below = len(np.unique(np.flatnonzero(reads) % len(self.gpu)))
         self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} members that read it read others")
         self.dead[who] = True
-        self.rate_of[who] = 0.0
+        self._of_gpus(self.rate_of)[:, who] = 0.0
         # Without an upstream until `PATIENCE_S` has passed, when the relay is asked again.
-        self.parent[self.parent == who] = -1
+        self.parent[reads] = -1
         self._measure()
 
     def _ring(self) -> None:
@@ -309,31 +378,37 @@ class _Run:
         """Return the result of the run. Order: after `go`."""
         fleet, cluster = self.fleet, self.cluster
         alive = ~self.dead & ~self.is_holder
-        done = self.done[alive]
+        all_done = self._of_gpus(self.done)
+        done = all_done.max(axis=0)[alive]
         total_s = float(done.max(initial=0.0))
         loads = self.meter.loads(total_s)
         limit_s = self.meter.limit_s(self.nominal)
         one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
-        last = int(np.where(alive, self.done, -1.0).argmax())
+        # The stream that ends last; its row is its GPU's in one of the trees.
+        last = int(np.where(np.tile(alive, self.num_trees), self.done, -1.0).argmax())
+        name = f"GPU {last % len(self.gpu)}"
         # A stream starts a hop after its upstream's, so the last one's start is the sum of the hops above it.
         hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
-        stages = [Stage(name="hops", member=f"GPU {last}", busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
+        stages = [Stage(name="hops", member=name, busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
         if self.storage_s:
             around_s = total_s - max(self.storage_s, one_copy_s)
             stages = [
                 Stage(name="storage", member="all", busy_s=self.storage_s),
-                Stage(name="hops", member=f"GPU {last}", busy_s=max(around_s, 0.0), detail=f"ring of {len(done)}"),
+                Stage(name="hops", member=name, busy_s=max(around_s, 0.0), detail=f"ring of {len(done)}"),
             ]
         digest_s = self.line / self.rates.digest_gb_per_s / GB
         stages.append(Stage(name="digest and compare", member="each", busy_s=digest_s))
-        what = f"{fleet.holders} -> {cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs, {fleet.parts} parts"
+        shape = f", {self.num_trees} trees" if self.num_trees > 1 else ""
+        what = (
+            f"{fleet.holders} -> {cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs, {fleet.parts} parts{shape}"
+        )
         return Prediction(
             kind="fetch",
             what=what,
             predicted_s=total_s,
             limit_s=min(limit_s, max(one_copy_s, self.storage_s)),
             bottleneck=bottleneck(stages, loads, total_s, "waiting for those before"),
-            moved_bytes=round(float((self.have - self.line * self.is_holder)[alive].sum())),
+            moved_bytes=round(float(self._of_gpus(self.have).sum(axis=0)[alive].sum())),
             num_receivers=int(alive.sum()),
             first_s=float(done.min(initial=total_s)),
             median_s=float(np.median(done)) if len(done) else 0.0,
@@ -341,15 +416,16 @@ class _Run:
             links=loads,
             timeline=self._timeline(last),
             failed=tuple(self.relinked),
-            assumed=assumed(self.rates, ("digest_gb_per_s", "hop_s")),
+            assumed=assumed(self.rates, ("digest_gb_per_s", "step_s", "hop_s")),
         )
 
     def _timeline(self, last: int) -> tuple[Span, ...]:
         """Return the chain of the last member: its upstream, that one's upstream, and so on."""
         spans: list[Span] = []
         at = last
-        while at >= 0 and not self.is_holder[at] and len(spans) < 64:
-            lane = f"GPU {at}, {int(self.depth[at])} deep" if self.fleet.holders else f"GPU {at}"
+        while at >= 0 and not self.is_holder[at % len(self.gpu)] and len(spans) < 64:
+            gpu = at % len(self.gpu)
+            lane = f"GPU {gpu}, {int(self.depth[at])} deep" if self.fleet.holders else f"GPU {gpu}"
             spans.append(Span(lane=lane, stage="wire", start_s=float(self.start[at]), stop_s=float(self.done[at])))
             at = int(self.parent[at]) if self.fleet.holders else -1
         return tuple(reversed(spans))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.cluster import H200_RATES, Cluster, Rates
+from penstock.fetch import run, upstream
+from penstock.plan import simulate_fetch as module
+from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
+from penstock.plan.relay import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES
-from penstock.plan.simulate_fetch import Fleet, simulate_fetch
+from penstock.plan.simulate_fetch import Fleet, simulate_fetch, step_bytes
 from penstock.types import GB
 
 RATES = H200_RATES
-HOP_S = 0.004
 NBYTES = 50 * GB
 
 
@@ -23,8 +26,24 @@ def cluster(nodes: int, gpus: int = 1, **fields) -> Cluster:
     return Cluster(name="test", num_nodes=nodes, gpus_per_node=gpus, **given | fields)
 
 
+def digest_s(rates: Rates, gb_per_s: float) -> float:
+    """Of one step."""
+    return float(step_bytes(np.array(gb_per_s * 1e9))) / GB / rates.digest_gb_per_s + rates.step_s
+
+
 def hop_s(rates: Rates, gb_per_s: float) -> float:
-    return rates.hop_s + CHUNK_BYTES / GB * (1 / gb_per_s + 1 / rates.digest_gb_per_s)
+    """From a step verified at a relay to the same step verified at its child."""
+    return rates.hop_s + float(step_bytes(np.array(gb_per_s * 1e9))) / GB / gb_per_s + digest_s(rates, gb_per_s)
+
+
+def chunk_hop_s(rates: Rates, gb_per_s: float) -> float:
+    """The same in a ring, which storage paces."""
+    return rates.hop_s + CHUNK_BYTES / GB * (1 / gb_per_s + 1 / rates.digest_gb_per_s) + rates.step_s
+
+
+def first_s(rates: Rates, gb_per_s: float) -> float:
+    """What the first receiver takes beside the bytes."""
+    return rates.hop_s + digest_s(rates, gb_per_s)
 
 
 def near(value: float, copies: float = 1.0) -> object:
@@ -33,21 +52,21 @@ def near(value: float, copies: float = 1.0) -> object:
 
 def test_one_copy_to_one_other() -> None:
     found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(2), RATES)
-    assert found.predicted_s == near(1.0 + hop_s(RATES, 50))
+    assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.limit_s == pytest.approx(1.0)
     assert found.moved_bytes == NBYTES
 
 
-@pytest.mark.parametrize("nodes", [3, 8, 30])
+@pytest.mark.parametrize("nodes", [3, 8])
 def test_a_chain_takes_one_copy_and_its_hops(nodes: int) -> None:
     found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(nodes), RATES)
-    assert found.predicted_s == near(1.0 + (nodes - 1) * hop_s(RATES, 50))
+    assert found.predicted_s == near(1.0 + first_s(RATES, 50) + (nodes - 2) * hop_s(RATES, 50))
     assert found.moved_bytes == (nodes - 1) * NBYTES
 
 
 def test_within_a_node_the_copy_goes_by_nvlink() -> None:
     found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(1, 8), RATES)
-    assert found.predicted_s == pytest.approx(NBYTES / 400e9 + 7 * hop_s(RATES, 400), rel=0.02)
+    assert found.predicted_s == pytest.approx(NBYTES / 400e9 + first_s(RATES, 400) + 6 * hop_s(RATES, 400), rel=0.02)
     assert {load.name for load in found.links} == {"nvlink out", "nvlink in"}
 
 
@@ -60,7 +79,7 @@ def test_holders_fill_the_rest_side_by_side() -> None:
 
 def test_parts_of_a_replica_travel_side_by_side() -> None:
     found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(2, 8), RATES)
-    assert found.predicted_s == near(1.0 + hop_s(RATES, 50))
+    assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.moved_bytes == 8 * NBYTES
 
 
@@ -69,7 +88,7 @@ def test_from_storage_each_byte_is_read_once() -> None:
     found = simulate_fetch(Fleet(nbytes=NBYTES, holders=0), one, RATES)
     storage = next(load for load in found.links if load.name == "storage of a node")
     assert storage.total_bytes == pytest.approx(NBYTES, rel=1e-6)
-    assert found.predicted_s == pytest.approx(NBYTES / 8e9 + 3 * hop_s(RATES, 50), rel=0.01)
+    assert found.predicted_s == pytest.approx(NBYTES / 8e9 + 3 * chunk_hop_s(RATES, 50), rel=0.01)
 
 
 def test_a_slow_member_slows_those_below_it() -> None:
@@ -126,3 +145,38 @@ def test_a_thousand_nodes_of_eight_are_simulated() -> None:
     found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(1024, 8), RATES)
     assert found.num_receivers == 8184
     assert found.moved_bytes == 1023 * 8 * NBYTES
+    # One member of a key on each host: two trees, where chains of hosts take more than two copies.
+    assert "2 trees" in found.what and found.predicted_s < 1.2
+
+
+@pytest.mark.parametrize(("gpus", "nics"), [(1, 1), (8, 1), (8, 4)])
+def test_many_hosts_take_little_more_than_a_copy(gpus: int, nics: int) -> None:
+    found = simulate_fetch(Fleet(nbytes=2 * NBYTES), cluster(200, gpus, nics_per_node=nics), RATES)
+    assert found.moved_bytes == 2 * NBYTES * (200 * gpus - 1)
+    assert found.predicted_s < 1.2 * 2.0
+    most = max(load.most_bytes for load in found.links if load.name == "nic out")
+    assert most == pytest.approx(2 * NBYTES, rel=1e-6)
+
+
+def test_the_dead_of_two_trees_are_gone_round() -> None:
+    one = msgspec.structs.replace(cluster(100), failures_per_gpu_hour=200.0)
+    found = simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=3)
+    assert "2 trees" in found.what and found.failed
+    assert found.num_receivers == 99 - len(found.failed)
+    assert found.moved_bytes == found.num_receivers * NBYTES
+
+
+def test_a_measured_fetch_is_predicted_within_a_tenth() -> None:
+    """Three receivers on four H200, which no figure was taken from. Source: results/h200x4_202611/fetch.md, payload."""
+    host = msgspec.structs.replace(CLUSTERS["h200"][0], num_nodes=1, gpus_per_node=4)
+    found = simulate_fetch(Fleet(nbytes=60 * GB), host, RATES)
+    assert abs(found.off_by(measured_s=0.187)) < 0.1
+
+
+def test_the_relay_takes_a_hop_to_be_what_it_is_here() -> None:
+    assert pytest.approx(hop_s(RATES, 50) / (CHUNK_BYTES / 50e9), abs=1) == CHUNKS_A_HOP
+
+
+def test_steps_are_those_of_a_fetch() -> None:
+    assert (module.READS_OF_ONE, module.STEP_S) == (run.READS_OF_ONE, upstream.STEP_S)
+    assert (module.MAX_STEP_CHUNKS, module.PATIENCE_S) == (upstream.MAX_STEP_CHUNKS, upstream.PATIENCE_S)

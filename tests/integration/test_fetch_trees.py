@@ -1,0 +1,237 @@
+"""Receivers of several hosts, each a thread here, along two trees: what each gives and gets, and one that stalls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from tests.truth import assert_same
+
+import penstock as ps
+from penstock.fetch.run import Fetch
+from penstock.fetch.upstream import UpstreamReader
+from penstock.hub.messages import UpstreamsReply
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.member import Member
+from penstock.plan.relay import NUM_TREES
+
+CHUNK_BYTES = 256 << 10
+NUM_CHUNKS = 64
+NUM_RECEIVERS = 9
+
+
+class Hosts:
+    """A holder and receivers, each as if on a host of its own, that ask the hub for upstreams at the same moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.weights = {"t": torch.arange(NUM_CHUNKS * CHUNK_BYTES // 8, dtype=torch.int64).view(torch.uint8)}
+        self.fleets: dict[str, ps.Fleet] = {}
+        self.holder = ""
+        self.given: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        """(reader, source) -> the chunks read, by number."""
+        self.orders: dict[str, tuple[tuple[str, ...], ...]] = {}
+        """Reader -> what the hub said first, by the members' names."""
+        self._stack = contextlib.ExitStack()
+        numbers = itertools.count()
+        monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
+        # As if a few hosts were many, and nobody ever slow: a test's machine may be.
+        monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
+        monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr("penstock.fetch.upstream.PROBE_S", 60.0)
+        self._all_here = threading.Barrier(NUM_RECEIVERS)
+        self.is_asked_once = False
+        """Whether the hub's first answer is all that receivers hear of it."""
+        self._note_orders(monkeypatch)
+        self._note_reads(monkeypatch)
+
+    def _note_orders(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ask, first = Member.upstreams, dict[str, UpstreamsReply]()
+
+        def upstreams(member: Member, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
+            if member.id in first:
+                is_same = self.is_asked_once
+                return first[member.id] if is_same else ask(member, weights, can_read_storage=can_read_storage)
+            # The hub answers nobody, not even with a layout, between the first one that it knows and the last one.
+            self._all_here.wait(timeout=30)
+            member.report_now()
+            self._all_here.wait(timeout=30)
+            reply = first[member.id] = ask(member, weights, can_read_storage=can_read_storage)
+            names = [upstream.member for upstream in reply.upstreams]
+            self.orders[member.id] = tuple(tuple(names[i] for i in order) for order in reply.orders)
+            return reply
+
+        monkeypatch.setattr(Member, "upstreams", upstreams)
+
+    def _note_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        note, reader_of, lock = UpstreamReader.note_read, {}, threading.Lock()
+        make = Fetch._make_reader
+
+        def make_reader(fetch: Fetch, *args) -> UpstreamReader:
+            reader = make(fetch, *args)
+            reader_of[reader] = fetch._member.id
+            return reader
+
+        def note_read(reader: UpstreamReader, chunks: np.ndarray, nbytes: int, seconds: float) -> None:
+            with lock:
+                self.given[reader_of[reader], reader.upstream.member].update(chunks.tolist())
+            note(reader, chunks, nbytes, seconds)
+
+        monkeypatch.setattr(Fetch, "_make_reader", make_reader)
+        monkeypatch.setattr(UpstreamReader, "note_read", note_read)
+
+    def start(self, **join) -> None:
+        """Let all join by these arguments, and the first one offer the weights."""
+        connection = ps.ConnectionSettings(listen="127.0.0.1:0", transports=["http"])
+        for _ in range(NUM_RECEIVERS + 1):
+            fleet = self._stack.enter_context(ps.join("m", connection=connection, **join))
+            self.fleets[fleet.member.id] = fleet
+        self.holder = next(iter(self.fleets))
+        self.fleets[self.holder].offer(self.weights)
+
+    @property
+    def receivers(self) -> list[str]:
+        return [member for member in self.fleets if member != self.holder]
+
+    def fetch(self, member: str) -> ps.FetchReport:
+        """Fetch as one receiver, and compare every byte."""
+        found: dict[str, torch.Tensor] = {}
+        report = self.fleets[member].fetch(found)
+        assert_same(found, self.weights)
+        return report
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def hosts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    with contextlib.closing(Hosts(monkeypatch)) as hosts:
+        yield hosts
+
+
+def test_receivers_get_even_and_odd_chunks_from_two_parents_and_nobody_sends_more_than_a_copy(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.fetch.upstream.PATIENCE_S", 30.0)
+    hosts.is_asked_once = True
+    hosts.start()
+    with ThreadPoolExecutor(NUM_RECEIVERS) as threads:
+        reports = list(threads.map(hosts.fetch, hosts.receivers))
+    assert not any(report.faults for report in reports)
+    num_with_two = 0
+    for member in hosts.receivers:
+        parents = [order[0] for order in hosts.orders[member]]
+        for tree, parent in enumerate(parents):
+            chunks = {chunk for chunk in hosts.given[member, parent] if chunk % NUM_TREES == tree}
+            assert chunks == set(range(tree, NUM_CHUNKS, NUM_TREES))
+        assert sum(hosts.given[member, source].total() for source in set(parents)) == NUM_CHUNKS
+        num_with_two += len(set(parents)) == NUM_TREES
+    # The first ones to join may form a chain above the trees.
+    assert num_with_two > NUM_RECEIVERS // 2
+    given: Counter[str] = Counter()
+    for (_, source), chunks_read in hosts.given.items():
+        given[source] += chunks_read.total()
+    assert given[hosts.holder] == NUM_CHUNKS
+    assert max(given.values()) == NUM_CHUNKS, given
+
+
+@pytest.mark.parametrize("how", ["stalls", "leaves"])
+def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    stalled, may_go_on, verify = list[str](), threading.Event(), Fetch.verify
+    has_stalled = threading.Event()
+
+    def slow_verify(fetch: Fetch) -> int:
+        member = fetch._member.id
+        orders = hosts.orders.get(member, ())
+        # The first receiver directly below the holder, which half of the chunks of half of the fleet come through.
+        if not stalled and orders and hosts.holder in {order[0] for order in orders}:
+            stalled.append(member)
+        if member in stalled and fetch._weights.have.any():
+            has_stalled.set()
+            assert may_go_on.wait(60)
+        return verify(fetch)
+
+    monkeypatch.setattr(Fetch, "verify", slow_verify)
+    hosts.start()
+    with ThreadPoolExecutor(NUM_RECEIVERS) as threads:
+        fetches = {member: threads.submit(hosts.fetch, member) for member in hosts.receivers}
+        try:
+            assert has_stalled.wait(30)
+            if how == "leaves":
+                hosts.fleets[stalled[0]].leave(0.0)
+            for member, fetch in fetches.items():
+                if member not in stalled:
+                    assert fetch.result(timeout=60).storage_bytes == 0
+        finally:
+            may_go_on.set()
+        if how == "stalls":
+            fetches[stalled[0]].result(timeout=60)
+        else:
+            with contextlib.suppress(ps.PenstockError):
+                fetches[stalled[0]].result(timeout=60)
+    below = [m for m in hosts.receivers if stalled[0] in {order[0] for order in hosts.orders[m]}]
+    assert below
+    for member in below:
+        assert sum(hosts.given[member, source].total() for source in hosts.fleets if source != stalled[0])
+
+
+def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes_on_with_the_other(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, may_go_on, lock = Fetch._may_read, threading.Event(), threading.Lock()
+    half: list[tuple[str, int]] = []
+    """The member, and the tree that it sends in and is to get no more of."""
+    last_s = [0.0]
+
+    def may_read_half(fetch: Fetch, reader: UpstreamReader, tree: int) -> bool:
+        member = fetch._member.id
+        with lock:
+            if not half and len(hosts.orders) == NUM_RECEIVERS and len(children(hosts, member, tree)) == 2:
+                half.append((member, tree))
+        if not half or half[0][0] != member or may_go_on.is_set():
+            return may_read(fetch, reader, tree)
+        # Of the other tree a chunk now and then: it is never silent.
+        if half[0][1] == tree or time.monotonic() - last_s[0] < 0.3 or not may_read(fetch, reader, tree):
+            return False
+        last_s[0] = time.monotonic()
+        return True
+
+    monkeypatch.setattr(Fetch, "_may_read", may_read_half)
+    monkeypatch.setattr("penstock.fetch.upstream.MAX_STEP_CHUNKS", 1)
+    hosts.is_asked_once = True
+    hosts.start(max_readers=NUM_RECEIVERS)
+    with ThreadPoolExecutor(NUM_RECEIVERS) as threads:
+        fetches = {member: threads.submit(hosts.fetch, member) for member in hosts.receivers}
+        try:
+            while not half:
+                time.sleep(0.01)
+            for member in children(hosts, *half[0]):
+                fetches[member].result(timeout=60)
+            (weights,) = hosts.fleets[half[0][0]].member.weights
+            other = weights.have[1 - half[0][1] :: NUM_TREES]
+            assert not other.all(), "it had nothing to say for a while, as one that stalls altogether"
+        finally:
+            may_go_on.set()
+        for fetch in fetches.values():
+            fetch.result(timeout=60)
+
+
+def children(hosts: Hosts, member: str, tree: int) -> list[str]:
+    """Return the receivers that the hub sent to a member for the chunks of a tree, and to another for the others."""
+    found = []
+    for receiver, orders in hosts.orders.items():
+        firsts = [order[0] for order in orders]
+        if firsts[tree] == member and firsts.count(member) == 1:
+            found.append(receiver)
+    return found

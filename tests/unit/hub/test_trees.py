@@ -1,0 +1,120 @@
+"""Two trees of upstreams in the hub's answers: who gets them, what is kept of them, how they are explained."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from tests.support.hubs import HubBench, key_state
+
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
+from penstock.plan.relay import NUM_TREES
+
+WHOLE = ((0, 100),)
+MEMBERS = [f"m{i}" for i in range(60)]
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+@pytest.fixture
+def hub(bench: HubBench) -> Directory:
+    """One whole holder and many hosts that want the same, all known before one asks."""
+    hub = bench.hub()
+    bench.join(hub, "w", *MEMBERS)
+    bench.beat(hub, "w", key_state(WHOLE))
+    for member in MEMBERS:
+        bench.beat(hub, member, key_state())
+    return hub
+
+
+def ask(hub: Directory, member: str, **state: str) -> UpstreamsReply:
+    return hub.upstreams(UpstreamsRequest(member=member, holding=key_state(**state)))
+
+
+def parents(reply: UpstreamsReply) -> list[str]:
+    return [reply.upstreams[order[0]].member for order in reply.orders]
+
+
+def test_many_hosts_get_an_order_for_each_tree_with_both_parents_first(hub: Directory) -> None:
+    two = 0
+    for member in MEMBERS:
+        reply = ask(hub, member)
+        assert len(reply.orders) == NUM_TREES and reply.is_placed
+        assert {i for order in reply.orders for i in order} == set(range(len(reply.upstreams)))
+        first = {upstream.member for upstream in reply.upstreams[: len(set(parents(reply)))]}
+        assert first == set(parents(reply)) and member not in first
+        assert all(upstream.grant for upstream in reply.upstreams)
+        two += len(first) == NUM_TREES
+    assert two > len(MEMBERS) * 3 / 4
+
+
+def test_parents_are_kept_by_what_members_report_and_before_they_report(bench: HubBench, hub: Directory) -> None:
+    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    assert {member: parents(ask(hub, member)) for member in MEMBERS} == first
+    reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
+    # Another hub on the same store, which has made no relay.
+    other = bench.hub()
+    for member, state in reported.items():
+        bench.beat(other, member, state)
+    for member, (up, second) in first.items():
+        assert parents(ask(other, member, parent=up, second_parent=second)) == [up, second]
+
+
+def test_a_member_that_leaves_is_nobodys_parent(bench: HubBench, hub: Directory) -> None:
+    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    gone = next(up for member in MEMBERS for up in first[member] if up != "w")
+    hub.leave(gone)
+    for member in MEMBERS:
+        if member != gone:
+            now = parents(ask(hub, member, parent=first[member][0], second_parent=first[member][1]))
+            assert gone not in now
+            assert [b for a, b in zip(first[member], now, strict=True) if a != gone] == [
+                up for up in first[member] if up != gone
+            ]
+
+
+def test_one_order_for_all_where_a_member_speaks_an_older_protocol(bench: HubBench, hub: Directory) -> None:
+    hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
+    bench.beat(hub, "old", key_state())
+    for member in (*MEMBERS, "old"):
+        assert ask(hub, member).orders == ()
+    assert [follows_trees(version) for version in ("1.0", "2.3", "2.4", "2.10", "3.0")] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_a_reply_of_an_older_hub_is_one_order(hub: Directory) -> None:
+    said = msgspec.json.decode(msgspec.json.encode(ask(hub, "m1")))
+    for name in ("orders", "is_placed"):
+        del said[name]
+    old = msgspec.convert(said, UpstreamsReply)
+    assert old.orders == () and old.is_placed
+
+
+def test_who_is_not_in_the_snapshot_yet_is_told_so(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", key_state(WHOLE))
+    assert ask(hub, "a").is_placed
+    late = ask(hub, "b")
+    assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
+
+
+def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
+    member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
+    even, odd = parents(ask(hub, member))
+    lines = hub.why(WhyRequest(model="llama", member=member)).lines
+    assert lines[0].startswith(f"{member} is filling with 0 of 100 chunks and reads from {even}")
+    assert "for even chunks, and from" in lines[0] and lines[0].endswith("for odd chunks")
+    assert any(line.startswith(f"  {even}:") and "parent for even chunks" in line for line in lines)
+    assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)

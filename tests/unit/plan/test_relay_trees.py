@@ -1,0 +1,269 @@
+"""Two trees of one key: no cycle, one copy out of every member and link, shallow; and when chains are kept instead."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan import relay
+from penstock.plan.relay import MAX_DEPTH, MIN_HOPS, NUM_TREES, Node, Parents, Relay
+
+CHUNKS = 7000
+
+
+def hosts(
+    count: int, per_host: int = 1, *, holders: int = 1, links: int = 0, named: bool = False, seed: int = 0
+) -> list[Node]:
+    """Members of as many hosts, who came in an order that knows nothing of hosts; the first ones are whole."""
+    order = list(range(count * per_host))
+    random.Random(seed).shuffle(order)
+    return [
+        Node(
+            member=f"m{i}",
+            host=f"host-{i // per_host}",
+            joined=order[i],
+            num_have=CHUNKS if i < holders else 0,
+            num_chunks=CHUNKS,
+            num_links=links,
+            link=f"nic-{i % per_host * links // per_host}" if named else "",
+            follows_trees=True,
+        )
+        for i in range(count * per_host)
+    ]
+
+
+def in_trees(fleet: list[Node]) -> Relay:
+    """Two trees, whether or not they are worth it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "MIN_HOPS", -1000)
+        return Relay(fleet)
+
+
+def way_up(parents: Parents, member: str) -> list[str]:
+    trail = [member]
+    while trail[-1] in parents:
+        trail.append(parents[trail[-1]])
+        assert len(set(trail)) == len(trail), "a cycle"
+    return trail
+
+
+def depth(made: Relay) -> int:
+    return max((len(way_up(parents, member)) - 1 for parents in made.trees for member in parents), default=0)
+
+
+def far_children(fleet: list[Node], made: Relay) -> tuple[list[Counter[str]], Counter[str], Counter[tuple[str, str]]]:
+    """Children on other hosts: by member in each tree, by host, by link."""
+    node = {one.member: one for one in fleet}
+    in_tree = [
+        Counter(up for child, up in parents.items() if node[up].host != node[child].host) for parents in made.trees
+    ]
+    by_host, by_link = Counter[str](), Counter[tuple[str, str]]()
+    for tree in in_tree:
+        for member, count in tree.items():
+            by_host[node[member].host] += count
+            by_link[node[member].host, node[member].link] += count
+    return in_tree, by_host, by_link
+
+
+def again(fleet: list[Node], made: Relay) -> list[Node]:
+    """The members, as they report the parents that they were given."""
+    first, last = made.trees[0], made.trees[-1]
+    return [replace(one, parent=first.get(one.member, ""), second_parent=last.get(one.member, "")) for one in fleet]
+
+
+@st.composite
+def fleets(draw) -> list[Node]:
+    """Fleets at any moment: some whole, slow, leaving, complained of, with parents of other moments."""
+    names = [f"m{i}" for i in range(draw(st.integers(1, 14)))]
+    any_name = st.sampled_from(["", "gone", *names])
+    return [
+        Node(
+            member=name,
+            host=draw(st.sampled_from("ABCDEFGH")),
+            rack=draw(st.sampled_from(["", "r", "s"])),
+            device=draw(st.sampled_from(["cpu", "cuda:0"])),
+            joined=draw(st.integers(0, 3)),
+            num_have=draw(st.sampled_from([0, 1, 40, 60, 100])),
+            num_chunks=100,
+            draining=draw(st.booleans()) and draw(st.booleans()),
+            num_readers=draw(st.integers(0, 3)),
+            max_readers=draw(st.integers(0, 3)),
+            complainers=(complainers := draw(st.frozensets(st.sampled_from(names), max_size=2))),
+            num_complaining=len(complainers),
+            num_links=(links := draw(st.sampled_from([0, 1, 2]))),
+            link=draw(st.sampled_from(["", "nic-0", "nic-1"])) if links else "",
+            parent=draw(any_name),
+            second_parent=draw(any_name),
+            follows_trees=True,
+        )
+        for name in names
+    ]
+
+
+@given(fleets())
+@settings(max_examples=300, deadline=None)
+def test_every_receiver_hangs_below_a_whole_holder_in_both_trees(fleet: list[Node]) -> None:
+    made = in_trees(fleet)
+    whole = {one.member for one in fleet if one.whole}
+    if not whole:
+        assert len(made.trees) == 1
+        return
+    for tree, parents in enumerate(made.trees):
+        assert set(parents) == {one.member for one in fleet} - whole
+        for member in parents:
+            assert way_up(parents, member)[-1] in whole
+            found = made.upstreams(member, tree=tree, limit=20)
+            assert found and member not in found
+            assert all(member not in way_up(parents, other) for other in found)
+
+
+@given(fleets(), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_members_does_not_matter(fleet: list[Node], chance: random.Random) -> None:
+    shuffled = list(fleet)
+    chance.shuffle(shuffled)
+    assert in_trees(shuffled).trees == in_trees(fleet).trees
+
+
+@given(st.integers(2, 150), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_one_member_a_host_sends_in_one_tree_and_one_copy_in_all(
+    count: int, holders: int, links: int, seed: int
+) -> None:
+    fleet = hosts(count, holders=min(holders, count - 1), links=links, seed=seed)
+    made = in_trees(fleet)
+    assert len(made.trees) == NUM_TREES
+    in_tree, _, _ = far_children(fleet, made)
+    for one in fleet:
+        sent = [tree[one.member] for tree in in_tree]
+        assert sum(sent) <= NUM_TREES
+        assert one.whole or min(sent) == 0, "inner in both trees"
+    assert depth(made) <= math.log2(count) + 3
+
+
+@given(st.integers(2, 20), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_host_is_read_and_reads_by_one_member_and_no_link_carries_more_than_a_copy(
+    count: int, per_host: int, links: int, named: bool
+) -> None:
+    fleet = hosts(count, per_host, links=links, named=named)
+    made = in_trees(fleet)
+    node = {one.member: one for one in fleet}
+    _, by_host, by_link = far_children(fleet, made)
+    assert max(by_host.values()) <= NUM_TREES
+    assert max(by_link.values()) <= NUM_TREES
+    for parents in made.trees:
+        reads = Counter(node[child].host for child, up in parents.items() if node[up].host != node[child].host)
+        assert set(reads.values()) == {1} and len(reads) == count - 1
+    assert depth(made) <= math.log2(count) + 3 + per_host
+
+
+@given(st.integers(2, 60), st.data())
+@settings(max_examples=60, deadline=None)
+def test_parents_are_kept_when_members_come_and_leave(count: int, data: st.DataObject) -> None:
+    fleet = hosts(count)
+    made = in_trees(fleet)
+    gone = data.draw(st.sampled_from(fleet[1:])).member
+    new = Node(member="new", host="new", joined=1e9, num_have=0, num_chunks=CHUNKS, follows_trees=True)
+    after = [one for one in again(fleet, made) if one.member != gone] + [new]
+    later = in_trees(after)
+    for before, now in zip(made.trees, later.trees, strict=True):
+        kept = {child: up for child, up in before.items() if gone not in {child, up}}
+        assert {child: now[child] for child in kept} == kept
+        assert gone not in now.values()
+    in_tree, _, _ = far_children(after, later)
+    # What the lost member sent is sent by those that had half of a copy to spare.
+    assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in after)
+
+
+def test_those_who_come_in_waves_hang_below_the_ones_before() -> None:
+    fleet, made = sorted(hosts(512), key=lambda one: (not one.whole, one.joined)), None
+    for count in range(32, len(fleet) + 1, 32):
+        here = fleet[:count] if made is None else again(fleet[:count], made)
+        before, made = made, Relay(here)
+        for tree in range(len(made.trees) if before is not None else 0):
+            old = before.trees[min(tree, len(before.trees) - 1)]
+            assert {child: made.trees[tree][child] for child in old} == old
+    assert made is not None and len(made.trees) == NUM_TREES
+    in_tree, _, _ = far_children(fleet, made)
+    assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in fleet)
+    # The trees of a wave hang high up in those of the one before, and add little to their depth.
+    assert depth(made) <= math.log2(32) + 3 + 2 * 15
+
+
+def test_who_comes_alone_makes_a_chain_grow() -> None:
+    fleet, made = hosts(12), None
+    for count in range(1, 13):
+        made = in_trees(fleet[:count] if made is None else again(fleet[:count], made))
+    assert made is not None and made.trees[0] == made.trees[1]
+    assert depth(made) == 11
+
+
+def racks(made: Relay, fleet: list[Node]) -> Iterator[int]:
+    """How many links go from one rack to another, in each tree."""
+    rack = {one.member: one.rack for one in fleet}
+    for parents in made.trees:
+        yield sum(rack[child] != rack[up] for child, up in parents.items())
+
+
+def test_racks_stay_together_where_that_makes_no_chain_of_racks() -> None:
+    fleet = [replace(one, rack=f"rack-{i // 16}") for i, one in enumerate(hosts(256))]
+    alone = in_trees([replace(one, rack="") for one in fleet])
+    made = in_trees(fleet)
+    assert max(racks(made, fleet)) < min(racks(alone, fleet)) / 2
+    assert depth(made) <= depth(alone) + relay.RACK_HOPS + 2
+
+
+@pytest.mark.parametrize("count", [2, MIN_HOPS + 1, 12])
+def test_few_hosts_are_a_chain(count: int) -> None:
+    assert len(Relay(hosts(count)).trees) == 1
+
+
+def test_one_host_is_a_chain_whatever_its_length() -> None:
+    assert len(Relay(hosts(1, 64, links=1)).trees) == 1
+
+
+def test_hosts_of_many_links_are_chains_which_are_as_shallow() -> None:
+    fleet = hosts(256, 8, links=8, named=True)
+    made = Relay(fleet)
+    assert len(made.trees) == 1 and depth(made) < MAX_DEPTH
+
+
+def test_many_hosts_of_one_member_or_of_one_link_are_two_trees() -> None:
+    for fleet in (hosts(512), hosts(256, 8, links=1)):
+        made = Relay(fleet)
+        assert len(made.trees) == NUM_TREES and depth(made) <= 9 + 3 + 7
+        _, by_host, _ = far_children(fleet, made)
+        assert max(by_host.values()) == NUM_TREES
+
+
+def test_chains_where_someone_cannot_follow_trees_or_has_most_already() -> None:
+    fleet = hosts(256)
+    assert len(Relay([*fleet[:-1], replace(fleet[-1], follows_trees=False)]).trees) == 1
+    late = [one if one.whole else replace(one, num_have=CHUNKS * 3 // 4) for one in fleet]
+    assert len(Relay(late).trees) == 1
+    # Once they read two trees they go on to the end.
+    made = Relay(fleet)
+    assert Relay(again(late, made)).trees == made.trees
+
+
+def test_no_link_of_a_chain_carries_two_copies_where_it_is_known_whose_it_is() -> None:
+    fleet = hosts(64, 8, links=4, named=True)
+    made = Relay(fleet)
+    assert len(made.trees) == 1
+    _, by_host, by_link = far_children(fleet, made)
+    assert max(by_link.values()) == 1 and max(by_host.values()) > 1
+
+
+def test_the_own_parent_comes_first_though_its_places_are_taken() -> None:
+    fleet = [replace(one, num_readers=3, max_readers=3) for one in hosts(64)]
+    made = Relay(again(fleet, Relay(fleet)))
+    for tree, parents in enumerate(made.trees):
+        assert all(made.upstreams(member, tree=tree)[0] == parents[member] for member in parents)
