@@ -11,7 +11,7 @@ import torch
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 import penstock as ps
-from penstock.errors import IntegrityError, NotFound, PeerLost, PlanError, StaleDescriptor
+from penstock.errors import IntegrityError, NotFound, PeerLost, PlanError, SourceBusy, StaleDescriptor
 from penstock.keeper.attach import LAYOUT, kept_here
 from penstock.keeper.hand_over import hand_over
 from penstock.sync.finished import KeptSet, ReshardReport, kept_layout, kept_sets, reshard
@@ -20,7 +20,7 @@ from penstock.sync.recording.requirements import record
 TENSORS = checkpoint()
 TABLE = table_of(TENSORS)
 TWO = KeptSet(2, "of two")
-DAMAGED = IntegrityError, PeerLost, StaleDescriptor
+DAMAGED = IntegrityError, NotFound, PeerLost, SourceBusy, StaleDescriptor
 """By who finds it first: the reader or the keeper, which looks at its memory with each heartbeat."""
 
 
