@@ -1,7 +1,9 @@
 """Finished parameters: what an engine made of a checkpoint (fused, sharded, cast) is kept for the next engine like it.
 
-In: a module whose parameters are finished, and a name for them. Out: the same module over the keeper's memory.
-Not here: keeping (`keeper`), attaching (`attach`), the names by which engines look for them (`integrations`).
+In: a module whose parameters are finished, and a name for them; perhaps a layout, for engines of another size. Out: the
+same module over the keeper's memory.
+Not here: keeping (`keeper`), attaching (`attach`), the names by which engines look for them (`integrations`), what a
+layout says and its use (`sync.finished`).
 
     engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
     engine: attach, bind its module to the kept memory, leave: its own memory is free
