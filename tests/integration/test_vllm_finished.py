@@ -137,7 +137,7 @@ def test_a_rank_that_is_not_kept(directory: Path, keeper: ps.Keeper, caplog: pyt
 
 @pytest.mark.parametrize(
     ("rank", "said"),
-    [("1/2", "is not made of the parameters of"), ("0/1", "there are no finished parameters")],
+    [("1/2", "is not made of the parameters of"), ("0/1", "are not kept for this rank")],
     ids=["of another size", "of its own"],
 )
 def test_a_damaged_byte(

@@ -125,7 +125,7 @@ def load_finished(
     except _NOT_USABLE as error:
         # As text, here and below: a record that a handler keeps would keep the frames of an exception, and the model.
         level = logging.INFO if isinstance(error, NotFound | HubUnavailable) else logging.WARNING
-        log.log(level, "penstock: there are no finished parameters of %s for this rank: %s", uri, str(error))
+        log.log(level, "penstock: the parameters of %s are not kept for this rank: %s", uri, str(error))
         if not isinstance(error, HubUnavailable):
             others = start.others()
     else:
