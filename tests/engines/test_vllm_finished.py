@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,25 @@ import pytest
 from tests.engines.test_vllm import run, tokens
 from tests.support.keeper import KeeperProcess
 
+import penstock as ps
+
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 FINISHED = {"load_format": "penstock", "model_loader_extra_config": {"finished": True}}
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""Engines of several ranks on one host need `nobind`."""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub of its own: keepers of other tests on this host accept parameters, too."""
+    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+        gc.collect()
 
 
 @pytest.fixture
@@ -52,9 +67,8 @@ def test_the_second_engine_loads_nothing(
 def test_ranks_have_parameters_of_their_own(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "true").mkdir()
     true = tokens(tmp_path / "true", model=str(llama), load_format="auto")
-    environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for said in ("handed over", "finished parameters"):
-        done = run(tmp_path, environ, model=str(llama), tensor_parallel_size=2, **FINISHED)
+        done = run(tmp_path, {**os.environ, BIND: "nobind"}, model=str(llama), tensor_parallel_size=2, **FINISHED)
         assert str(true) in done.stdout, done.stderr[-4000:]
         assert (done.stdout + done.stderr).count(said) >= 2
 
@@ -63,3 +77,55 @@ def test_without_a_keeper_it_loads_and_says_so(llama: Path, tmp_path: Path) -> N
     done = run(tmp_path, model=str(llama), **FINISHED)
     assert "TOKENS" in done.stdout, done.stderr[-4000:]
     assert "are not kept for the next engine" in done.stdout + done.stderr
+
+
+def start(llama: Path, directory: Path, size: int, true: list[int]) -> str:
+    """Run an engine of this size, check its tokens, and return its log."""
+    done = run(directory, {**os.environ, BIND: "nobind"}, model=str(llama), tensor_parallel_size=size, **FINISHED)
+    assert str(true) in done.stdout, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def revisions() -> dict[str, str]:
+    """The digest of the parameters that are kept, by rank: of their names, shapes and bytes."""
+    holdings = [holding for member in ps.status().members for holding in member.holdings if holding.kept]
+    return {holding.identity.parallel["rank"]: holding.revision for holding in holdings}
+
+
+@pytest.fixture
+def true(llama: Path, tmp_path: Path) -> list[int]:
+    (tmp_path / "true").mkdir()
+    return tokens(tmp_path / "true", model=str(llama), load_format="auto")
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_of_another_size(llama: Path, true: list[int], tmp_path: Path) -> None:
+    kept: list[dict[str, str]] = []
+    for sizes in ((1, 2), (2, 1)):
+        with ps.Keeper(accept=True):
+            for number, size in enumerate(sizes):
+                log = start(llama, tmp_path, size, true)
+                assert log.count("handed over: ") == size
+                assert log.count(f"re-sharded from {sizes[0]} kept ranks") == number * size
+            kept.append(revisions())
+    # Bit for bit: what was made of parameters of another size, and what the files gave.
+    assert sorted(kept[0]) == ["0/1", "0/2", "1/2"]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.timeout(900)
+def test_what_cannot_be_used(llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "3")
+    with ps.Keeper(accept=True) as keeper:
+        start(llama, tmp_path, 2, true)
+        (weights,) = [w for w in keeper.member.weights if w.identity.parallel["rank"] == "1/2"]
+        weights.rows[2][5] ^= 1
+        log = start(llama, tmp_path, 1, true)
+        assert "is not made of the parameters of" in log and "re-sharded" not in log
+        # The damaged rank, and what the engine of one rank handed over.
+        for rank, revision in revisions().items():
+            if rank != "0/2":
+                keeper.drop(weights.identity.model, revision=revision)
+        log = start(llama, tmp_path, 1, true)
+        assert "of 2 ranks, rank 1 is not kept on this host" in log
+        assert "re-sharded" not in log and "handed over: " in log

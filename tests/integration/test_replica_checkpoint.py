@@ -100,6 +100,7 @@ def test_a_truncated_shard_yields_nothing(llama: Path) -> None:
         {"keeper": True},
         {"fleet": "f", "distributed": True},
         {"keeper": "m", "distributed": True},
+        {"finished": True, "distributed": True},
     ],
 )
 def test_options_that_are_refused(extra: dict[str, Any]) -> None:

@@ -151,6 +151,8 @@ def read_options(extra: Any) -> dict[str, Any]:
     # A rank that attached would be missing in the exchange of the others.
     if keeper and options.get("distributed"):
         raise ConfigError("'distributed' and 'keeper' exclude each other", hint="give one of them")
+    if options.get("finished") and options.get("distributed"):
+        raise ConfigError("'distributed' and 'finished' exclude each other", hint="give one of them")
     return options
 
 

@@ -126,8 +126,9 @@ def _loader_class() -> type[Any]:
                     from penstock.integrations.vllm_finished import load_finished
 
                     uri = self._objects.get(model_config.model, model_config.model)
-                    rank = f"{_rank()}/{_world_size()}"
-                    load_finished(model, self._vllm_config, uri, self._options, rank, load, vllm_logger())
+                    place = _rank(), _world_size()
+                    configs = model_config, self._vllm_config
+                    load_finished(model, *configs, uri, self._options, *place, load, vllm_logger())
                 else:
                     load()
             # What follows in `load_model`; nothing does in a load into a model that is there already.

@@ -1,8 +1,9 @@
 """vLLM's parameters, fused and sharded, kept for the next engine of the same configuration: the option `"finished"`.
 
 In: a new model of vLLM, its configuration, its own loading. Out: the model with its weights: those of a keeper of this
-host, without a copy, or loaded and handed over.
-Not here: the keeper (`keeper.hand_over`), when this is called (`vllm`).
+host, without a copy; or made of those that a keeper has of another number of ranks; or loaded. The last two are handed
+over.
+Not here: the keeper (`keeper.hand_over`), parameters of other sizes (`sync.finished`), when this is called (`vllm`).
 
 The parameters are kept as vLLM's loader leaves them, before it packs them for its kernels: on the CPU a mapping is
 private, so what vLLM then writes is its own. On a GPU it would be seen by every engine, so these are refused.
@@ -11,39 +12,79 @@ private, so what vLLM then writes is its own. On a GPU it would be seen by every
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.artifacts.key import key_of
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import BudgetTooSmall, ConfigError, HubUnavailable, NotFound, PlanError
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    OperationFailed,
+    PeerLost,
+    PenstockError,
+    PlanError,
+    SourceBusy,
+    SourceStalled,
+    StaleDescriptor,
+)
 from penstock.hub.auth import first_token
-from penstock.keeper.attach import attach
+from penstock.keeper.attach import attach, kept_here
 from penstock.keeper.hand_over import hand_over
+from penstock.lifecycle import paused_gc
 from penstock.peer.local_weights import revision_of
 from penstock.storage.locate import model_name
 from penstock.storage.weight_set import open_weights
+from penstock.sync.finished import KeptSet, kept_layout, kept_sets, reshard
+from penstock.sync.recording.layout import Recording
+from penstock.sync.recording.requirements import record
+from penstock.types import TensorTable
+
+_NOT_USABLE: tuple[type[PenstockError], ...] = (
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    PeerLost,
+    PlanError,
+    SourceBusy,
+    SourceStalled,
+    StaleDescriptor,
+)
+"""Why a keeper cannot be used, while the checkpoint can: parameters are away, damaged, or of other tensors."""
+_NOT_KEPT: tuple[type[PenstockError], ...] = (*_NOT_USABLE, OperationFailed)
+_OF_LOADERS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What code that loads weights raises where it gets tensors without values."""
 
 
 def load_finished(
     model: torch.nn.Module,
+    model_config: Any,
     vllm_config: Any,
     uri: str,
     options: Mapping[str, Any],
-    rank: str,
+    rank: int,
+    size: int,
     load: Callable[[], None],
     log: logging.Logger,
 ) -> None:
-    """Bind a new model to a keeper's parameters; if there are none, load it and hand its parameters over.
+    """Bind a new model to a keeper's parameters; if there are none, fill it otherwise and hand its parameters over.
 
     Args:
         model: empty, on the CPU.
-        vllm_config: vLLM's configuration.
+        model_config: vLLM's configuration of the model, the same for all sizes of an engine.
+        vllm_config: vLLM's configuration of the engine.
         uri: the checkpoint.
         options: as `replica.read_options` returns them.
-        rank: tells this process apart from the others of one engine: `0/2`.
+        rank: rank of this process among those of the engine.
+        size: the number of these.
         load: vLLM's own loading of the checkpoint.
         log: logger of the integration.
 
@@ -56,24 +97,133 @@ def load_finished(
         raise ConfigError(f'"finished" is for engines on the CPU, and this one is on {sorted(devices)}', hint=hint)
     stores = options.get("storage_options")
     with open_weights(uri, settings=Settings.read(), storage_options=stores) as weights:
-        revision = revision_of(weights.manifest)
-    described = {"vllm_config": vllm_config.compute_hash(), "rank": rank, "model": type(model).__qualname__}
+        revision, table = revision_of(weights.manifest), weights.manifest.tensors
+    # Engines of two sizes differ in more than the size: vLLM's limits of a batch depend on it. So the name is of the
+    # model alone, and the rest is among the coordinates.
+    described = {"model_config": model_config.compute_hash(), "model": type(model).__qualname__}
     name = f"{model_name(uri)}.{key_of(revision, engine='vllm', config=described).id}"
-    connection = ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file")))
-    verify = options.get("verify", True)
+    start = _Start(
+        model=model,
+        table=table,
+        uri=uri,
+        name=name,
+        own=KeptSet(size, vllm_config.compute_hash()),
+        connection=ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file"))),
+        verify=options.get("verify", True),
+        log=log,
+    )
+    others: list[KeptSet] = []
     try:
-        attached = attach(name, connection=connection, device="cpu", verify=verify, wait_s=0)
-    except (NotFound, HubUnavailable) as error:
-        log.info("penstock: %s is loaded: %s", uri, error.message)
+        attached = attach(
+            name,
+            connection=start.connection,
+            device="cpu",
+            parallel=start.own.coordinates(rank),
+            verify=start.verify,
+            wait_s=0,
+        )
+    except _NOT_USABLE as error:
+        # As text, here and below: a record that a handler keeps would keep the frames of an exception, and the model.
+        level = logging.INFO if isinstance(error, NotFound | HubUnavailable) else logging.WARNING
+        log.log(level, "penstock: the parameters of %s are not kept for this rank: %s", uri, str(error))
+        if not isinstance(error, HubUnavailable):
+            others = start.others()
     else:
         attached.attach_into(model)
         log.info("penstock: finished parameters: %s", attached.report.summary())
         return
-    load()
-    try:
-        report = hand_over(model, name, connection=connection, verify=verify).report
-    # The engine starts all the same.
-    except (NotFound, HubUnavailable, BudgetTooSmall, PlanError) as error:
-        log.warning("penstock: the parameters of %s are not kept for the next engine: %s", uri, error)
-    else:
-        log.info("penstock: handed over: %s", report.summary())
+    # Recorded before the load only if it is used at once: the loader's first run is then its own, as without a keeper.
+    recording = start.recorded() if others else None
+    if recording is None or not start.fill_from(others, recording):
+        load()
+    if not others:
+        recording = start.recorded()
+    start.keep(rank, recording)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Start:
+    """The start of one rank whose own parameters are not kept. Each method logs what it did, or why it could not."""
+
+    model: torch.nn.Module
+    table: TensorTable
+    """The checkpoint."""
+    uri: str
+    name: str
+    """The name under which the model is kept, of all sizes."""
+    own: KeptSet
+    connection: ConnectionSettings
+    verify: bool
+    log: logging.Logger
+
+    def others(self) -> list[KeptSet]:
+        """Return the other engines of this model whose ranks are all kept."""
+        try:
+            sets, lacking = kept_sets(kept_here(self.name, device="cpu", connection=self.connection), self.own)
+        except HubUnavailable as error:
+            self.log.info("penstock: the kept parameters of other engines are not known: %s", str(error))
+            return []
+        for why in lacking:
+            self.log.warning("penstock: %s is not made of the parameters of another engine: %s", self.uri, why)
+        return sets
+
+    def recorded(self) -> Recording | None:
+        """Return a recording of the model's loader; None: it cannot be recorded."""
+        begun = time.perf_counter()
+        try:
+            with paused_gc():
+                recording = record(self.model, self._read_by_model())
+        except (PlanError, *_OF_LOADERS) as error:
+            why = f"its loader cannot be recorded: {type(error).__name__}: {error}"
+            self.log.warning("penstock: %s cannot be exchanged with engines of another size: %s", self.uri, why)
+            return None
+        self.log.info("penstock: the loader of %s was recorded in %.3f s", self.uri, time.perf_counter() - begun)
+        return recording
+
+    def _read_by_model(self) -> TensorTable:
+        """Return the tensors that vLLM gives to the model's loader. PlanError: it does not read them all from there."""
+        if getattr(self.model, "secondary_weights", ()) or getattr(self.model, "allow_patterns_overrides", None):
+            raise PlanError("the model's code chooses its files itself")
+        is_unused = getattr(self.model, "is_unused_checkpoint_weight", None)
+        if is_unused is None:
+            return self.table
+        return self.table.take([row for row, name in enumerate(self.table.names) if not is_unused(name)])
+
+    def fill_from(self, others: Sequence[KeptSet], recording: Recording) -> bool:
+        """Fill the model from the first of these engines from which it can be; return whether that was done."""
+        for of in others:
+            try:
+                report = reshard(
+                    self.model, recording, self.table, self.name, of, connection=self.connection, verify=self.verify
+                )
+            except _NOT_USABLE as error:
+                message = "penstock: %s is not made of the parameters of %d kept ranks: %s"
+                self.log.warning(message, self.uri, of.size, str(error))
+            else:
+                self.log.info("penstock: %s", report.summary())
+                return True
+        return False
+
+    def keep(self, rank: int, recording: Recording | None) -> None:
+        """Hand the model over to a keeper, with its layout if there is a recording. The engine starts in any case."""
+        layout = b""
+        if recording is not None:
+            try:
+                layout = kept_layout(self.model, recording, self.table)
+            except PlanError as error:
+                self.log.warning("penstock: engines of another size will load %s from files: %s", self.uri, str(error))
+        try:
+            report = hand_over(
+                self.model,
+                self.name,
+                connection=self.connection,
+                verify=self.verify,
+                parallel=self.own.coordinates(rank),
+                layout=layout,
+            ).report
+        except _NOT_KEPT as error:
+            self.log.warning(
+                "penstock: the parameters of %s are not kept for the next engine: %s", self.uri, str(error)
+            )
+        else:
+            self.log.info("penstock: handed over: %s", report.summary())

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.arguments import require_name
+from penstock.arguments import require_name, require_text_map
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
@@ -58,6 +58,8 @@ from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
 from penstock.types import I64, U64
 
+LAYOUT = "penstock:layout"
+"""Name of the tensor that is kept beside finished parameters and says where the checkpoint lies in them."""
 WAIT_S = 1.0
 """Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""
 _ASK_S = 0.05
@@ -106,6 +108,7 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
 
     Attributes:
         report: report of the attach.
+        layout: what `hand_over` was given as `layout`, verified with the tensors; empty: nothing.
 
     Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
         `close`, or if `standing` is `lost`, host memory still stays mapped while a tensor lives; device memory may be
@@ -118,8 +121,10 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         regions: Sequence[MappedRegion],
         renewal: LeaseRenewal,
         report: AttachReport,
+        layout: bytes = b"",
     ) -> None:
         self._tensors = tensors
+        self.layout = layout
         self._regions = tuple(regions)
         self._renewal = renewal
         self.report = report
@@ -182,6 +187,7 @@ def attach(
     connection: ConnectionSettings | str | None = None,
     device: str | int | torch.device | None = None,
     revision: str | None = None,
+    parallel: Mapping[str, str] | None = None,
     verify: bool = True,
     wait_s: float = WAIT_S,
 ) -> Attached:
@@ -193,6 +199,7 @@ def attach(
             hub of this host. See `ConnectionSettings`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
         revision: only this revision, or a unique prefix of it; None: the one that is kept.
+        parallel: only what was handed over with these parallel coordinates, as `{"rank": "0/2"}`; None: with any.
         verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
             takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust the keeper,
             which verified every chunk on arrival and checks one again with each heartbeat.
@@ -212,8 +219,15 @@ def attach(
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
+    require_text_map("parallel", parallel, 'coordinates: {"rank": "0/2"}')
+    wanted = _Wanted(
+        model=model,
+        revision=revision or "",
+        parallel=None if parallel is None else dict(parallel),
+        device=None if device is None else resolve_device(device),
+    )
     with Journey("attach", model) as journey:
-        attached = _attach(model, resolve_connection(connection), device, revision, verify=verify, wait_s=wait_s)
+        attached = _attach(wanted, resolve_connection(connection), verify=verify, wait_s=wait_s)
         report = attached.report
         journey.outcome = Outcome(
             nbytes=report.nbytes,
@@ -225,17 +239,46 @@ def attach(
         return attached
 
 
-def _attach(
-    model: str,
-    connection: ConnectionSettings,
-    device: str | int | torch.device | None,
-    revision: str | None,
-    *,
-    verify: bool,
-    wait_s: float,
-) -> Attached:
+def kept_here(
+    model: str, *, device: str | int | torch.device, connection: ConnectionSettings | str | None = None
+) -> list[HoldingState]:
+    """Return everything that keepers of this host have under a model's name on a kind of device, in other tiers too.
+
+    Raises:
+        HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
+    """
+    connection = resolve_connection(connection)
+    wanted = _Wanted(model=model, device=resolve_device(device))
+    with HubClient.connect(connection.hub, connection.token) as hub:
+        members = hub.status(model).members
+    here = host_id()
+    return [h for member in members if member.host == here for h in member.holdings if wanted.is_ready(h)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The weights that a process looks for."""
+
+    model: str
+    device: torch.device | None
+    revision: str = ""
+    parallel: Mapping[str, str] | None = None
+
+    def is_of(self, holding: HoldingState) -> bool:
+        """Return whether a holding is of the wanted revision and coordinates, wherever and in whatever state."""
+        return holding.is_of(self.revision) and self.parallel in (None, holding.identity.parallel)
+
+    def is_ready(self, holding: HoldingState) -> bool:
+        """Return whether a holding is kept, complete, and on the wanted kind of device."""
+        kind = holding.device.partition(":")[0]
+        is_there = self.device is None or self.device.type == kind
+        # In another tier it is not `whole` now, but the keeper brings it back for a lease.
+        return holding.kept and (holding.state == "whole" or bool(holding.tier)) and is_there
+
+
+def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wait_s: float) -> Attached:
     """Attach to a keeper; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
-    wanted = None if device is None else resolve_device(device)
+    model = wanted.model
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     deadline = time.monotonic() + wait_s
     url = ""
@@ -249,7 +292,7 @@ def _attach(
                 if not url:
                     raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
                 with HubClient.connect(url, connection.token, timeout_s=left) as client:
-                    search = _Search(client, model, revision, wanted, stall_s)
+                    search = _Search(client, wanted, stall_s)
                     return search.attach(phases, verify)
             except SourceBusy:
                 # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
@@ -268,13 +311,10 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 class _Search:
     """An attempt to find a keeper and attach to it."""
 
-    def __init__(
-        self, hub: HubClient, model: str, revision: str | None, device: torch.device | None, stall_s: float
-    ) -> None:
+    def __init__(self, hub: HubClient, wanted: _Wanted, stall_s: float) -> None:
         self._hub = hub
-        self._model = model
-        self._revision = revision
-        self._device = device
+        self._wanted = wanted
+        self._model = wanted.model
         self._member = hub.member
         self._stall_s = stall_s
 
@@ -307,15 +347,12 @@ class _Search:
         num_elsewhere = 0
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
-                if not holding.is_of(self._revision or ""):
+                if not self._wanted.is_of(holding):
                     continue
                 if member.host != here:
                     num_elsewhere += holding.kept
                     continue
-                kind = holding.device.partition(":")[0]
-                is_there = self._device is None or self._device.type == kind
-                # In another tier it is not `whole` now, but the keeper brings it back for a lease.
-                if holding.kept and (holding.state == "whole" or holding.tier) and is_there:
+                if self._wanted.is_ready(holding):
                     keepers.append((member.member, holding))
                 others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
         if not keepers:
@@ -326,7 +363,9 @@ class _Search:
         revisions = sorted({holding.revision for _, holding in keepers})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
-            raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
+            raise _SeveralRevisions(
+                f"several revisions of {self._model!r} are kept: {short}", hint="give revision= or parallel="
+            )
         return keepers
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
@@ -346,7 +385,7 @@ class _Search:
                 raise StaleDescriptor("the keeper is changing this memory: attach again", uri=f"penstock:{member}")
             phases.enter("map")
             leaves = leaves_in(layout, log)
-            regions = map_regions(where, _device_here(holding, self._device))
+            regions = map_regions(where, _device_here(holding, self._wanted.device))
             rows, tensors = tensors_in(layout, where, regions)
             phases.enter("verify")
             wrong = differing_chunks(holding, layout, rows, leaves) if verify else None
@@ -364,6 +403,7 @@ class _Search:
         except BaseException:
             peer.close()
             raise
+        packed = tensors.pop(LAYOUT, None)
         # Tensors refer to their region's owner: with the last of them the token goes, and then the lease.
         token = LeaseOwner()
         renewal = LeaseRenewal(peer, log.serial, log.generation)
@@ -384,7 +424,7 @@ class _Search:
             phases=seconds,
             verified=verify,
         )
-        return Attached(tensors, regions, renewal, report)
+        return Attached(tensors, regions, renewal, report, b"" if packed is None else packed.cpu().numpy().tobytes())
 
     def _peer(self, upstream: Upstream, key: str) -> PeerClient:
         return PeerClient(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)

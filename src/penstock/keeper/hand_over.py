@@ -1,7 +1,9 @@
 """Finished parameters: what an engine made of a checkpoint (fused, sharded, cast) is kept for the next engine like it.
 
-In: a module whose parameters are finished, and a name for them. Out: the same module over the keeper's memory.
-Not here: keeping (`keeper`), attaching (`attach`), the names by which engines look for them (`integrations`).
+In: a module whose parameters are finished, and a name for them; perhaps a layout, for engines of another size. Out: the
+same module over the keeper's memory.
+Not here: keeping (`keeper`), attaching (`attach`), the names by which engines look for them (`integrations`), what a
+layout says and its use (`sync.finished`).
 
     engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
     engine: attach, bind its module to the kept memory, leave: its own memory is free
@@ -32,11 +34,11 @@ from penstock.errors import (
     PenstockError,
     PlanError,
 )
-from penstock.fetch.join import join
+from penstock.fetch.join import Variant, join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
-from penstock.keeper.attach import Attached, attach
+from penstock.keeper.attach import LAYOUT, Attached, attach
 from penstock.loader.into import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault
@@ -59,6 +61,13 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
     """The `w1-` root of their digests."""
     nbytes: int
     """Memory that they take, gaps between tensors included."""
+    parallel: dict[str, str] = {}
+    """Parallel coordinates of the process; others of the same model have other parameters."""
+
+    @property
+    def key(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        """What is kept once, however many engines hand it over."""
+        return self.model, self.revision, tuple(sorted(self.parallel.items()))
 
 
 class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +91,7 @@ class HandOverHandler:
     def __init__(self, keep: Callable[[HandOver], None], executor: Executor) -> None:
         self._keep = keep
         self._executor = executor
-        self._started: dict[tuple[str, str], Future[None]] = {}
+        self._started: dict[tuple[str, str, tuple[tuple[str, str], ...]], Future[None]] = {}
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
         """Return the state of what the body names; start to keep it if it is new. Repeated after a failure: again."""
@@ -90,11 +99,10 @@ class HandOverHandler:
         if verb != "POST" or path:
             raise NotFound("no such path")
         # Of one connection's thread each: two engines may hand over the same parameters at once, and one is enough.
-        key = wanted.model, wanted.revision
-        running = self._started.get(key)
+        running = self._started.get(wanted.key)
         if running is None:
             try:
-                self._started[key] = self._executor.submit(self._keep, wanted)
+                self._started[wanted.key] = self._executor.submit(self._keep, wanted)
             except RuntimeError as error:
                 raise NotFound("this keeper is leaving") from error
             return HandOverState(state="filling")
@@ -104,7 +112,7 @@ class HandOverHandler:
         if failure is None:
             return HandOverState(state="kept")
         # Another thread may have done so, too.
-        self._started.pop(key, None)
+        self._started.pop(wanted.key, None)
         if not isinstance(failure, PenstockError):
             return HandOverState(state="failed", error=repr(failure), hint="report it: it is an error of Penstock")
         minimum = failure.minimum_bytes if isinstance(failure, BudgetTooSmall) else 0
@@ -122,6 +130,8 @@ def hand_over(
     *,
     connection: ConnectionSettings | str | None = None,
     verify: bool = True,
+    parallel: Mapping[str, str] | None = None,
+    layout: bytes = b"",
 ) -> Attached:
     """Give a module's parameters to the keeper of this host, and bind the module to the kept memory.
 
@@ -131,9 +141,11 @@ def hand_over(
     Args:
         module: its parameters and persistent buffers are finished; contiguous, on one device. Tied ones stay tied.
         model: the name under which they are kept. It must tell apart whatever makes parameters differ: the revision of
-            the checkpoint, the engine and its version, dtype, quantisation, the rank among several.
+            the checkpoint, the engine and its version, dtype, quantisation.
         connection: as of `join`; the keeper must be at the same hub.
         verify: digest the kept bytes in this process, too, before the module is bound to them; see `attach`.
+        parallel: parallel coordinates of this process, as `{"rank": "0/2"}`, if others have other parts of the model.
+        layout: bytes that are kept and verified with the parameters, for those that attach: `Attached.layout`.
 
     Returns:
         The attached weights. The module holds them; close this, or drop it, with the module.
@@ -157,13 +169,18 @@ def hand_over(
     device = devices.pop()
     connection = resolve_connection(connection)
     door = _keeper_of(device)
-    with join(model, connection=connection) as fleet:
+    if layout:
+        tensors = {**tensors, LAYOUT: torch.frombuffer(bytearray(layout), dtype=torch.uint8).to(device)}
+    coordinates = dict(parallel or {})
+    with join(model, connection=connection, variant=Variant(parallel=coordinates)) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
-        _ask(door, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
-        attached = attach(model, connection=connection, device=device, revision=revision, verify=verify)
+        _ask(door, HandOver(model=model, revision=revision, nbytes=nbytes, parallel=coordinates), connection)
+        attached = attach(
+            model, connection=connection, device=device, revision=revision, parallel=coordinates, verify=verify
+        )
     # Only now: nothing reads the module's own memory any more, and nothing above has changed the module.
     try:
         attached.attach_into(module)

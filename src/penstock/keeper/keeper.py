@@ -208,13 +208,14 @@ class Keeper:
 
     def _take(self, wanted: HandOver) -> None:
         """Keep parameters that a member of this host offers."""
-        for kept in self.models():
-            if kept.model == wanted.model:
-                if kept.revision == wanted.revision:
+        for kept in list(self._models.values()):
+            identity = kept.shown.identity
+            if (identity.model, identity.parallel) == (wanted.model, wanted.parallel):
+                if kept.shown.root() == wanted.revision:
                     return
                 hint = "two engines made different parameters under one name: name them apart, or drop those"
                 raise ConfigError(f"{wanted.model!r} is kept already, with other bytes", hint=hint)
-        identity = Identity(model=wanted.model, revision=wanted.revision)
+        identity = Identity(model=wanted.model, revision=wanted.revision, parallel=wanted.parallel)
         fleet = Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
         resident = ResidentModel(fleet, wanted.revision, wanted.nbytes)
         # The engine may be gone when the memory is needed for another model, so it never leaves the last tier.

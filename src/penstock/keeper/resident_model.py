@@ -84,8 +84,9 @@ class ResidentModel:
         self.name = fleet.identity.model
         self.revision = revision
         self.nbytes = nbytes
-        # With the revision: two revisions of a model are two blocks.
-        self.block = Block(f"{self.name}@{revision}", 0, nbytes)
+        # Two revisions of a model are two blocks, and so are two ranks of it, even with equal bytes.
+        coordinates = "".join(f" {axis} {at}" for axis, at in sorted(fleet.identity.parallel.items()))
+        self.block = Block(f"{self.name}@{revision}{coordinates}", 0, nbytes)
         self.report: FetchReport | None = None
         self.weights: LocalWeights | None = None
         self.is_leaving = False

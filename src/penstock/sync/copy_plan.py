@@ -71,10 +71,10 @@ class _Region:
             to[at : at + nbytes] = of[at : at + nbytes]
         some = self.short
         for at, *shape in zip(*(c.tolist() for c in (some.at, some.run_bytes, some.num_rows, some.pitch)), strict=True):
-            _rows(to, at, *shape)[...] = _rows(of, at, *shape)
+            strip_view(to, at, *shape)[...] = strip_view(of, at, *shape)
 
 
-def _rows(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
+def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
     """Return a view of a strip: `rows` runs of `run` bytes, `pitch` apart."""
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 

@@ -1,0 +1,181 @@
+"""The way that vLLM's loader takes with the option "finished", with a toy in the place of vLLM's model."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.unit.sync.toy import Place, Toy, checkpoint
+
+import penstock as ps
+from penstock.integrations.vllm_finished import load_finished
+
+TENSORS = checkpoint()
+LOG = logging.getLogger("penstock.vllm")
+
+
+@dataclass
+class Config:
+    """vLLM's configuration, of which only the hash is used."""
+
+    of: str
+
+    def compute_hash(self) -> str:
+        return self.of
+
+
+class Unrecordable(Toy):
+    """Its loader computes with one tensor, which leaves the values as they are."""
+
+    def load_weights(self, weights):
+        return super().load_weights((n, w * 1 if n == "norm.weight" else w) for n, w in weights)
+
+
+class Failing(Toy):
+    """Its loader does not take tensors that have no values."""
+
+    def load_weights(self, weights):
+        return super().load_weights((n, self.checked(w)) for n, w in weights)
+
+    def checked(self, weight):
+        if type(weight) is not torch.Tensor:
+            raise TypeError("this is no tensor")
+        return weight
+
+
+class Elsewhere(Toy):
+    """It has weights that are not in the checkpoint's directory."""
+
+    secondary_weights = ("another directory",)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "toy").mkdir()
+    save_file(TENSORS, tmp_path / "toy" / "model.safetensors")
+    return tmp_path / "toy"
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub of its own: keepers of other tests on this host accept parameters, too."""
+    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+        gc.collect()
+
+
+@pytest.fixture
+def keeper(caplog: pytest.LogCaptureFixture) -> Iterator[ps.Keeper]:
+    caplog.set_level(logging.INFO, LOG.name)
+    with ps.Keeper(accept=True) as keeper:
+        yield keeper
+        gc.collect()
+
+
+def start(directory: Path, rank: int, size: int, kind: type[Toy] = Toy, config: str = "config") -> bool:
+    """Start one rank, and compare its parameters with those of the loader; return whether it loaded the files."""
+    toy, true = (kind(Place(tp_rank=rank, tp=size)) for _ in range(2))
+    load = mock.Mock(side_effect=lambda: toy.load_weights(TENSORS.items()))
+    load_finished(toy, Config("model"), Config(f"{config} of {size}"), str(directory), {}, rank, size, load, LOG)
+    true.load_weights(TENSORS.items())
+    for name, tensor in true.state_dict().items():
+        assert torch.equal(toy.state_dict()[name], tensor), name
+    return bool(load.called)
+
+
+def started(directory: Path, size: int) -> set[bool]:
+    """Start all ranks; return whether they loaded the files."""
+    loaded = {start(directory, rank, size) for rank in range(size)}
+    # Their leases end with them.
+    gc.collect()
+    return loaded
+
+
+def revisions(keeper: ps.Keeper) -> dict[str, str]:
+    return {w.identity.parallel["rank"]: w.root() for w in keeper.member.weights}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)], ids=str)
+def test_only_the_first_size_is_loaded(
+    sizes: tuple[int, int], directory: Path, keeper: ps.Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = sizes
+    assert started(directory, first) == {True}
+    assert started(directory, second) == {False}
+    assert caplog.text.count(f"re-sharded from {first} kept ranks") == second
+    # Now they are there under their own coordinates.
+    assert started(directory, second) == {False}
+    assert caplog.text.count("re-sharded") == second
+    assert len(keeper.models()) == first + second
+    kept = revisions(keeper)
+    keeper.drop(keeper.models()[0].model)
+    assert started(directory, second) == {True}
+    # What was made of another size is what the files give, bit for bit.
+    assert revisions(keeper).items() <= kept.items()
+
+
+def test_another_configuration_of_one_size(directory: Path, keeper: ps.Keeper) -> None:
+    assert start(directory, 0, 1)
+    assert not start(directory, 0, 1, config="a larger batch")
+    assert len(keeper.models()) == 2
+
+
+def test_a_rank_that_is_not_kept(directory: Path, keeper: ps.Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    assert start(directory, 0, 2)
+    assert start(directory, 0, 1)
+    assert "of 2 ranks, rank 1 is not kept on this host" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [("1/2", "is not made of the parameters of"), ("0/1", "are not kept for this rank")],
+    ids=["of another size", "of its own"],
+)
+def test_a_damaged_byte(
+    rank: str, said: str, directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The keeper looks for another source of what is damaged, for so long.
+    monkeypatch.setenv("PENSTOCK_STALL_S", "6")
+    with ps.Keeper(accept=True) as keeper:
+        started(directory, int(rank[-1]))
+        (weights,) = [w for w in keeper.member.weights if w.identity.parallel["rank"] == rank]
+        weights.rows[2][5] ^= 1
+        caplog.clear()
+        assert start(directory, 0, 1)
+        assert said in caplog.text
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Unrecordable, "does more than copy 1 tensors: norm.weight"),
+        (Failing, "cannot be recorded: TypeError: this is no tensor"),
+        (Elsewhere, "chooses its files itself"),
+    ],
+)
+def test_a_loader_that_cannot_be_recorded(
+    kind: type[Toy], why: str, directory: Path, keeper: ps.Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start(directory, 0, 1, kind)
+    assert why in caplog.text
+    # It is kept for its own size.
+    assert not start(directory, 0, 1, kind)
+    caplog.clear()
+    assert start(directory, 0, 2, kind)
+    assert why in caplog.text
+
+
+def test_without_a_keeper(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOG.name)
+    assert start(directory, 0, 1)
+    assert "are not kept for the next engine" in caplog.text
