@@ -66,7 +66,7 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """What is kept once, however many engines hand it over."""
+        """Return the key of these parameters: they are kept once, however many engines hand them over."""
         return self.model, self.revision, tuple(sorted(self.parallel.items()))
 
 

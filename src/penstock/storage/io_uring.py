@@ -67,7 +67,7 @@ class Uring:
         num_workers: the most that the kernel carries out at the same time; the others wait for a worker.
 
     Attributes:
-        limits_workers: whether the kernel has such a limit (since 5.15); else it works on all reads in flight.
+        limits_workers: True if the kernel has such a limit (since 5.15); else it works on all reads in flight.
 
     Raises:
         OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).

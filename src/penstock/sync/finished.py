@@ -194,7 +194,7 @@ def reshard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRank:
-    """What one rank handed over."""
+    """The parameters that one rank handed over."""
 
     tensors: Mapping[str, torch.Tensor]
     layout: bytes
@@ -219,7 +219,7 @@ class Filling:
         self, module: torch.nn.Module, recording: Recording, table: TensorTable, kept: Sequence[KeptRank]
     ) -> None:
         recording, table, tags = _as_stored(recording, table)
-        holdings = [_held(rank, f"rank {number} of {len(kept)}") for number, rank in enumerate(kept)]
+        holdings = [_kept_layout_of(rank, f"rank {number} of {len(kept)}") for number, rank in enumerate(kept)]
         _check_unfilled(module, recording, kept)
         with paused_gc():
             self._needed = wanted(module, recording, table, tags=tags)
@@ -268,8 +268,8 @@ def _memories(tensors: Mapping[str, torch.Tensor]) -> tuple[Memory, ...]:
     return tuple(Memory(address=t.data_ptr(), nbytes=t.nbytes, device=str(t.device), owner=t) for t in flat)
 
 
-def _held(rank: KeptRank, member: str) -> Layout:
-    """Return the layout of what a rank handed over."""
+def _kept_layout_of(rank: KeptRank, member: str) -> Layout:
+    """Return the layout of the parameters that a rank handed over."""
     if not rank.layout:
         hint = "the log of the engine that handed it over says why"
         raise PlanError(f"{member}: where the checkpoint lies in it was not recorded", hint=hint)
