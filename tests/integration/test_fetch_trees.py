@@ -63,6 +63,12 @@ class Hosts:
             self._all_here.wait(timeout=30)
             member.report_now()
             self._all_here.wait(timeout=30)
+            # The hub's relay may be of a moment before the last one reported.
+            deadline = time.monotonic() + 30
+            while not ask(member, weights, can_read_storage=can_read_storage).orders:
+                assert time.monotonic() < deadline, "the hub does not place this member"
+                time.sleep(0.05)
+            self._all_here.wait(timeout=30)
             reply = first[member.id] = ask(member, weights, can_read_storage=can_read_storage)
             names = [upstream.member for upstream in reply.upstreams]
             self.orders[member.id] = tuple(tuple(names[i] for i in order) for order in reply.orders)

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -258,7 +259,7 @@ def _as_stored(recording: Recording, table: TensorTable) -> tuple[Recording, Ten
         dtypes.append(stored)
     table = tabulate(table.names, dtypes, table.shapes)
     tags = {name: " ".join(f"{kind}:{dtype}" for kind, dtype in mine) for name, mine in steps.items() if mine}
-    plain = tuple(replace(entry, steps=()) for entry in recording.records)
+    plain = tuple(msgspec.structs.replace(entry, steps=()) for entry in recording.records)
     return replace(recording, records=plain, layout=layout_digest(table)), table, tags
 
 
