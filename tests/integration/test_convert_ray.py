@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-# Each worker leaves a mark, and the first waits for the others': whichever node dies, its worker has begun.
+# Each worker leaves a mark, and the first waits for the others': whichever node dies, its worker has begun. The pause
+# keeps it busy for seconds: on a loaded machine it had finished before its node was gone.
 MEETING = """
 import os, time
 from pathlib import Path
@@ -36,7 +37,7 @@ def meet(tensor, name):
     deadline = time.monotonic() + 120
     while len(list(marks.iterdir())) < int(os.environ["WORKERS"]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.003)
+    time.sleep(0.03)
     return tensor
 
 meet.rows = True
