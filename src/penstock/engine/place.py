@@ -126,6 +126,12 @@ class HostPlace:
 FIRST_BYTES = 512 << 20
 """Slabs that are allocated first: 10 ms of a link's bytes, in which the driver makes some GB more."""
 
+
+def num_first_slabs(slab_nbytes: Sequence[int]) -> int:
+    """Return how many slabs are allocated first: those up to the one that reaches `FIRST_BYTES`, or all."""
+    return min(bisect(list(accumulate(slab_nbytes)), FIRST_BYTES) + 1, len(slab_nbytes))
+
+
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
 
@@ -197,7 +203,7 @@ class CudaPlace:
         Raises:
             DeviceOutOfMemory: nothing stays allocated once the place is dropped.
         """
-        first = bisect(list(accumulate(self._nbytes)), FIRST_BYTES) + 1
+        first = num_first_slabs(self._nbytes)
         try:
             self._allocate(0, first)
             self._allocate(first, len(self._nbytes))
