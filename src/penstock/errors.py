@@ -213,14 +213,17 @@ class PlanError(PenstockError):
 
 
 class BudgetTooSmall(PlanError):
-    """`memory_bytes` cannot hold the least the plan needs.
+    """`memory_bytes`, or another budget, cannot hold the least the plan needs.
 
     Attributes:
         minimum_bytes: the least that would do.
+
+    Args:
+        budget: the argument that sets it, for the hint.
     """
 
-    def __init__(self, message: str, *, minimum_bytes: int) -> None:
-        super().__init__(message, hint=f"give memory_bytes >= {minimum_bytes}")
+    def __init__(self, message: str, *, minimum_bytes: int, budget: str = "memory_bytes") -> None:
+        super().__init__(message, hint=f"give {budget} >= {minimum_bytes}")
         self.minimum_bytes = minimum_bytes
 
     def __reduce__(self) -> tuple[object, ...]:

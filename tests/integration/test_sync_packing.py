@@ -79,3 +79,4 @@ def test_memory_that_cannot_help_is_refused_before_anything_is_published() -> No
     with pytest.raises(BudgetTooSmall) as caught:
         ps.publisher("policy", {}, pack_bytes=1000)
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES
+    assert caught.value.hint == f"give pack_bytes >= {LEAST_PACK_BYTES}"

@@ -596,7 +596,8 @@ def publisher(
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     pack_budget = parse_bytes(pack_bytes)
     if 0 < pack_budget < LEAST_PACK_BYTES:
-        raise BudgetTooSmall(f"{pack_budget} bytes to pack short runs into", minimum_bytes=LEAST_PACK_BYTES)
+        message = f"pack_bytes={pack_budget} leaves no buffer that a reader would gain by"
+        raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
     if arena:
         to_arenas(params)
     offer = Offer(
