@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_unconfigure() -> None:
     """Collect it all as the interpreter ends: some libraries report what is left of them then."""
     gc.unfreeze()
+
+
+@pytest.fixture
+def own_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub of its own: keepers of other tests on this host accept parameters, too."""
+    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        yield
+        gc.collect()

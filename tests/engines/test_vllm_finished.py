@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,20 +16,12 @@ import penstock as ps
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("own_runtime"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 FINISHED = {"load_format": "penstock", "model_loader_extra_config": {"finished": True}}
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Engines of several ranks on one host need `nobind`."""
-
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub of its own: keepers of other tests on this host accept parameters, too."""
-    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
-        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-        yield
-        gc.collect()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from penstock.keeper.hand_over import hand_over
 from penstock.sync.finished import KeptSet, ReshardReport, kept_layout, kept_sets, reshard
 from penstock.sync.recording.requirements import record
 
+pytestmark = pytest.mark.usefixtures("own_runtime")
 TENSORS = checkpoint()
 TABLE = table_of(TENSORS)
 TWO = KeptSet(2, "of two")
@@ -38,15 +38,6 @@ def give(rank: int, size: int, model: str = "finished") -> None:
 
 def filled(toy: Toy, *, verify: bool = True) -> ReshardReport:
     return reshard(toy, record(toy, TABLE), TABLE, "finished", TWO, verify=verify)
-
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub of its own: keepers of other tests on this host accept parameters, too."""
-    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
-        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-        yield
-        gc.collect()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.unit.sync.toy import Place, Toy, checkpoint
 import penstock as ps
 from penstock.integrations.vllm_finished import load_finished
 
+pytestmark = pytest.mark.usefixtures("own_runtime")
 TENSORS = checkpoint()
 LOG = logging.getLogger("penstock.vllm")
 
@@ -62,15 +62,6 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "toy").mkdir()
     save_file(TENSORS, tmp_path / "toy" / "model.safetensors")
     return tmp_path / "toy"
-
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub of its own: keepers of other tests on this host accept parameters, too."""
-    with tempfile.TemporaryDirectory(prefix="pk-") as directory:
-        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-        yield
-        gc.collect()
 
 
 @pytest.fixture
