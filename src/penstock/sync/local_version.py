@@ -32,9 +32,10 @@ from penstock.cuda.events import is_passed
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
-from penstock.hub.messages import FleetDecision, NewsReply, PackReply, prepare
+from penstock.hub.messages import FleetDecision, prepare
 from penstock.lifecycle import Closing
 from penstock.plan.layout import Layout
+from penstock.sync.messages import NewsReply, PackReply
 from penstock.sync.packer import Packer
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Memory, encode

@@ -40,11 +40,15 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.client import TIMEOUT_S, HubClient
-from penstock.hub.messages import (
+from penstock.hub.messages import Fault, Session, SessionRequest, SyncMember, Upstream, sync_key
+from penstock.peer.client import PeerClient
+from penstock.peer.member import Member
+from penstock.plan.layout import Layout, decode
+from penstock.sync.local_version import Answer, VersionMap
+from penstock.sync.messages import (
     Decision,
     DigestReply,
     DigestRequest,
-    Fault,
     NewsReply,
     PackLeases,
     PackReply,
@@ -52,17 +56,8 @@ from penstock.hub.messages import (
     PartReply,
     PartRequest,
     Progress,
-    Session,
-    SessionRequest,
-    SyncMember,
     TableReply,
-    Upstream,
-    sync_key,
 )
-from penstock.peer.client import PeerClient
-from penstock.peer.member import Member
-from penstock.plan.layout import Layout, decode
-from penstock.sync.local_version import Answer, VersionMap
 
 T = TypeVar("T")
 _OfStrips = TypeVar("_OfStrips", DigestReply, PackReply)

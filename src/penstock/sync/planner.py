@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import PartReply, PartRequest, SyncMember, TableReply
+from penstock.hub.messages import SyncMember
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import BUCKET_BYTES, SyncPlan, plan_sync
 from penstock.sync.local_version import VersionStatus
 from penstock.sync.membership import Membership
+from penstock.sync.messages import PartReply, PartRequest, TableReply
 
 LOOK_S = 0.5
 """Maximum age of the member list that the planner uses."""

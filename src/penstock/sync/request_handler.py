@@ -34,26 +34,24 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, NotFound, PermissionDenied, StaleDescriptor
-from penstock.hub.messages import (
+from penstock.hub.messages import LeaseRequest, Session, SessionRequest
+from penstock.peer.local_weights import decode_column
+from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
+from penstock.plan.layout import encode
+from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
+from penstock.sync.membership import name_of_strips
+from penstock.sync.messages import (
     Decision,
     DigestReply,
     DigestRequest,
-    LeaseRequest,
     PackLeases,
     PackReply,
     PackRequest,
     PartReply,
     PartRequest,
     Progress,
-    Session,
-    SessionRequest,
     TableReply,
 )
-from penstock.peer.local_weights import decode_column
-from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
-from penstock.plan.layout import encode
-from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
-from penstock.sync.membership import name_of_strips
 
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""

@@ -8,8 +8,10 @@ import inspect
 import msgspec, msgspec._utils
 from penstock.peer import local_weights
 from penstock.hub import messages
+from penstock.sync import messages as sync_messages
 
-kinds = [kind for module in (messages, local_weights) for _, kind in inspect.getmembers(module, inspect.isclass)]
+modules = messages, sync_messages, local_weights
+kinds = [kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass)]
 kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)]
 
 

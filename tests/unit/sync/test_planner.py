@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
-from penstock.hub.messages import FleetDecision, PartReply, PartRequest, SyncMember, SyncState
+from penstock.hub.messages import FleetDecision, SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part
 from penstock.sync.local_version import VersionStatus
+from penstock.sync.messages import PartReply, PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
 

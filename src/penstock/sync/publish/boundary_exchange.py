@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import Decision, PartReply, PartRequest, Progress, SyncMember, TableReply
+from penstock.hub.messages import SyncMember
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import Part, SyncPlan, plan_sync
 from penstock.sync.local_version import LocalVersion, Regions, VersionStatus
 from penstock.sync.membership import Membership
+from penstock.sync.messages import Decision, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
 from penstock.sync.receive.sources import LocalLink, SourceFailed, open_links

@@ -29,13 +29,14 @@ from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest, SyncState
+from penstock.hub.messages import FleetDecision, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
 from penstock.sync.local_version import LocalVersion, VersionStatus, check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
+from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import Offer, VersionSnapshot

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, HubUnavailable, PeerLost, SourceStalled
-from penstock.hub.messages import Decision, FleetDecision, Progress, SyncMember
+from penstock.hub.messages import FleetDecision, SyncMember
 from penstock.sync.membership import Membership, Whereabouts
+from penstock.sync.messages import Decision, Progress
 from penstock.sync.together import Ballot, Laggards, Standing, Verdict
 
 # With jitter below: hundreds of ranks start together, and would ask the hub in step.

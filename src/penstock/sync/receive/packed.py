@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 
 from penstock.digest.strip import Strips
 from penstock.errors import PenstockError
-from penstock.hub.messages import PackReply
 from penstock.lifecycle import Closing
+from penstock.sync.messages import PackReply
 from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4

@@ -16,9 +16,10 @@ from collections.abc import Callable
 import torch
 
 from penstock.errors import PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import Decision, FleetDecision, PartReply, PartRequest
+from penstock.hub.messages import FleetDecision
 from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.membership import Membership
+from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import Staged, UpdateLoop
 from penstock.sync.together import MAX_REASON_CHARS, Reply, Undecided, learn, refusal

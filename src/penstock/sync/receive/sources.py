@@ -25,11 +25,11 @@ import numpy.typing as npt
 
 from penstock.digest.strip import Strips
 from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
-from penstock.hub.messages import PackReply
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, batches, packable, packed_segments
 from penstock.segments import Rectangles, Segments
 from penstock.sync.local_version import Answer, LocalVersion, Regions, VersionMap
 from penstock.sync.membership import Membership, SyncClient
+from penstock.sync.messages import PackReply
 from penstock.sync.receive.batches import Step
 from penstock.sync.receive.packed import Leases, Packing, ShortRuns
 from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all

@@ -18,7 +18,6 @@ import torch
 
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
-from penstock.hub.messages import TableReply
 from penstock.lifecycle import paused_gc
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.peer.local_weights import tabulate
@@ -26,6 +25,7 @@ from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
 from penstock.sync.copy_plan import StagingCopy
 from penstock.sync.local_version import LocalVersion, Regions
+from penstock.sync.messages import TableReply
 from penstock.sync.recording.layout import Load, Recording, live_tensors
 from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of

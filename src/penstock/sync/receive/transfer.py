@@ -33,11 +33,11 @@ from penstock.digest.strip import Strips
 from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
-from penstock.hub.messages import Progress
 from penstock.lifecycle import quick_handover
 from penstock.plan.sync import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES, Part
 from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
+from penstock.sync.messages import Progress
 from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
 from penstock.sync.receive.packed import Leases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats

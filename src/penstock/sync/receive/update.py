@@ -31,19 +31,11 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.messages import (
-    FleetDecision,
-    NewsReply,
-    PartReply,
-    PartRequest,
-    Progress,
-    SyncMember,
-    TableReply,
-    layout_digest,
-)
+from penstock.hub.messages import FleetDecision, SyncMember, layout_digest
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import WATERMARK_BYTES, Part
 from penstock.sync.membership import Membership
+from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.receive.ahead import SplitTransfer
 from penstock.sync.receive.sources import SourceFailed, SourceLink, TransferReport, open_links
 from penstock.sync.receive.target import ReceiveBuffers, Target, shown, wanted_of

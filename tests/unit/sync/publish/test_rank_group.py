@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from penstock.hub.messages import Decision, Progress
+from penstock.sync.messages import Decision, Progress
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.rank_group import SubscriberProgress
 

@@ -10,7 +10,7 @@ import torch
 from tests.unit.sync.moved import move
 
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
-from penstock.hub.messages import TableReply
+from penstock.sync.messages import TableReply
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.receive.target import shown

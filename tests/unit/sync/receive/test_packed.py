@@ -13,11 +13,11 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
 from penstock.errors import DeviceOutOfMemory, IntegrityError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import PackReply
 from penstock.plan.packing import LEAST_PACK_BYTES, NUM_BUFFERS
 from penstock.segments import Segments
 from penstock.sync import packer
 from penstock.sync.local_version import LocalVersion
+from penstock.sync.messages import PackReply
 from penstock.sync.receive import packed, sources
 from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
