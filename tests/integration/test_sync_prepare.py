@@ -9,9 +9,10 @@ import torch
 from tests.integration.conftest import Host
 
 import penstock as ps
-from penstock.errors import Cancelled, PlanError
+from penstock.errors import Cancelled, ConfigError, PeerLost, PlanError
 from penstock.plan.sync import SyncPlan
 from penstock.sync import planner
+from penstock.sync.membership import Membership
 
 
 class Model(torch.nn.Module):
@@ -123,3 +124,70 @@ def test_tensors_that_do_not_fit_are_refused_before_a_version_is_there(host: Hos
         assert not mine["plain"].any() and subscriber.version == -1
     with pytest.raises(Cancelled):
         subscriber.prepare()
+
+
+def test_a_staged_version_is_not_replaced_by_preparing(host: Host) -> None:
+    live = {"w": torch.full((64,), -1.0)}
+    with ps.subscriber("p", live, mode="staged") as subscriber:
+        with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
+            publisher.publish(1)
+            subscriber.stage()
+        # A restarted trainer, with another checkpoint: its memory would take the place of the staged version's.
+        with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
+            with pytest.raises(ConfigError, match="version 1 of 'p' is staged"):
+                subscriber.prepare()
+            assert subscriber.commit().version == 1
+        assert torch.equal(live["w"], torch.ones(64))
+
+
+def test_a_live_version_is_served_on_when_the_next_trainer_has_another_checkpoint(host: Host) -> None:
+    live, late = {"w": torch.full((64,), -1.0)}, {"w": torch.zeros(64)}
+    with ps.subscriber("p", live) as subscriber:
+        with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
+            publisher.publish(1)
+            subscriber.update()
+        with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
+            assert subscriber.prepare()
+        # The trainer is gone: the subscriber is the only source.
+        with ps.subscriber("p", late) as other:
+            assert other.update(1, timeout_s=20.0).version == 1
+    assert torch.equal(late["w"], torch.ones(64))
+
+
+def test_an_update_that_does_not_fit_leaves_the_live_version_served(host: Host) -> None:
+    weights, late = trained(), Model()
+    with ps.subscriber("p", Model()) as subscriber:
+        with ps.publisher("p", weights, mode="snapshot") as publisher:
+            publisher.publish(1)
+            subscriber.update()
+        with ps.publisher("p", {"plain": torch.zeros(6, 4)}, mode="snapshot") as publisher:
+            publisher.publish(2)
+            subscriber.wait_version(2, timeout_s=20.0)
+            with pytest.raises(PlanError, match="turned"):
+                subscriber.update()
+        assert subscriber.wanted is not None and subscriber.version == 1
+        with ps.subscriber("p", late) as other:
+            assert other.update(1, timeout_s=20.0).version == 1
+        assert late.has(weights)
+        assert subscriber.release() > 0
+
+
+def test_the_next_planner_is_asked_when_the_first_does_not_answer(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = Membership.ask
+
+    def lost_first(self: Membership, member: str, *arguments, **options):
+        if self is subscriber._membership:
+            asked.append(member)
+            if member == asked[0]:
+                raise PeerLost("the trainer was killed", uri=member)
+        return ask(self, member, *arguments, **options)
+
+    live = {"w": torch.zeros(64)}
+    with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher, ps.subscriber("p", live) as having:
+        publisher.publish(1)
+        having.update()
+        with ps.subscriber("p", {"w": torch.zeros(64)}) as subscriber:
+            monkeypatch.setattr(Membership, "ask", lost_first)
+            assert subscriber.prepare(0.0)
+    assert len(set(asked)) == 2

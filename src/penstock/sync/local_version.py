@@ -547,7 +547,6 @@ class LocalVersion:
         Raises:
             StaleDescriptor: the memory has another version or generation, before or after the bytes were packed.
             PlanError: a strip lies outside the memory, in another region than the first, or they are too many.
-            DestinationError: the device failed.
         """
         strips.check(self.regions.nbytes)
         packer = self.packer
@@ -577,8 +576,10 @@ class LocalVersion:
                 # so that a fence finds either no lease or one that it ends.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
-        except BaseException:
+        except BaseException as error:
             packer.give_back(buffer)
+            if isinstance(error, (DeviceOutOfMemory, DestinationError)):
+                return PackReply(why=error.message, progress=self._progress(packer))
             raise
         return PackReply(regions=regions, lease=lease, progress=self._progress(packer))
 

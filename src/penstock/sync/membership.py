@@ -429,7 +429,8 @@ class SyncClient(PeerClient):
             return super()._send(verb, path, body)
         except PeerLost:
             # The server closes idle connections, and a request that crosses that close fails although the peer lives.
-            # All requests of this protocol are idempotent, so one more attempt on a new connection is safe.
+            # One more attempt on a new connection is safe: requests are idempotent. Only `pack` takes a second buffer,
+            # and the lease of the first lapses.
             if not was_open:
                 raise
             return super()._send(verb, path, body)

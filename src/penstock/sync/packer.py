@@ -61,7 +61,7 @@ class _Pool:
     """The buffers of one device; they are allocated when they are first needed."""
 
     most: int
-    """Buffers that may be allocated: fewer once one did not fit."""
+    """Buffers that may be allocated: fewer once one did not fit, until the next fence."""
     num_begun: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class Packer(Closing):
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return a buffer that no reader reads any more, to be filled; None: there was none within `wait_s`.
+        """Return a buffer without a lease, to be filled; None: there was none within `wait_s`.
 
         Raises:
             ConfigError: no transport shows memory of this device to readers of other hosts.
@@ -113,7 +113,7 @@ class Packer(Closing):
                 now = time.monotonic()
                 free = next((one for one in pool.buffers if not one.is_filling and one.until <= now), None)
                 if free is not None:
-                    # Before a byte changes: the reader whose lease lapsed may go on reading.
+                    # Before a byte changes: a reader whose lease lapsed may still read, and ends with StaleDescriptor.
                     free.fence()
                     free.lease, free.is_filling = "", True
                     return free
@@ -127,10 +127,10 @@ class Packer(Closing):
         # Without the lock: a registration takes milliseconds, and a fence must not wait for it.
         try:
             buffer = self._allocate(device)
-        except (ConfigError, DeviceOutOfMemory, DestinationError):
+        except BaseException as error:
             with self._changed:
                 pool.num_begun -= 1
-                if not pool.num_begun:
+                if not pool.num_begun or not isinstance(error, (ConfigError, DeviceOutOfMemory, DestinationError)):
                     raise
                 # The device has room for fewer buffers than the bound allows: the readers share those.
                 pool.most = pool.num_begun
@@ -159,12 +159,20 @@ class Packer(Closing):
             after: events that the device must have passed before it reads the region.
 
         Raises:
-            DestinationError: the device failed.
+            DeviceOutOfMemory: the device has no room for the table of runs.
+            DestinationError: the device failed, or did not end within `FILL_S`.
         """
         to = buffer.memory
         if to.device == "cpu":
             pack_strips(memory_at(source.address, source.nbytes), strips, memory_at(to.address, to.nbytes))
             return
+        try:
+            self._fill_device(buffer, source, strips, after)
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(f"{to.device} has no room for a table of {len(strips)} ranges to pack") from error
+
+    def _fill_device(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
+        to = buffer.memory
         device = torch.device(to.device)
         with self._queueing, torch.cuda.device(device):
             stream = self._streams.get(to.device)
@@ -206,7 +214,8 @@ class Packer(Closing):
                 for buffer in pool.buffers:
                     if buffer.lease and buffer.lease in release:
                         buffer.lease, buffer.until = "", 0.0
-                        self._changed.notify()
+                        # All: a waiter may wait for a buffer of another device.
+                        self._changed.notify_all()
                     elif buffer.lease and buffer.lease in keep:
                         buffer.until = until
 
@@ -214,6 +223,8 @@ class Packer(Closing):
         """End all leases and make their descriptors stale. Order: with the fence of the memory that was packed."""
         with self._changed:
             for pool in self._pools.values():
+                # The device may have room again at the next version.
+                pool.most = NUM_BUFFERS
                 for buffer in pool.buffers:
                     buffer.fence()
                     if not buffer.is_filling:

@@ -16,7 +16,8 @@ subscribers (`publish.rank_group`).
     POST   /v1/sync/S/progress          Progress
     GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
 
-All requests are idempotent: a client repeats one whose connection broke.
+A client repeats a request whose connection broke. All are idempotent but `pack`, which takes a second buffer then; the
+lease of the first lapses.
 """
 
 from __future__ import annotations

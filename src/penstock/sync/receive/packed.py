@@ -1,6 +1,6 @@
-"""A run's reads from buffers of sources, into which these packed short runs: their leases, and what was packed.
+"""The reader's side of packing: the leases of the buffers that it reads, and counts of what was packed.
 
-In: leases as sources give them, reads as they end. Out: leases that do not lapse while they are read; counts.
+In: leases as sources grant them, reads as they end. Out: leases that do not lapse while a buffer is read; counts.
 Not here: which runs are packed (`plan.packing`), the reads (`sources`), the buffers (`sync.packer`).
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.digest.strip import Strips
+from penstock.engine.run import start_thread
 from penstock.errors import PenstockError
 from penstock.lifecycle import Closing
 from penstock.sync.messages import PackReply
@@ -21,8 +22,8 @@ from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4
 """Interval in which a source is told that its buffers are still read."""
-# Leases are of the sources that are read now, of which there are at most as many as reads.
-_AT_ONCE = 16
+_MOST_SOURCES = 16
+"""Sources that are told at the same time. At most this many are read at once."""
 
 
 @runtime_checkable
@@ -51,11 +52,11 @@ class ShortRuns:
     """The reason why others were read where they lie."""
 
 
-class Leases(Closing):
-    """The leases that a run of a transfer has now; a thread tells their sources that they are still read.
+class BufferLeases(Closing):
+    """The leases of buffers that a transfer reads now; a thread tells the sources that the buffers are still read.
 
     Args:
-        is_over: whether the run is over: nothing is waited for any more.
+        is_over: whether the transfer is over: nothing is waited for any more.
     """
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
@@ -66,13 +67,18 @@ class Leases(Closing):
         self._thread: threading.Thread | None = None
 
     def add(self, link: Packing, lease: str) -> None:
-        """Keep a lease from now on."""
+        """Keep a lease from now on.
+
+        Raises:
+            DestinationError: the system allows no further thread.
+        """
         with self._lock:
             self._open.setdefault(link, set()).add(lease)
             if self._thread is None:
-                # A daemon: it may be in a request when the interpreter ends.
-                self._thread = threading.Thread(target=self._keep, name="penstock-leases", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._keep, name="penstock-leases", daemon=True)
+                start_thread(thread)
+                # After the start: `close` waits for it.
+                self._thread = thread
 
     def remove(self, link: Packing, lease: str) -> None:
         """Keep a lease no longer."""
@@ -80,21 +86,22 @@ class Leases(Closing):
             self._open[link].discard(lease)
 
     def _keep(self) -> None:
-        # A thread for each source: one that hangs must not make the leases of the others lapse.
+        # A request at a time for each source: one that hangs must not take the threads that the others need.
         pool: ThreadPoolExecutor | None = None
+        told: dict[Packing, Future[None]] = {}
         while not self._ended.wait(KEEP_S):
             with self._lock:
                 held = [(link, tuple(leases)) for link, leases in self._open.items() if leases]
             for link, leases in held:
-                pool = pool or ThreadPoolExecutor(_AT_ONCE, "penstock-leases")
-                pool.submit(_tell, link, leases)
+                if link not in told or told[link].done():
+                    pool = pool or ThreadPoolExecutor(_MOST_SOURCES, "penstock-leases")
+                    told[link] = pool.submit(_tell, link, leases)
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._ended.set()
-        # Under the lock, so that a thread that is noted here was started.
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -31,7 +31,7 @@ from penstock.sync.local_version import Answer, LocalVersion, Regions, VersionMa
 from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
 from penstock.sync.receive.batches import Step
-from penstock.sync.receive.packed import Leases, Packing, ShortRuns
+from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
 from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all
 from penstock.types import GB, U64
 
@@ -226,7 +226,7 @@ class SourceRead:
         leases: keeps the leases of the source's buffers; None: short runs are read where they lie.
     """
 
-    def __init__(self, link: SourceLink, into: Regions, leases: Leases | None = None) -> None:
+    def __init__(self, link: SourceLink, into: Regions, leases: BufferLeases | None = None) -> None:
         self.link = link
         self.member = link.member
         self.short_runs = ShortRuns()
@@ -289,11 +289,15 @@ class SourceRead:
                 # One buffer at a time: four steps of a source are read at once, and one that held a buffer while it
                 # waits for another could wait for itself.
                 if failed is None:
-                    failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
+                    try:
+                        failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
+                    except PenstockError as error:
+                        # Returned, not raised: bytes of the batches before may have been written.
+                        failed, was_touched = error, False
                     is_touched |= was_touched
-        if release:
-            # The last buffer; those before it were released with the request for the next. A source that cannot be
-            # reached takes its buffer back when the lease lapses.
+        if release and failed is None:
+            # The last buffer; those before it were released with the request for the next. After a failure the source
+            # may hang, and a request would wait as long again: it takes its buffer back when the lease lapses.
             link = self.link
             assert isinstance(link, Packing)
             with contextlib.suppress(PenstockError):
@@ -322,7 +326,9 @@ class SourceRead:
         """Return the mask of the rectangles that the source packs; note why it packs none that it should."""
         offered = self.link.map.pack_buffer_bytes
         if not offered and packable(rows, PACK_BYTES // NUM_BUFFERS).any():
-            self._note_unpacked("the source has no memory to pack them into (`pack_bytes` of its publisher)")
+            self._note_unpacked(
+                "the source has no memory to pack them (no publisher, an older release, or no `pack_bytes`)"
+            )
         is_possible = not self.short_runs.why and isinstance(self.link, Packing)
         return packable(rows, offered if is_possible else 0)
 
@@ -337,17 +343,17 @@ class SourceRead:
         """Read a batch from a buffer of the source, or where it lies if the source cannot pack it.
 
         Args:
-            release: leases that the source may end; replaced by that of this buffer, once it is read.
+            release: leases that the source may end; empty once they were sent. That of this buffer is added when it is
+                read.
+
+        Raises:
+            PenstockError: the source gave no buffer, or one that cannot be read; nothing of the batch was written.
         """
         link, leases = self.link, self._leases
         assert isinstance(link, Packing) and leases is not None
         transport, descriptor, _ = self._route(theirs, ours)
         handle = self._into.handles(ours)[transport.name]
-        try:
-            reply = self._packed(link, leases, theirs, batch, release, stall_s=stall_s)
-        except PenstockError as error:
-            return error, False
-        release.clear()
+        reply = self._request_buffer(link, leases, theirs, batch, release, stall_s=stall_s)
         lease = ""
         if reply.regions is None:
             self._note_unpacked(reply.why)
@@ -366,7 +372,7 @@ class SourceRead:
         if lease:
             leases.add(link, lease)
         try:
-            found = wait_all(_posted(transport, handle, descriptor, segments), stall_s=stall_s)
+            outcome = wait_all(_posted(transport, handle, descriptor, segments), stall_s=stall_s)
         finally:
             if lease:
                 leases.remove(link, lease)
@@ -377,12 +383,15 @@ class SourceRead:
                 counts.packed_bytes += int(batch.nbytes.sum())
                 counts.num_runs += int((batch.nbytes // batch.longest_runs()).sum())
                 counts.num_reads += 1
-        return found
+        return outcome
 
-    def _packed(
-        self, link: Packing, leases: Leases, theirs: int, batch: Rectangles, release: Sequence[str], *, stall_s: float
+    def _request_buffer(
+        self, link: Packing, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
         """Return the source's buffer with a batch, or its reason why it cannot pack it.
+
+        Args:
+            release: leases that the source may end; empty once they were sent.
 
         Raises:
             SourceStalled: no further row of the source became ready for `stall_s`.
@@ -397,8 +406,8 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not leases.is_over():
-            # Released once, by the first request; a lease that is ended again is ignored.
-            reply = link.pack(strips, wait_s=min(WAIT_S, stall_s), release=release)
+            reply = link.pack(strips, wait_s=min(WAIT_S, stall_s), release=tuple(release))
+            release.clear()
             if reply.regions is not None or reply.why:
                 return reply
             # Neither the rows nor a buffer yet: other readers have the buffers, which is progress while they are given

@@ -109,7 +109,9 @@ class Subscriber(Closing):
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
         self._released: ReleasedVersion | None = None
-        self._update_loop = UpdateLoop(self._membership, target, options, stall_s=stall_s)
+        self._update_loop = UpdateLoop(
+            self._membership, target, options, stall_s=stall_s, before_free=self._stop_serving
+        )
         self._participant = Participant(
             self._membership, self._update_loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s
         )
@@ -241,15 +243,17 @@ class Subscriber(Closing):
         """Do now what the first update does once, before a version is published: record, allocate, register, plan.
 
         Call it when the subscriber is made and the engine is idle. Without it the first update takes that much longer:
-        seconds for tens of thousands of tensors. Nothing of the target changes.
+        seconds for tens of thousands of tensors. Nothing of the target changes. It does nothing if a version is live.
 
         Args:
-            timeout_s: how long to wait for all ranks of the publisher; None: the stall deadline.
+            timeout_s: how long to wait for all ranks of the publisher; None: the stall deadline. Each request to a
+                publisher that does not answer takes up to the stall deadline, too.
 
         Returns:
             Whether all of it is done. False: the publisher was not there in time, and the first update does the rest.
 
         Raises:
+            ConfigError: a version is staged, whose memory this would replace.
             PlanError and others as `update`: names, dtypes or shapes of the two sides differ, or there is no memory.
 
         Order: like an update: one thread at a time, and nothing else uses a module whose loader is recorded.
@@ -258,11 +262,17 @@ class Subscriber(Closing):
         begun = time.monotonic()
         while True:
             # A member that is lost may come back, or another in its place: the same wait as for one that is late.
-            with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled):
+            with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled, StaleDescriptor):
                 self._check_open()
                 if self._released is not None:
                     raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
-                self._update_loop.prepare()
+                if self._staged is not None and self._staged.part is not None:
+                    raise ConfigError(
+                        f"version {self._staged.version} of {self.name!r} is staged", hint="call commit() first"
+                    )
+                # A restarted trainer may have another checkpoint: the live version is served until an update begins.
+                if self.version < 0:
+                    self._update_loop.prepare()
                 return True
             if time.monotonic() - begun >= limit_s:
                 return False
@@ -321,7 +331,7 @@ class Subscriber(Closing):
             The bytes that were freed. Memory that cannot be freed stays: host memory in an arena, for example.
 
         Raises:
-            ConfigError: they are released already; or `free`, and no version was received yet.
+            ConfigError: they are released already; or `free`, and neither `prepare` nor an update was called yet.
 
         Order: when the engine is idle; like an update, one thread at a time.
         """
@@ -333,7 +343,7 @@ class Subscriber(Closing):
             if free and loop.requirements is None:
                 raise ConfigError(
                     f"no version of {self.name!r} was received yet: the tensors that a version fills are unknown",
-                    hint="call update() first, or release(free=False)",
+                    hint="call prepare() or update() first, or release(free=False)",
                 )
             target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
             if returns and target is None:
@@ -645,6 +655,12 @@ class Subscriber(Closing):
         if local_version is not None and local_version.version is not None:
             local_version.fence()
 
+    def _stop_serving(self) -> None:
+        """Withdraw the live version and report it at once: planners choose sources by the hub's list."""
+        if self.version >= 0:
+            self._withdraw()
+            self.member.beat_now()
+
     def _check_proven(self) -> None:
         """Check that the target still has the received bytes, before others read it.
 
@@ -653,9 +669,7 @@ class Subscriber(Closing):
         """
         if self._update_loop.is_proven():
             return
-        self._withdraw()
-        # Planners choose sources by the hub's list: without this report they would send every receiver here again.
-        self.member.beat_now()
+        self._stop_serving()
         message = "weights were modified after the update; this process no longer serves them"
         raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
 

@@ -39,7 +39,7 @@ from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Progress
 from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
-from penstock.sync.receive.packed import Leases
+from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
 from penstock.types import GB, I64, MIB, U64
 
@@ -274,7 +274,7 @@ class _TransferRun(Run):
         self._queues: dict[int, deque[Step]] = {}
         for step in windows.steps:
             self._queues.setdefault(step.source, deque()).append(step)
-        self._leases = Leases(lambda: self.ticket.stopped)
+        self._leases = BufferLeases(lambda: self.ticket.stopped)
         self._reads = {
             i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases) for i in self._queues
         }

@@ -121,10 +121,10 @@ class UpdateLoop:
     """See the module. One thread at a time updates; the server's threads read the attributes.
 
     Attributes:
-        buffers: the memory that receives versions; None before the first update, and other buffers once a run has
-            another checkpoint.
-        requirements: of the target; None before the first update. They outlive `buffers`.
-        checkpoint: the checkpoint's table from the planner; None before the first update.
+        buffers: the memory that receives versions; None before `prepare` and the first update, and other buffers once a
+            run has another checkpoint.
+        requirements: of the target; None before `prepare` and the first update. They outlive `buffers`.
+        checkpoint: the checkpoint's table from the planner; None before `prepare` and the first update.
         is_touched: whether a transfer wrote to the target itself, since this was set to False.
         decisions: the decisions of the fleet that are known here, by run and version, the oldest first.
         decision: the newest of them.
@@ -133,9 +133,19 @@ class UpdateLoop:
         membership: the members of the sync.
         target, options: the target to fill, and how.
         stall_s: the deadline for progress.
+        before_free: called before the buffers' memory is unregistered, from which others may read the live version.
     """
 
-    def __init__(self, membership: Membership, target: Target, options: Options, *, stall_s: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        target: Target,
+        options: Options,
+        *,
+        stall_s: float,
+        before_free: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_free = before_free
         self._membership = membership
         self._target = target
         self._options = options
@@ -218,9 +228,16 @@ class UpdateLoop:
         Raises:
             NotFound: no publisher is known yet, or some of its ranks are missing. Others as `receive`.
         """
-        planner = self._choose_planner({})
-        buffers = self._prepare_buffers(planner)
-        self._request_part(planner, buffers, None, {}, is_ahead=True)
+        lost: dict[str, PenstockError] = {}
+        while True:
+            # A trainer that was restarted is listed beside its former process, which does not answer.
+            planner = self._choose_planner(lost)
+            try:
+                buffers = self._prepare_buffers(planner)
+                self._request_part(planner, buffers, None, {}, is_ahead=True)
+                break
+            except _LOST as error:
+                lost[planner.member] = error
         buffers.into.warm_up()
 
     def receive(
@@ -339,23 +356,21 @@ class UpdateLoop:
         key = layout_digest(seen.table), seen.tags
         buffers = self.buffers
         if buffers is None or key != self._table:
+            requirements = self.requirements
+            if requirements is None or key != self._table:
+                # Before anything is given up: names or shapes may not match, and the live version is served on.
+                requirements = wanted_of(self._target, seen.table, options.load, strict=options.strict, tags=seen.tags)
             # Free the old staging copy first: a device rarely has room for two.
             if buffers is not None:
+                self._before_free()
                 buffers.close()
                 self.buffers = None
             # The memory that these strips lie in may be another.
             self._live_proven = []
-            if key != self._table:
-                # With its scratch memory.
-                self.requirements = None
-            if self.requirements is None:
-                self.requirements = wanted_of(
-                    self._target, seen.table, options.load, strict=options.strict, tags=seen.tags
-                )
-            buffers = self._allocate(self.requirements)
+            buffers = self._allocate(requirements)
             # Its part and its stored digests are of the old buffers.
             self._forget_transfer()
-            self.buffers = buffers
+            self.buffers, self.requirements = buffers, requirements
         self._table = key
         self._run = planner.state.run
         self.checkpoint = checkpoint

@@ -7,12 +7,20 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import msgspec
 import numpy as np
 import pytest
 from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
-from penstock.errors import DeviceOutOfMemory, IntegrityError, SourceStalled, StaleDescriptor
+from penstock.errors import (
+    DestinationError,
+    DeviceOutOfMemory,
+    FormatError,
+    IntegrityError,
+    SourceStalled,
+    StaleDescriptor,
+)
 from penstock.plan.packing import LEAST_PACK_BYTES, NUM_BUFFERS
 from penstock.segments import Segments
 from penstock.sync import packer
@@ -41,6 +49,11 @@ def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def http() -> Iterator[Links]:
     with open_links(only=["http"]) as opened:
         yield opened
+
+
+def buffers_of(source: LocalVersion) -> list[packer._Buffer]:
+    assert source.packer is not None
+    return [buffer for pool in source.packer._pools.values() for buffer in pool.buffers]
 
 
 class World:
@@ -90,8 +103,8 @@ def test_a_packed_version_is_bitwise_the_one_that_is_not(links: Links) -> None:
         else:
             assert report.packed_bytes == 0
             assert report.packing() == (
-                "short runs read where they lie: the source has no memory to pack them into (`pack_bytes` of its "
-                "publisher)",
+                "short runs read where they lie: the source has no memory to pack them (no publisher, an older "
+                "release, or no `pack_bytes`)",
             )
     assert np.array_equal(*found)
 
@@ -312,6 +325,149 @@ def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
     report = world.transfer().run(world.links())
     assert np.array_equal(whole(world.receiver), expected)
     assert report.packing() == ("short runs read where they lie: no room for 8 MiB",)
+
+
+@pytest.mark.parametrize("error", [DeviceOutOfMemory("no room for a table"), DestinationError("the device is slow")])
+def test_a_source_that_cannot_pack_is_read_where_its_bytes_lie(
+    http: Links, monkeypatch: pytest.MonkeyPatch, error: DestinationError
+) -> None:
+    world = World(http)
+    expected = world.expected()
+
+    def fails(*what: object) -> None:
+        raise error
+
+    monkeypatch.setattr(packer, "pack_strips", fails)
+    report = world.transfer().run(world.links())
+    assert np.array_equal(whole(world.receiver), expected)
+    assert report.packing() == (f"short runs read where they lie: {error.message}",)
+    assert all(not buffer.is_filling for one in world.sources for buffer in buffers_of(one))
+
+
+def test_memory_that_could_not_be_registered_may_be_tried_again(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(http)
+    allocate = packer.Packer._allocate
+
+    def fails(*what: object) -> None:
+        raise RuntimeError("the transport's library failed")
+
+    monkeypatch.setattr(packer.Packer, "_allocate", fails)
+    for _ in range(NUM_BUFFERS + 1):
+        with pytest.raises(RuntimeError, match="library"):
+            pack(world.sources[0], short_strips(world))
+    monkeypatch.setattr(packer.Packer, "_allocate", allocate)
+    assert pack(world.sources[0], short_strips(world)).regions is not None
+
+
+def test_a_device_without_room_is_asked_again_at_the_next_version(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(http)
+    source, allocate = world.sources[0], packer.Packer._allocate
+    assert pack(source, short_strips(world)).regions is not None
+
+    def full(*what: object) -> None:
+        raise DeviceOutOfMemory("no room for 8 MiB")
+
+    monkeypatch.setattr(packer.Packer, "_allocate", full)
+    assert pack(source, short_strips(world), wait_s=0.0).is_full
+    monkeypatch.setattr(packer.Packer, "_allocate", allocate)
+    source.fence()
+    source.begin(2)
+    source.ready()
+    for _ in range(NUM_BUFFERS):
+        assert pack(source, short_strips(world), wait_s=0.0).regions is not None
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http: Links) -> None:
+    holdings, wants = sharded("p", [(4096, 512)], 0, 1, 1), sharded("s", [(4096, 512)], 1, 4, 1)
+    source = held(holdings[0], http, pack_bytes=LEAST_PACK_BYTES)
+    source.begin(1)
+    source.ready()
+    receiver = held(wants[1], http, seed=1)
+    num_asked = []
+
+    class Broken(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            reply = super().pack(strips, **how)
+            num_asked.append(1)
+            if len(num_asked) <= 3 or reply.regions is None:
+                return reply
+            return msgspec.structs.replace(reply, regions=dict.fromkeys(reply.regions, b"\xc1"))
+
+    before = whole(receiver).copy()
+    transfer = Transfer(parts(holdings, wants, 1 << 30)[1], receiver.regions, stall_s=3.0)
+    with pytest.raises(FormatError) as caught:
+        transfer.run({"p0": Broken(source, same_process=False)})
+    assert caught.value.mutated and not np.array_equal(whole(receiver), before)
+
+
+def test_a_buffer_is_released_where_another_read_gives_packing_up(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(http, LEAST_PACK_BYTES, [(4096, 512)])
+    reads: list[sources.SourceRead] = []
+    made = sources.SourceRead.__init__
+
+    def noted(self: sources.SourceRead, *arguments: object, **options: object) -> None:
+        made(self, *arguments, **options)
+        reads.append(self)
+
+    monkeypatch.setattr(sources.SourceRead, "__init__", noted)
+
+    class GivesUp(LocalLink):
+        def pack(self, strips: Strips, **how: object) -> PackReply:
+            reply = super().pack(strips, **how)
+            for read in reads:
+                read._note_unpacked("another read has waited for a buffer in vain")
+            return reply
+
+    expected = world.expected()
+    world.transfer().run(
+        {name: GivesUp(link.local_version, same_process=False) for name, link in world.links().items()}
+    )
+    assert np.array_equal(whole(world.receiver), expected)
+    assert not [buffer.lease for one in world.sources for buffer in buffers_of(one) if buffer.lease]
+
+
+def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "KEEP_S", 0.001)
+    monkeypatch.setattr(packed, "_MOST_SOURCES", 2)
+    ended, told = threading.Event(), threading.Event()
+    hung: list[int] = []
+    well: list[int] = []
+
+    class Link:
+        def pack(self, *_: object, **__: object) -> PackReply:
+            raise AssertionError
+
+    class Hung(Link):
+        def hold_packed(self, keep: object, release: object) -> None:
+            hung.append(1)
+            ended.wait(30)
+
+    class Well(Link):
+        def hold_packed(self, keep: object, release: object) -> None:
+            well.append(1)
+            if len(well) == 50:
+                told.set()
+
+    with packed.BufferLeases(lambda: False) as leases:
+        leases.add(Hung(), "a")
+        leases.add(Well(), "b")
+        assert told.wait(30)
+        ended.set()
+    assert len(hung) < 5
+
+
+def test_a_thread_that_cannot_be_started_is_named(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(http)
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name == "penstock-leases":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(DestinationError, match="no thread can be started"):
+        world.transfer().run(world.links())
 
 
 @pytest.mark.parametrize("only", ["shm", "loopback"])
