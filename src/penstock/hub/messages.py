@@ -13,6 +13,7 @@ that both have. A change that an older side would misread is a new major version
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -650,13 +651,17 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     protocol: ProtocolVersion = PROTOCOL
 
 
-def prepare(*values: object) -> None:
-    """Let msgspec prepare the message types among these values now."""
+def prepare(*kinds: Any) -> None:
+    """Let msgspec prepare these types now."""
     # It crashes if two threads decode a type for the first time at the same moment (0.21).
-    for kind in values:
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            msgspec.msgpack.Decoder(kind)
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
+
+
+def structs_among(values: Iterable[object]) -> list[type[msgspec.Struct]]:
+    """Return the struct types among the values of a module."""
+    return [value for value in values if isinstance(value, type) and issubclass(value, msgspec.Struct)]
 
 
 # All of this module, once, before there are threads.
-prepare(*list(globals().values()))
+prepare(*structs_among(list(globals().values())))

@@ -39,7 +39,7 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes = b""
 
 
-prepare(dict[str, _Value])  # type: ignore[arg-type]
+prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.hub.messages import Count, FleetDecision, Key, MemberId, Version, prepare
+from penstock.hub.messages import Count, FleetDecision, Key, MemberId, Version, prepare, structs_among
 
 
 class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,4 +161,4 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # All of this module, once, before there are threads.
-prepare(*list(globals().values()))
+prepare(*structs_among(list(globals().values())))
