@@ -6,6 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,51 @@ def test_nothing_released_is_a_stall_that_names_the_knob(make: Make) -> None:
     _ = [pool.acquire(stall_s=1) for _ in range(2)]
     with pytest.raises(SourceStalled, match="memory_bytes"):
         pool.acquire(stall_s=0.05)
+
+
+def waiters(pool: StagingPool, number: int) -> list[tuple[threading.Thread, list[object]]]:
+    """Start threads that wait for a buffer of the pool; return once all of them wait."""
+    begun = [waiting(lambda: pool.acquire(stall_s=10)) for _ in range(number)]
+    while len(pool._state._waiters) < number:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    return begun
+
+
+def test_a_released_buffer_is_left_to_the_thread_that_waits(make: Make) -> None:
+    pool = make(2)
+    held = [pool.acquire(stall_s=1) for _ in range(2)]
+    [(thread, outcome)] = waiters(pool, 1)
+    pool.release(held[0])
+    # In the same slice of the GIL, before the waiting thread can run.
+    assert pool.try_acquire() is None
+    thread.join(5)
+    assert outcome == [held[0]]
+    pool.release(held[1])
+    assert pool.try_acquire() is held[1]
+
+
+def test_a_release_renews_the_deadline_of_a_thread_that_got_no_buffer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("penstock.memory.staging.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pool = make(2)
+    held = [pool.acquire(stall_s=10) for _ in range(2)]
+    begun = waiters(pool, 2)
+
+    now[0] = 6.0
+    pool.release(held[0])
+    while not any(outcome for _, outcome in begun):
+        time.sleep(0.001)
+    # The buffer that was released at 6 went to the other thread; as many are in use as before.
+    now[0] = 12.0
+    with pool._state:
+        pool._state.notify_all()
+    time.sleep(0.02)
+    pool.release(held[1])
+    for thread, _ in begun:
+        thread.join(5)
+    assert sorted(buffer.address for _, [buffer] in begun) == sorted(buffer.address for buffer in held)  # type: ignore[attr-defined]
 
 
 def test_cancel_wakes_every_waiter_and_refuses_from_then_on(make: Make) -> None:
