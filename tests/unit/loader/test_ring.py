@@ -233,6 +233,65 @@ def test_cancelling_waits_for_the_device_and_the_kernel(make: Callable[..., Benc
         next(run.slabs())
 
 
+def error_of(run: LoadRun) -> BaseException | None:
+    """Return what stopped a run; None if nothing did within 10 s, where `slabs` might wait for ever."""
+    with run.ticket.changed:
+        run.ticket.changed.wait_for(lambda: run.ticket.done, 10)
+    return run.ticket.error
+
+
+def test_a_read_for_threads_that_cannot_be_started_ends_the_run(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-fetch-0":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run = make(1, memory_nbytes=10 * CHUNK).start()
+    error = error_of(run)
+    assert isinstance(error, DestinationError)
+    assert "no thread can be started" in str(error)
+
+
+def test_an_error_in_the_rings_thread_ends_the_run_and_the_reads_in_flight_are_awaited(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make()
+    wait = bench.ring.wait
+
+    def fail(timeout_s: float) -> list[tuple[int, int]]:
+        bench.ring.wait = wait  # type: ignore[method-assign]
+        raise ZeroDivisionError("a defect")
+
+    bench.ring.wait = fail  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), ZeroDivisionError)
+    run.close()
+    assert not run.fetch.is_busy()
+
+
+def test_a_read_that_cannot_be_queued_ends_the_run_and_is_not_awaited(make: Callable[..., Bench]) -> None:
+    bench = make()
+    queue_read = bench.ring.queue_read
+    tokens: list[int] = []
+
+    def queue(fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
+        tokens.append(token)
+        if len(tokens) == 3:
+            raise OverflowError("a defect")
+        queue_read(fd, offset, address, nbytes, token)
+
+    bench.ring.queue_read = queue  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), OverflowError)
+    run.close()
+    assert not run.fetch.is_busy()
+
+
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
 def test_files_in_memory_are_read_by_the_ring_also_after_a_read_by_a_thread() -> None:
     path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"
