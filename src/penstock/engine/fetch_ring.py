@@ -27,13 +27,18 @@ from penstock.storage.local import typed_error
 
 
 class Queued(NamedTuple):
-    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
+    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`.
+
+    Attributes:
+        memory: an object that keeps the memory at `address`.
+    """
 
     fd: int
     offset: int
     address: int
     nbytes: int
     uri: str
+    memory: object
 
 
 class RingItem(WorkItem, Protocol):
@@ -53,6 +58,10 @@ READS_AHEAD = 4
 
 _WAIT_S = 0.1
 """Longest stay in the kernel before looking whether the work was stopped."""
+
+
+_lost: list[tuple[Uring, list[object]]] = []
+"""Rings that failed and the memory of their reads in flight, to which the kernel may write until the process ends."""
 
 
 @dataclass(slots=True)
@@ -97,6 +106,7 @@ class RingFetch:
         self._state = threading.Condition()
         self._closed = False
         self._flying: dict[int, _Flying] = {}
+        self._is_lost = False
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
@@ -125,7 +135,8 @@ class RingFetch:
         # After the ring's thread, which posts to these threads; before `place`, to which they post.
         self._threads.close()
         self.place.close()
-        self._ring.close()
+        if not self._is_lost:
+            self._ring.close()
 
     def _wake(self) -> None:
         """Let the ring's thread look for posted items, unless it is the one that posted."""
@@ -199,11 +210,7 @@ class RingFetch:
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
-            # The ring itself failed: no completion can be received any more, so every read in flight ends here.
-            for flying in self._flying.values():
-                self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-                flying.item.abandon()
-            self._flying.clear()
+            self._lose(error)
             return
         now = time.perf_counter()
         if not completions:
@@ -233,6 +240,14 @@ class RingFetch:
             item.abandon()
         else:
             self.place.watch(item, copy, now)
+
+    def _lose(self, error: OSError) -> None:
+        """End the reads in flight after an error of the ring itself: no completion can be received any more."""
+        self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
+        # Not abandoned: the kernel may still write to their buffers, which must not be used or freed.
+        _lost.append((self._ring, [flying.read.memory for flying in self._flying.values()]))
+        self._is_lost = True
+        self._flying.clear()
 
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():

@@ -365,7 +365,7 @@ class _Read:
         self._buffer = pool.try_acquire()
         if self._buffer is None:
             return "later"
-        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
+        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
 
     def arrived(self) -> Pending | None:
         """See `RingItem.arrived`."""

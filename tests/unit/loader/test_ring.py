@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import Pending
 from penstock.engine.trace import Trace
-from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated
+from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated, SourceUnavailable
 from penstock.loader.run import LoadRun
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import plan_load
@@ -290,6 +293,38 @@ def test_a_read_that_cannot_be_queued_ends_the_run_and_is_not_awaited(make: Call
     assert isinstance(error_of(run), OverflowError)
     run.close()
     assert not run.fetch.is_busy()
+
+
+def test_memory_of_reads_in_flight_outlives_a_ring_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[object] = []
+    monkeypatch.setattr("penstock.engine.fetch_ring._lost", lost)
+    # Without the fixture, which wants every buffer back.
+    bench = Bench(tmp_path, 1)
+    ring, wait = bench.ring, bench.ring.wait
+
+    def fail(timeout_s: float) -> list[tuple[int, int]]:
+        raise OSError(errno.EIO, "io_uring_enter")
+
+    ring.wait = fail  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), SourceUnavailable)
+    run.close()
+    num_lost = NUM_READS + READS_AHEAD
+    assert bench.pool.num_in_use == num_lost
+    memory = weakref.ref(bench.pool._memory)
+    bench.pool.close()
+    bench.sources[0].close()
+    del bench, run
+    gc.collect()
+    assert memory() is not None
+    # The kernel carries the reads out after all.
+    num_ended = 0
+    while num_ended < num_lost:
+        num_ended += len(wait(1.0))
+    ring.close()
+    lost.clear()
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
