@@ -190,8 +190,8 @@ class CudaPlace:
         # Kernels of the caller may still read or write the slabs that it gave.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
-        # A number once: torch makes it anew for each look.
-        self._queue: int = self._stream.cuda_stream
+        # Read once: torch makes the number anew each time.
+        self._stream_handle: int = self._stream.cuda_stream
         self._pending: dict[int, CudaPending] = {}
         # Torch's own objects, which own the events.
         self._events: list[torch.cuda.Event] = []
@@ -256,11 +256,14 @@ class CudaPlace:
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Place.copy`."""
-        pending, stream = self._pending_of(buffer), self._queue
+        pending, stream = self._pending_of(buffer), self._stream_handle
+        # All addresses before the first copy: a slab that cannot be allocated would leave copies queued without an
+        # event, and the buffer would be released while the device reads it.
+        addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
         # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
         # takes a switch interval, several times a chunk.
-        for src, slab, dst, run, _, _ in segments:
-            self._driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
+        for address, segment in zip(addresses, segments, strict=True):
+            self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
         self._driver.record(pending.event, stream)
         return pending
 

@@ -1,8 +1,17 @@
-"""The slabs of a device that are allocated ahead of the others."""
+"""CUDA slabs, without a device: which are allocated first, and what is queued when one cannot be allocated."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from penstock.engine.place import FIRST_BYTES, num_first_slabs
+from penstock.engine.place import FIRST_BYTES, CudaPlace, Segment, num_first_slabs
+from penstock.errors import DeviceOutOfMemory
+from penstock.memory.staging import StagingPool
 
 HALF = FIRST_BYTES // 2
 
@@ -22,3 +31,55 @@ HALF = FIRST_BYTES // 2
 )
 def test_first_slabs_reach_the_bytes_or_are_all(slab_nbytes: list[int], num_first: int) -> None:
     assert num_first_slabs(slab_nbytes) == num_first
+
+
+class Device:
+    """What a `CudaPlace` asks of torch and of the driver, in host memory.
+
+    Attributes:
+        queued: the sizes of the copies that were queued.
+        refuses: whether an allocation of this many bytes fails.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[int] = []
+        self.refuses = lambda nbytes: False
+        self._empty = torch.empty
+        stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        event = SimpleNamespace(cuda_event=5, record=lambda stream: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        monkeypatch.setattr(torch, "empty", self.empty)
+        driver = SimpleNamespace(
+            copy_to_device=lambda dst, src, nbytes, stream: self.queued.append(nbytes),
+            record=lambda event, stream: None,
+        )
+        monkeypatch.setattr("penstock.engine.place.load_driver", lambda: driver)
+
+    def empty(self, nbytes: int, **options: Any) -> torch.Tensor:
+        if self.refuses(nbytes):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return self._empty(nbytes, **options)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_a_slab_that_cannot_be_allocated_leaves_no_copy_queued(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes == 2000
+    pool = StagingPool(8192, 4096)
+    buffer = pool.acquire(stall_s=1)
+    with pytest.raises(DeviceOutOfMemory):
+        place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])
+    assert device.queued == []
+    device.refuses = lambda nbytes: False
+    place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])
+    assert device.queued == [1000, 2000]
+    pool.close()
