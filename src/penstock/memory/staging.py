@@ -123,11 +123,19 @@ class StagingPool:
         A buffer being warmed counts as in use. `close` waits for the threads.
         """
         share = -(-self.num_buffers // num_threads)
-        self._num_warming = min(num_threads, self.num_buffers)
-        for index in range(self._num_warming):
+        for index in range(min(num_threads, self.num_buffers)):
             thread = threading.Thread(target=self._warm, args=(share,), name=f"penstock-staging-{index}", daemon=True)
+            with self._lock:
+                self._num_warming += 1
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system allows no more threads: the buffers that nobody warms are prepared on their first use.
+                with self._lock:
+                    self._num_warming -= 1
+                return
+            # Stored once it runs: `close` joins only threads that were started.
             self._warmers.append(thread)
-            thread.start()
 
     def _warm(self, share: int) -> None:
         try:

@@ -233,6 +233,27 @@ def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) 
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
 
 
+def test_warming_does_with_the_threads_that_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-staging-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    registrar = Counting()
+    pool = make(4, registrar=registrar)
+    pool.warm(2)
+    for warmer in pool._warmers:
+        warmer.join(5)
+    # Half of the buffers are cold, and nobody warms them any more: they can be taken.
+    assert len(registrar.pinned) == 2
+    assert all(pool.try_acquire() is not None for _ in range(4))
+    pool.close()
+    assert registrar.pinned == {}
+
+
 def test_closing_while_it_warms_unpins_all(make: Make) -> None:
     registrar = Counting()
     pool = make(64, registrar=registrar)
