@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -217,8 +218,10 @@ class CudaPlace:
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
             # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
-            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes.
-            torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes. Where the piece
+            # does not fit, the slabs one by one still may: in the blocks of torch's cache, or between them.
+            with suppress(torch.cuda.OutOfMemoryError):
+                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
             self._stream.wait_stream(self._caller)
             for index, slab in zip(open_slabs, slabs, strict=True):

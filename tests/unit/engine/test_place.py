@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +41,13 @@ class Device:
     Attributes:
         queued: the sizes of the copies that were queued.
         refuses: whether an allocation of this many bytes fails.
+        threads: the threads that allocated.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: list[int] = []
-        self.refuses = lambda nbytes: False
+        self.refuses: Callable[[int], bool] = lambda nbytes: False
+        self.threads: set[int] = set()
         self._empty = torch.empty
         stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -63,6 +67,7 @@ class Device:
     def empty(self, nbytes: int, **options: Any) -> torch.Tensor:
         if self.refuses(nbytes):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.threads.add(threading.get_ident())
         return self._empty(nbytes, **options)
 
 
@@ -83,3 +88,17 @@ def test_a_slab_that_cannot_be_allocated_leaves_no_copy_queued(device: Device) -
     place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])
     assert device.queued == [1000, 2000]
     pool.close()
+
+
+def test_slabs_that_do_not_fit_in_one_piece_are_allocated_one_by_one(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes > 2000
+    place.allocate()
+    assert [place.slab(index).numel() for index in range(2)] == [1000, 2000]
+
+
+def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes >= 2000
+    with pytest.raises(DeviceOutOfMemory, match="3000 are needed"):
+        place.allocate()
