@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -196,7 +196,17 @@ class CudaPlace:
         self._pending: dict[int, CudaPending] = {}
         # Torch's own objects, which own the events.
         self._events: list[torch.cuda.Event] = []
-        self._lock = threading.Lock()
+        # Reentrant: `allocate` takes it inside `allocating`.
+        self._lock = threading.RLock()
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a block in which only the calling thread allocates: other threads wait for their slabs until its end.
+
+        Order: enter it before reads start, and call `allocate` in it. Otherwise the thread that copies the first bytes
+        allocates some slabs itself, outside of a memory pool that the caller chose (`torch.cuda.use_mem_pool` is of one
+        thread).
+        """
+        return self._lock
 
     def allocate(self) -> None:
         """Allocate every slab that there is none of yet; copies to the first ones can begin before the rest is there.

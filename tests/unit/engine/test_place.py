@@ -102,3 +102,36 @@ def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> N
     device.refuses = lambda nbytes: nbytes >= 2000
     with pytest.raises(DeviceOutOfMemory, match="3000 are needed"):
         place.allocate()
+
+
+def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    slabs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: slabs.append(place.slab(1)))
+    with place.allocating():
+        thread.start()
+        # Time for a thread that does not wait.
+        thread.join(0.05)
+        place.allocate()
+    thread.join(5)
+    assert device.threads == {threading.get_ident()}
+    assert slabs[0] is place.slab(1)
+
+
+def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: True
+    errors: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            place.slab(1)
+        except DeviceOutOfMemory as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=copy)
+    with pytest.raises(DeviceOutOfMemory), place.allocating():
+        thread.start()
+        place.allocate()
+    thread.join(5)
+    assert len(errors) == 1
