@@ -25,6 +25,7 @@ HALF = FIRST_BYTES // 2
         ([1], 1),
         ([10, 20, 30], 3),
         ([HALF, HALF - 1], 2),
+        ([HALF, HALF, 1], 2),
         ([4 * FIRST_BYTES], 1),
         ([4 * FIRST_BYTES, 1], 1),
         ([HALF, FIRST_BYTES, FIRST_BYTES], 2),
