@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Pending, Ticket, WorkItem, guarded, start_thread
@@ -26,13 +27,18 @@ from penstock.storage.local import typed_error
 
 
 class Queued(NamedTuple):
-    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`."""
+    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`.
+
+    Attributes:
+        memory: an object that keeps the memory at `address`.
+    """
 
     fd: int
     offset: int
     address: int
     nbytes: int
     uri: str
+    memory: object
 
 
 class RingItem(WorkItem, Protocol):
@@ -52,6 +58,10 @@ READS_AHEAD = 4
 
 _WAIT_S = 0.1
 """Longest stay in the kernel before looking whether the work was stopped."""
+
+
+_lost: list[tuple[Uring, list[object]]] = []
+"""Rings that failed and the memory of their reads in flight, to which the kernel may write until the process ends."""
 
 
 @dataclass(slots=True)
@@ -82,7 +92,6 @@ class RingFetch:
     def __init__(
         self, ring: Uring, num_reads: int, threads: Executor, ticket: Ticket, *, trace: Trace, stall_s: float
     ) -> None:
-        self.num_threads = num_reads
         self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self._wake)
         self._ring = ring
         self._depth = num_reads + (READS_AHEAD if ring.limits_workers else 0)
@@ -97,6 +106,7 @@ class RingFetch:
         self._state = threading.Condition()
         self._closed = False
         self._flying: dict[int, _Flying] = {}
+        self._is_lost = False
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
@@ -125,7 +135,8 @@ class RingFetch:
         # After the ring's thread, which posts to these threads; before `place`, to which they post.
         self._threads.close()
         self.place.close()
-        self._ring.close()
+        if not self._is_lost:
+            self._ring.close()
 
     def _wake(self) -> None:
         """Let the ring's thread look for posted items, unless it is the one that posted."""
@@ -135,6 +146,13 @@ class RingFetch:
             self._state.notify()
 
     def _work(self) -> None:
+        """Carry out the items: the body of the thread."""
+        # After an error, whose ticket is stopped now, the loop goes on with what is in flight: the kernel and the
+        # device use buffers that are freed once this thread has ended.
+        while isinstance(guarded(self._ticket, self._carry_out), Failed):
+            time.sleep(POLL_S)
+
+    def _carry_out(self) -> None:
         while True:
             self._submit()
             is_placing = self.place.turn()
@@ -151,66 +169,85 @@ class RingFetch:
     def _submit(self) -> None:
         """Put items in flight while there is room for them."""
         while len(self._flying) < self._depth:
+            if self._ticket.stopped:
+                # Those that were not made yet hold nothing.
+                self._items = iter(())
             item = self._next or next(self._items, None)
             self._next = None
             if item is None:
                 return
             if self._ticket.stopped:
-                # Those that were not made yet hold nothing.
-                self._items = iter(())
                 item.abandon()
                 return
-            read = guarded(self._ticket, item.queue)
-            if isinstance(read, Failed):
+            has_begun = guarded(self._ticket, partial(self._begin, item))
+            if isinstance(has_begun, Failed):
                 item.abandon()
-            elif read is None:
-                self._threads.post(item)
-            elif read == "later":
+            elif not has_begun:
                 self._next = item
                 # With reads in flight their completion is waited for instead, in `_complete`.
                 if not self._flying:
                     with self._state:
                         self._state.wait(POLL_S)
                 return
-            else:
-                token = next(self._tokens)
-                self._flying[token] = _Flying(item, read, time.perf_counter())
-                self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
+
+    def _begin(self, item: RingItem) -> bool:
+        """Put an item in flight, or post it to the threads; False: there is no room for it now."""
+        read = item.queue()
+        if read == "later":
+            return False
+        if read is None:
+            self._threads.post(item)
+            return True
+        token = next(self._tokens)
+        flying = _Flying(item, read, time.perf_counter())
+        self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
+        # Stored last: a read that could not be queued never completes, and the thread would wait for it for ever.
+        self._flying[token] = flying
+        return True
 
     def _complete(self, timeout_s: float) -> None:
         """Wait for completions and pass them on."""
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
-            # The ring itself failed: no completion can be received any more, so every read in flight ends here.
-            for flying in self._flying.values():
-                self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-                flying.item.abandon()
-            self._flying.clear()
+            self._lose(error)
             return
         now = time.perf_counter()
         if not completions:
             self._look_for_stalls(now)
         for token, result in completions:
-            flying = self._flying[token]
-            if result > 0 and flying.num_read + result < flying.read.nbytes:
-                # The kernel may read less than it was asked for: the rest is queued under the same number.
-                flying.num_read += result
-                at, left = flying.num_read, flying.read.nbytes - flying.num_read
-                self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
-                continue
-            del self._flying[token]
-            if result <= 0:
-                self._ticket.fail(_fault(flying, -result))
-                flying.item.abandon()
-                continue
-            item = flying.item
-            self._trace.add(self.name, item.name, flying.start, now, flying.read.nbytes)
-            copy = Failed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
-            if isinstance(copy, Failed):
-                item.abandon()
-            else:
-                self.place.watch(item, copy, now)
+            # Guarded one by one: an error in one must not drop the others, which were taken out of the ring.
+            guarded(self._ticket, partial(self._end_read, token, result, now))
+
+    def _end_read(self, token: int, result: int, now: float) -> None:
+        """Start the copy of a read that is complete; queue the rest of one that is not; abandon one that failed."""
+        flying = self._flying.pop(token)
+        if result > 0 and flying.num_read + result < flying.read.nbytes:
+            # The kernel may read less than it was asked for: the rest is queued under the same number.
+            flying.num_read += result
+            at, left = flying.num_read, flying.read.nbytes - flying.num_read
+            self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
+            self._flying[token] = flying
+            return
+        item = flying.item
+        if result <= 0:
+            self._ticket.fail(_fault(flying, -result))
+            item.abandon()
+            return
+        self._trace.add(self.name, item.name, flying.start, now, flying.read.nbytes)
+        copy = Failed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
+        if isinstance(copy, Failed):
+            item.abandon()
+        else:
+            self.place.watch(item, copy, now)
+
+    def _lose(self, error: OSError) -> None:
+        """End the reads in flight after an error of the ring itself: no completion can be received any more."""
+        self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
+        # Not abandoned: the kernel may still write to their buffers, which must not be used or freed.
+        _lost.append((self._ring, [flying.read.memory for flying in self._flying.values()]))
+        self._is_lost = True
+        self._flying.clear()
 
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():

@@ -12,8 +12,9 @@ there.
 from __future__ import annotations
 
 import threading
-from bisect import bisect
+from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -124,12 +125,13 @@ class HostPlace:
 
 
 FIRST_BYTES = 512 << 20
-"""Slabs that are allocated first: 10 ms of a link's bytes, in which the driver makes some GB more."""
+"""Bytes of the slabs that are allocated first, so that copies can begin. To copy them takes about 10 ms over PCIe 5, in
+which the driver allocates the rest, at about 0.7 ms a GB."""
 
 
 def num_first_slabs(slab_nbytes: Sequence[int]) -> int:
-    """Return how many slabs are allocated first: those up to the one that reaches `FIRST_BYTES`, or all."""
-    return min(bisect(list(accumulate(slab_nbytes)), FIRST_BYTES) + 1, len(slab_nbytes))
+    """Return how many slabs are allocated first: as few as have `FIRST_BYTES` together, or all."""
+    return min(bisect_left(list(accumulate(slab_nbytes)), FIRST_BYTES) + 1, len(slab_nbytes))
 
 
 _PORTABLE = 1
@@ -190,12 +192,22 @@ class CudaPlace:
         # Kernels of the caller may still read or write the slabs that it gave.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
-        # A number once: torch makes it anew for each look.
-        self._queue: int = self._stream.cuda_stream
+        # Read once: torch makes the number anew each time.
+        self._stream_handle: int = self._stream.cuda_stream
         self._pending: dict[int, CudaPending] = {}
         # Torch's own objects, which own the events.
         self._events: list[torch.cuda.Event] = []
-        self._lock = threading.Lock()
+        # Reentrant: `allocate` takes it inside `allocating`.
+        self._lock = threading.RLock()
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a block in which only the calling thread allocates: other threads wait for their slabs until its end.
+
+        Order: enter it before reads start, and call `allocate` in it. Otherwise the thread that copies the first bytes
+        allocates some slabs itself, outside of a memory pool that the caller chose (`torch.cuda.use_mem_pool` is of one
+        thread).
+        """
+        return self._lock
 
     def allocate(self) -> None:
         """Allocate every slab that there is none of yet; copies to the first ones can begin before the rest is there.
@@ -217,8 +229,10 @@ class CudaPlace:
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
             # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
-            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes.
-            torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes. Where the piece
+            # does not fit, the slabs one by one still may: in the blocks of torch's cache, or between them.
+            with suppress(torch.cuda.OutOfMemoryError):
+                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
             self._stream.wait_stream(self._caller)
             for index, slab in zip(open_slabs, slabs, strict=True):
@@ -256,11 +270,14 @@ class CudaPlace:
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Place.copy`."""
-        pending, stream = self._pending_of(buffer), self._queue
+        pending, stream = self._pending_of(buffer), self._stream_handle
+        # All addresses before the first copy: a slab that cannot be allocated would leave copies queued without an
+        # event, and the buffer would be released while the device reads it.
+        addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
         # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
         # takes a switch interval, several times a chunk.
-        for src, slab, dst, run, _, _ in segments:
-            self._driver.copy_to_device(self.slab(slab).data_ptr() + dst, buffer.address + src, run, stream)
+        for address, segment in zip(addresses, segments, strict=True):
+            self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
         self._driver.record(pending.event, stream)
         return pending
 

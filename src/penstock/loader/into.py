@@ -287,7 +287,7 @@ def fill_slabs(
         if not target.is_contiguous():
             target.copy_(flat[slab].view(target.dtype).view(target.shape))
             if order is not None and target.device.type == "cuda":
-                # The stream of its user does not wait for this thread's.
+                # The copy is queued on the stream that was current where the load began; its user may have another one.
                 torch.cuda.current_stream(target.device).synchronize()
         if on_filled is not None:
             on_filled(slab)

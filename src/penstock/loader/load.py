@@ -339,11 +339,15 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     plan, place, begin = _prepare(session, all_at_once=True)
     session.phases.enter("allocate")
-    run = begin(0)
-    # Beside the first reads, which wait in staging: the driver takes about 0.7 ms a GB, and all of it is asked for at
-    # once. Host memory is allocated slab by slab, when its first bytes arrive.
-    if not isinstance(place, HostPlace):
-        place.allocate()
+    # Host memory is allocated slab by slab, when its first bytes arrive.
+    if isinstance(place, HostPlace):
+        run = begin(0)
+    else:
+        # Beside the first reads, which wait in staging: the driver takes about 0.7 ms a GB, and all of it is asked for
+        # at once.
+        with place.allocating():
+            run = begin(0)
+            place.allocate()
     session.enter_move()
     # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
     tensors = _views(session, plan, place)

@@ -160,7 +160,7 @@ class LoadRun(Run):
 
     def wait_reads(self, reads: Iterable[int]) -> None:
         """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
-        # Emptied by `placed`, so that only the last of them wakes the waiter.
+        # Emptied by `arrived`, so that only the last of them wakes the waiter.
         awaited = set(reads)
         with self._lock:
             awaited -= self._placed
@@ -219,10 +219,6 @@ class LoadRun(Run):
         assert self.pool is not None
         self.is_touched = True
         self._place.post(_Copy(self, read, buffer, segments))
-
-    def placed(self, read: int, segments: Sequence[Segment]) -> None:
-        """Note that this read's bytes are in their slabs."""
-        self.arrived(segments, read)
 
     def arrived(self, segments: Sequence[Segment], read: int = -1) -> None:
         """Note that the bytes of these segments are in their slabs; with `read`, that it has no others."""
@@ -323,7 +319,7 @@ class _Copy:
     def finish(self) -> None:
         """See `WorkItem.finish`."""
         self._pool.release(self._buffer)
-        self._run.placed(self.priority, self._segments)
+        self._run.arrived(self._segments, self.priority)
 
     def abandon(self) -> None:
         """See `WorkItem.abandon`."""
@@ -365,7 +361,7 @@ class _Read:
         self._buffer = pool.try_acquire()
         if self._buffer is None:
             return "later"
-        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri)
+        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
 
     def arrived(self) -> Pending | None:
         """See `RingItem.arrived`."""
@@ -396,7 +392,7 @@ class _Read:
                 raise
             run.is_touched = True
             run.note_path(self._file, path, self.nbytes)
-            run.placed(read, segments)
+            run.arrived(segments, read)
             return None
         assert run.pool is not None
         self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
@@ -411,7 +407,7 @@ class _Read:
         """See `WorkItem.finish`: the copy is done; without a buffer, `start` has passed the bytes on."""
         if self._buffer is not None:
             self.abandon()
-            self._run.placed(self.priority, self._segments)
+            self._run.arrived(self._segments, self.priority)
 
     def abandon(self) -> None:
         """See `WorkItem.abandon`."""

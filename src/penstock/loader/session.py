@@ -27,6 +27,7 @@ from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Place, registrar_of
+from penstock.engine.run import start_thread
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.lifecycle import Closing
@@ -174,11 +175,11 @@ class Intake:
             return
         self._peak_bytes = pool.peak_bytes
         pool.cancel()
-        if wait:
+        # Not a daemon: the process must not end while the driver unpins.
+        unpin = threading.Thread(target=pool.close, name="penstock-unpin")
+        # Unpinned in place where the system allows no more threads.
+        if wait or not start_thread(unpin, is_needed=False):
             pool.close()
-        else:
-            # Not a daemon: the process must not end while the driver unpins.
-            threading.Thread(target=pool.close, name="penstock-unpin").start()
 
 
 def _filled(uri: Uris, options: Options, settings: Settings) -> str:

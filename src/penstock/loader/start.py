@@ -13,6 +13,7 @@ import fnmatch
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 
@@ -79,6 +80,9 @@ class Loading(Closing):
         for tensor, places, slab in filled.replaced:
             pending = PendingTensor.of(tensor, partial(self._await, slab), self._has_ended)
             self._pending.setdefault(slab, []).append((pending, tensor, places))
+        # Taken by the caller's thread, as each thread has its own current stream: kernels that the caller has queued
+        # may still use the parameters when the first bytes arrive.
+        self._caller_stream = _current_stream(session.options.device)
         self._thread = threading.Thread(target=self._run, name="penstock-loading", daemon=True)
 
     @property
@@ -138,7 +142,7 @@ class Loading(Closing):
             "the thread that loads ended by an error that is not Penstock's", hint="stderr has its traceback"
         )
         try:
-            with marks_target(session):
+            with self._caller_stream, marks_target(session):
                 nbytes = fill_slabs(session, self._table, self._filled.tensors, self._filled.order, self._note)
                 report = session.finish(num_tensors=len(self._table), nbytes=nbytes)
             self._journey.outcome = outcome_of(report)
@@ -191,6 +195,13 @@ class Loading(Closing):
                 self._changed.wait(_LOOK_S)
             if self._error is not None:
                 raise self._error.with_traceback(None)
+
+
+def _current_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block, for any thread, in which the calling thread's current stream of the device is the current one."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream(device))
 
 
 class _Filled:

@@ -110,6 +110,8 @@ class StagingPool:
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
         self._in_use = 0
+        self._num_waiting = 0
+        self._num_released = 0
         self._cancelled = False
         self._warmers: list[threading.Thread] = []
         self._num_warming = 0
@@ -121,11 +123,19 @@ class StagingPool:
         A buffer being warmed counts as in use. `close` waits for the threads.
         """
         share = -(-self.num_buffers // num_threads)
-        self._num_warming = min(num_threads, self.num_buffers)
-        for index in range(self._num_warming):
+        for index in range(min(num_threads, self.num_buffers)):
             thread = threading.Thread(target=self._warm, args=(share,), name=f"penstock-staging-{index}", daemon=True)
+            with self._lock:
+                self._num_warming += 1
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system allows no more threads: the buffers that nobody warms are prepared on their first use.
+                with self._lock:
+                    self._num_warming -= 1
+                return
+            # Stored once it runs: `close` joins only threads that were started.
             self._warmers.append(thread)
-            thread.start()
 
     def _warm(self, share: int) -> None:
         try:
@@ -158,21 +168,28 @@ class StagingPool:
             Cancelled: the pool was cancelled while waiting.
             DestinationError: the buffer could not be pinned.
         """
-        deadline = time.monotonic() + stall_s
         with self._state:
-            while not self._free and not self._cancelled:
-                before = self._in_use
-                if not self._state.wait(max(0.0, deadline - time.monotonic())):
-                    raise SourceStalled(
-                        f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s"
-                    )
-                # A buffer was released or taken: the pool moves, so the deadline begins anew.
-                if self._in_use != before:
-                    deadline = time.monotonic() + stall_s
-            if self._cancelled:
-                raise Cancelled("staging pool cancelled")
+            # Counted before the wait: `try_acquire` leaves this thread the buffer that is released next.
+            self._num_waiting += 1
+            try:
+                self._wait_for_free(stall_s)
+            finally:
+                self._num_waiting -= 1
             buffer = self._take()
         return self._prepared(buffer)
+
+    def _wait_for_free(self, stall_s: float) -> None:
+        """Wait until a buffer is free; the lock is held. Raises as `acquire`."""
+        deadline, num_released = time.monotonic() + stall_s, self._num_released
+        while not self._free and not self._cancelled:
+            self._state.wait(max(0.0, deadline - time.monotonic()))
+            # A count, not the buffers in use: another thread may have taken a released buffer before this one woke.
+            if self._num_released != num_released:
+                deadline, num_released = time.monotonic() + stall_s, self._num_released
+            elif time.monotonic() >= deadline and not self._cancelled:
+                raise SourceStalled(f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s")
+        if self._cancelled:
+            raise Cancelled("staging pool cancelled")
 
     def _take(self) -> StagingBuffer:
         """Return a free buffer; the lock is held."""
@@ -191,12 +208,14 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """Return a buffer if one is free now, else None. Raises as `acquire`.
+        """Return a buffer if one is free now and no thread waits for it, else None. Raises as `acquire`.
 
         While the pool is being warmed it returns no cold one: to prepare it would take the caller milliseconds.
         """
         with self._lock:
-            if not self._free or self._cancelled:
+            # A free buffer for each waiting thread: a caller that releases a buffer and takes it back at once would
+            # keep the GIL, and with it the buffer, from a thread that was notified.
+            if len(self._free) <= self._num_waiting or self._cancelled:
                 return None
             # The buffer on top is the warmest: it was released last.
             if self._num_warming and not self._free[-1].is_ready:
@@ -210,6 +229,7 @@ class StagingPool:
             # On top: the buffer released last is in the processor's cache, and pinned.
             self._free.append(buffer)
             self._in_use -= 1
+            self._num_released += 1
             # All waiters, not one: each counts a release as progress, and its stall deadline starts again.
             self._state.notify_all()
 

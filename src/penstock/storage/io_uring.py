@@ -31,6 +31,8 @@ _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
 # Offsets in struct io_uring_params: features, sq_off, cq_off.
 _PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
+# MAX_RW_COUNT: a read of more is cut by the kernel to this. Source: include/linux/fs.h.
+_MAX_READ_BYTES = 0x7FFFF000
 _SQE = struct.Struct("<BBHiQQIIQQQQ")
 _CQE = struct.Struct("<QiI")
 
@@ -80,9 +82,16 @@ class Uring:
         self._fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "io_uring_setup")
+        try:
+            self._set_up(params, num_workers)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _set_up(self, params: bytearray, num_workers: int) -> None:
+        """Limit the kernel's workers, and map the rings of the descriptor; the kernel has filled `params`."""
         features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
         if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
-            os.close(self._fd)
             raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
         # Two kinds of workers: reads of files have the first, of which 0 would leave the number as it is.
         limits = (ctypes.c_uint32 * 2)(num_workers, 0)
@@ -113,9 +122,13 @@ class Uring:
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
         """Queue a read of file bytes to memory; `wait` submits it. At most `entries` may be in flight.
 
+        As read(2), it may read less than it is asked for: the caller queues the rest.
+
         Ownership: the memory and the descriptor must stay until `wait` has returned the token.
         """
         index = self._tail & self._sq_mask
+        # The entry's length has 32 bits.
+        nbytes = min(nbytes, _MAX_READ_BYTES)
         _SQE.pack_into(
             self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
         )

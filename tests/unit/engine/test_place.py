@@ -1,8 +1,19 @@
-"""The slabs of a device that are allocated ahead of the others."""
+"""CUDA slabs, without a device: which are allocated first, and what is queued when one cannot be allocated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from penstock.engine.place import FIRST_BYTES, num_first_slabs
+from penstock.engine.place import FIRST_BYTES, CudaPlace, Segment, num_first_slabs
+from penstock.errors import DeviceOutOfMemory
+from penstock.memory.staging import StagingPool
 
 HALF = FIRST_BYTES // 2
 
@@ -14,6 +25,7 @@ HALF = FIRST_BYTES // 2
         ([1], 1),
         ([10, 20, 30], 3),
         ([HALF, HALF - 1], 2),
+        ([HALF, HALF, 1], 2),
         ([4 * FIRST_BYTES], 1),
         ([4 * FIRST_BYTES, 1], 1),
         ([HALF, FIRST_BYTES, FIRST_BYTES], 2),
@@ -22,3 +34,105 @@ HALF = FIRST_BYTES // 2
 )
 def test_first_slabs_reach_the_bytes_or_are_all(slab_nbytes: list[int], num_first: int) -> None:
     assert num_first_slabs(slab_nbytes) == num_first
+
+
+class Device:
+    """What a `CudaPlace` asks of torch and of the driver, in host memory.
+
+    Attributes:
+        queued: the sizes of the copies that were queued.
+        refuses: whether an allocation of this many bytes fails.
+        threads: the threads that allocated.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[int] = []
+        self.refuses: Callable[[int], bool] = lambda nbytes: False
+        self.threads: set[int] = set()
+        self._empty = torch.empty
+        stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        event = SimpleNamespace(cuda_event=5, record=lambda stream: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        monkeypatch.setattr(torch, "empty", self.empty)
+        driver = SimpleNamespace(
+            copy_to_device=lambda dst, src, nbytes, stream: self.queued.append(nbytes),
+            record=lambda event, stream: None,
+        )
+        monkeypatch.setattr("penstock.engine.place.load_driver", lambda: driver)
+
+    def empty(self, nbytes: int, **options: Any) -> torch.Tensor:
+        if self.refuses(nbytes):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.threads.add(threading.get_ident())
+        return self._empty(nbytes, **options)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_a_slab_that_cannot_be_allocated_leaves_no_copy_queued(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes == 2000
+    pool = StagingPool(8192, 4096)
+    buffer = pool.acquire(stall_s=1)
+    with pytest.raises(DeviceOutOfMemory):
+        place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])
+    assert device.queued == []
+    device.refuses = lambda nbytes: False
+    place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])
+    assert device.queued == [1000, 2000]
+    pool.close()
+
+
+def test_slabs_that_do_not_fit_in_one_piece_are_allocated_one_by_one(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes > 2000
+    place.allocate()
+    assert [place.slab(index).numel() for index in range(2)] == [1000, 2000]
+
+
+def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: nbytes >= 2000
+    with pytest.raises(DeviceOutOfMemory, match="3000 are needed"):
+        place.allocate()
+
+
+def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    slabs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: slabs.append(place.slab(1)))
+    with place.allocating():
+        thread.start()
+        # Time for a thread that does not wait.
+        thread.join(0.05)
+        place.allocate()
+    thread.join(5)
+    assert device.threads == {threading.get_ident()}
+    assert slabs[0] is place.slab(1)
+
+
+def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    device.refuses = lambda nbytes: True
+    errors: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            place.slab(1)
+        except DeviceOutOfMemory as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=copy)
+    with pytest.raises(DeviceOutOfMemory), place.allocating():
+        thread.start()
+        place.allocate()
+    thread.join(5)
+    assert len(errors) == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import Pending
 from penstock.engine.trace import Trace
-from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated
+from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated, SourceUnavailable
 from penstock.loader.run import LoadRun
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import plan_load
@@ -231,6 +234,97 @@ def test_cancelling_waits_for_the_device_and_the_kernel(make: Callable[..., Benc
     run.ticket.cancel()
     with pytest.raises(Cancelled):
         next(run.slabs())
+
+
+def error_of(run: LoadRun) -> BaseException | None:
+    """Return what stopped a run; None if nothing did within 10 s, where `slabs` might wait for ever."""
+    with run.ticket.changed:
+        run.ticket.changed.wait_for(lambda: run.ticket.done, 10)
+    return run.ticket.error
+
+
+def test_a_read_for_threads_that_cannot_be_started_ends_the_run(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-fetch-0":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run = make(1, memory_nbytes=10 * CHUNK).start()
+    error = error_of(run)
+    assert isinstance(error, DestinationError)
+    assert "no thread can be started" in str(error)
+
+
+def test_an_error_in_the_rings_thread_ends_the_run_and_the_reads_in_flight_are_awaited(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make()
+    wait = bench.ring.wait
+
+    def fail(timeout_s: float) -> list[tuple[int, int]]:
+        bench.ring.wait = wait  # type: ignore[method-assign]
+        raise ZeroDivisionError("a defect")
+
+    bench.ring.wait = fail  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), ZeroDivisionError)
+    run.close()
+    assert not run.fetch.is_busy()
+
+
+def test_a_read_that_cannot_be_queued_ends_the_run_and_is_not_awaited(make: Callable[..., Bench]) -> None:
+    bench = make()
+    queue_read = bench.ring.queue_read
+    tokens: list[int] = []
+
+    def queue(fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
+        tokens.append(token)
+        if len(tokens) == 3:
+            raise OverflowError("a defect")
+        queue_read(fd, offset, address, nbytes, token)
+
+    bench.ring.queue_read = queue  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), OverflowError)
+    run.close()
+    assert not run.fetch.is_busy()
+
+
+def test_memory_of_reads_in_flight_outlives_a_ring_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[object] = []
+    monkeypatch.setattr("penstock.engine.fetch_ring._lost", lost)
+    # Without the fixture, which wants every buffer back.
+    bench = Bench(tmp_path, 1)
+    ring, wait = bench.ring, bench.ring.wait
+
+    def fail(timeout_s: float) -> list[tuple[int, int]]:
+        raise OSError(errno.EIO, "io_uring_enter")
+
+    ring.wait = fail  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), SourceUnavailable)
+    run.close()
+    num_lost = NUM_READS + READS_AHEAD
+    assert bench.pool.num_in_use == num_lost
+    memory = weakref.ref(bench.pool._memory)
+    bench.pool.close()
+    bench.sources[0].close()
+    del bench, run
+    gc.collect()
+    assert memory() is not None
+    # The kernel carries the reads out after all.
+    num_ended = 0
+    while num_ended < num_lost:
+        num_ended += len(wait(1.0))
+    ring.close()
+    lost.clear()
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")

@@ -6,6 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,6 +120,51 @@ def test_nothing_released_is_a_stall_that_names_the_knob(make: Make) -> None:
         pool.acquire(stall_s=0.05)
 
 
+def waiters(pool: StagingPool, number: int) -> list[tuple[threading.Thread, list[object]]]:
+    """Start threads that wait for a buffer of the pool; return once all of them wait."""
+    begun = [waiting(lambda: pool.acquire(stall_s=10)) for _ in range(number)]
+    while len(pool._state._waiters) < number:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    return begun
+
+
+def test_a_released_buffer_is_left_to_the_thread_that_waits(make: Make) -> None:
+    pool = make(2)
+    held = [pool.acquire(stall_s=1) for _ in range(2)]
+    [(thread, outcome)] = waiters(pool, 1)
+    pool.release(held[0])
+    # In the same slice of the GIL, before the waiting thread can run.
+    assert pool.try_acquire() is None
+    thread.join(5)
+    assert outcome == [held[0]]
+    pool.release(held[1])
+    assert pool.try_acquire() is held[1]
+
+
+def test_a_release_renews_the_deadline_of_a_thread_that_got_no_buffer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("penstock.memory.staging.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pool = make(2)
+    held = [pool.acquire(stall_s=10) for _ in range(2)]
+    begun = waiters(pool, 2)
+
+    now[0] = 6.0
+    pool.release(held[0])
+    while not any(outcome for _, outcome in begun):
+        time.sleep(0.001)
+    # The buffer that was released at 6 went to the other thread; as many are in use as before.
+    now[0] = 12.0
+    with pool._state:
+        pool._state.notify_all()
+    time.sleep(0.02)
+    pool.release(held[1])
+    for thread, _ in begun:
+        thread.join(5)
+    assert sorted(buffer.address for _, [buffer] in begun) == sorted(buffer.address for buffer in held)  # type: ignore[attr-defined]
+
+
 def test_cancel_wakes_every_waiter_and_refuses_from_then_on(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
@@ -185,6 +231,27 @@ def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) 
         pool.acquire(stall_s=5)
     registrar.room = 4
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
+
+
+def test_warming_does_with_the_threads_that_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-staging-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    registrar = Counting()
+    pool = make(4, registrar=registrar)
+    pool.warm(2)
+    for warmer in pool._warmers:
+        warmer.join(5)
+    # Half of the buffers are cold, and nobody warms them any more: they can be taken.
+    assert len(registrar.pinned) == 2
+    assert all(pool.try_acquire() is not None for _ in range(4))
+    pool.close()
+    assert registrar.pinned == {}
 
 
 def test_closing_while_it_warms_unpins_all(make: Make) -> None:

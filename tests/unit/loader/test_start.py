@@ -1,0 +1,54 @@
+"""`start_loading` on a GPU, without one: the stream on which its thread works."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.loader import start
+from penstock.loader.session import Options, Session
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_the_thread_works_on_the_callers_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: dict[int, str] = {threading.get_ident(): "the caller's"}
+
+    def current_stream(device: torch.device) -> str:
+        return streams.get(threading.get_ident(), "the default")
+
+    @contextmanager
+    def stream(entered: str) -> Iterator[None]:
+        streams[threading.get_ident()] = entered
+        yield
+        del streams[threading.get_ident()]
+
+    def open_for_cuda(uri: Any, options: Options, *args: Any) -> Session:
+        session = open_session(uri, options, *args)
+        session.options = dataclasses.replace(options, device=CUDA)
+        return session
+
+    def fill_on_cpu(session: Session, *args: Any) -> int:
+        used.append(current_stream(CUDA))
+        session.options = dataclasses.replace(session.options, device=CPU)
+        return fill_slabs(session, *args)
+
+    used: list[str] = []
+    open_session, fill_slabs = start.open_session, start.fill_slabs
+    monkeypatch.setattr(start, "open_session", open_for_cuda)
+    monkeypatch.setattr(start, "fill_slabs", fill_on_cpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    module = torch.nn.Linear(4, 4)
+    save_file(dict(module.state_dict()), tmp_path / "model.safetensors")
+    with start.start_loading(module, str(tmp_path)) as loading:
+        loading.wait()
+    assert used == ["the caller's"]
