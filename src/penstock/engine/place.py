@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -197,17 +197,26 @@ class CudaPlace:
         self._pending: dict[int, CudaPending] = {}
         # Torch's own objects, which own the events.
         self._events: list[torch.cuda.Event] = []
-        # Reentrant: `allocate` takes it inside `allocating`.
-        self._lock = threading.RLock()
+        # Guards the slabs; notified when some were allocated.
+        self._state = threading.Condition()
+        self._is_allocating = False
 
-    def allocating(self) -> AbstractContextManager[object]:
-        """Return a block in which only the calling thread allocates: other threads wait for their slabs until its end.
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Let only the calling thread allocate, for a block: other threads wait in it until `allocate` has their slab.
 
-        Order: enter it before reads start, and call `allocate` in it. Otherwise the thread that copies the first bytes
+        Order: enter it before reads start; `allocate`, the last call in it, ends it. Otherwise the thread that copies the first bytes
         allocates some slabs itself, outside of a memory pool that the caller chose (`torch.cuda.use_mem_pool` is of one
         thread).
         """
-        return self._lock
+        with self._state:
+            self._is_allocating = True
+        try:
+            yield
+        finally:
+            with self._state:
+                self._is_allocating = False
+                self._state.notify_all()
 
     def allocate(self) -> None:
         """Allocate every slab that there is none of yet; copies to the first ones can begin before the rest is there.
@@ -217,15 +226,17 @@ class CudaPlace:
         """
         first = num_first_slabs(self._nbytes)
         try:
-            self._allocate(0, first)
-            self._allocate(first, len(self._nbytes))
+            with self.allocating():
+                self._allocate(0, first)
+                self._allocate(first, len(self._nbytes))
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
         """Allocate the slabs `[start, stop)` that there are none of yet."""
-        with self._lock, torch.cuda.stream(self._caller):
-            # Slabs that `slab` made meanwhile stay: copies to them may be under way.
+        # Without the lock, which a thread needs to see that its slab is there: in the block only this thread allocates.
+        with torch.cuda.stream(self._caller):
+            # Slabs that `slab` made before stay: copies to them may be under way.
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
             # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
@@ -235,15 +246,18 @@ class CudaPlace:
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
             self._stream.wait_stream(self._caller)
+        with self._state:
             for index, slab in zip(open_slabs, slabs, strict=True):
                 self._slabs[index] = slab
+            self._state.notify_all()
 
     def slab(self, index: int) -> torch.Tensor:
         """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
         slab = self._slabs[index]
         if slab is None:
-            with self._lock:
-                # Looked at again: another thread may have allocated it while this one waited for the lock.
+            with self._state:
+                # Ends with the block of `allocating`, also where that fails.
+                self._state.wait_for(lambda: self._slabs[index] is not None or not self._is_allocating)
                 slab = self._slabs[index]
                 if slab is None:
                     slab = self._slabs[index] = self._allocate_one(self._nbytes[index])

@@ -119,6 +119,28 @@ def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device
     assert slabs[0] is place.slab(1)
 
 
+def test_the_first_slabs_are_there_before_the_rest_is_allocated(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.place.FIRST_BYTES", 1000)
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    has_first = threading.Event()
+    waits: list[bool] = []
+
+    def refuses(nbytes: int) -> bool:
+        if nbytes == 2000:
+            waits.append(has_first.wait(10))
+        return False
+
+    device.refuses = refuses
+    thread = threading.Thread(target=lambda: (place.slab(0), has_first.set()))
+    with place.allocating():
+        thread.start()
+        place.allocate()
+    thread.join(5)
+    assert waits and all(waits)
+
+
 def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: True
