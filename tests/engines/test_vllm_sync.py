@@ -274,8 +274,12 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
 
     with trainer(TRAINER, runtime, tmp_path, str(llama)) as second:
         assert int(second.answer("LATEST")) >= 2
-        second.tell("publish", 4)
+        # The trainer is there: a new subscriber prepares, and receives even its first version in the background.
+        server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 10.0, "prepare_s": 60.0})
+        assert server.log.read_text().count("policy is prepared") == 2
         server.post("/start_weight_update")
+        server.post("/update_weights", update_info={"version": 4, "background": True})
+        second.tell("publish", 4)
         server.post("/update_weights", update_info={"version": 4})
         server.post("/pause?mode=wait")
         server.post("/finish_weight_update", weight_version="4")
@@ -288,6 +292,7 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
 
 def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
     wrong = [({}, "'name'"), ({"name": ""}, "'name'"), ({"name": "policy", "memory": "disk"}, "'disk'")]
+    wrong.append(({"name": "policy", "prepare_s": -1}, "'prepare_s'"))
     for body, named in (*wrong, ({"name": "policy", "sped": 1}, "'sped'")):
         status, said = server.ask("/init_weight_transfer_engine", init_info=body)
         assert (status, named in said) == (500, True), (body, said)

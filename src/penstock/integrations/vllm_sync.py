@@ -59,12 +59,16 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Whether other subscribers may take a version from this one."""
     memory_bytes: int | str | None = None
     stall_s: float | None = None
+    prepare_s: float | None = 0.0
+    """How long to wait for the trainer's ranks, to prepare for the first version at once; None: do not prepare."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"init_info 'name' must be a text, not {self.name!r}")
         if self.memory not in ("device", "host"):
             raise ConfigError(f"init_info 'memory' must be 'device' or 'host', not {self.memory!r}")
+        if self.prepare_s is not None and not (isinstance(self.prepare_s, (int, float)) and self.prepare_s >= 0):
+            raise ConfigError(f"init_info 'prepare_s' must be seconds from 0 on, or null, not {self.prepare_s!r}")
 
 
 @dataclass(kw_only=True)
@@ -120,6 +124,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         Raises:
             ConfigError, HubUnavailable: see `penstock.subscriber`.
             DeviceOutOfMemory, DestinationError: there is no room for a staging model.
+            PlanError: names, dtypes or shapes of the trainer and the engine differ; see `Subscriber.prepare`.
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
@@ -146,9 +151,14 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     memory_bytes=init_info.memory_bytes,
                 )
                 stack.callback(subscriber.close)
+            self._joined = subscriber, staging
+            stack.callback(setattr, self, "_joined", None)
+            if init_info.prepare_s is not None:
+                with _agreed(), self._loading():
+                    is_prepared = subscriber.prepare(init_info.prepare_s)
+                    vllm_logger().info("penstock: %s is %sprepared", init_info.name, "" if is_prepared else "not yet ")
             # After `_agreed`: if another worker failed, this one must leave the sync too.
             stack.pop_all()
-        self._joined = subscriber, staging
         self._strict = init_info.strict
         vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
@@ -178,19 +188,15 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         if receiving is not None and receiving[0] == version:
             with _agreed():
                 receiving[1].result()
-        elif update_info.background and _all(subscriber.version >= 0):
-            # In the background only from the second version on: see below.
+        elif update_info.background and _all(subscriber.wanted is not None):
+            # In the background only once the model's loader is recorded: see below.
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
         else:
-            # At the first version the model's loader is recorded: the model must not run meanwhile, and it does not
-            # while vLLM waits for this call.
-            self._may_load = True
-            try:
-                with _agreed():
-                    self._receive(update_info)
-            finally:
-                self._may_load = False
+            # If the worker is not prepared, the model's loader is recorded at the first version: the model must not run
+            # meanwhile, and it does not while vLLM waits for this call.
+            with self._loading(), _agreed():
+                self._receive(update_info)
         self._landed = version
 
     def finish_weight_update(self) -> None:
@@ -227,7 +233,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # A staging model in the memory of the host stays, and is served to others: the weights come back from it.
         if staging.device.type != self.device.type or subscriber.is_released:
             return
-        if subscriber.version >= 0:
+        # Prepared without a version too: its memory is registered, so it must not be freed below the subscriber.
+        if subscriber.wanted is not None:
             freed = subscriber.release()
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
         else:
@@ -288,6 +295,15 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             report = receive(info.version, timeout_s=info.timeout_s)
             vllm_logger().info("penstock: %s", report.summary())
         staging.check(subscriber.wanted, strict=self._strict)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Allow that the model's loader runs, for a block in which vLLM waits for this worker."""
+        self._may_load = True
+        try:
+            yield
+        finally:
+            self._may_load = False
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Run the model's loader, which is allowed only while vLLM waits for this worker."""
