@@ -576,10 +576,11 @@ class LocalVersion:
                 # so that a fence finds either no lease or one that it ends.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
-        except BaseException as error:
+        except (DeviceOutOfMemory, DestinationError) as error:
             packer.give_back(buffer)
-            if isinstance(error, (DeviceOutOfMemory, DestinationError)):
-                return PackReply(why=error.message, progress=self._progress(packer))
+            return PackReply(why=error.message, progress=self._progress(packer))
+        except BaseException:
+            packer.give_back(buffer)
             raise
         return PackReply(regions=regions, lease=lease, progress=self._progress(packer))
 

@@ -127,14 +127,18 @@ class Packer(Closing):
         # Without the lock: a registration takes milliseconds, and a fence must not wait for it.
         try:
             buffer = self._allocate(device)
-        except BaseException as error:
+        except (ConfigError, DeviceOutOfMemory, DestinationError):
             with self._changed:
                 pool.num_begun -= 1
-                if not pool.num_begun or not isinstance(error, (ConfigError, DeviceOutOfMemory, DestinationError)):
+                if not pool.num_begun:
                     raise
                 # The device has room for fewer buffers than the bound allows: the readers share those.
                 pool.most = pool.num_begun
             return self.take(device, max(deadline - time.monotonic(), 0.0))
+        except BaseException:
+            with self._changed:
+                pool.num_begun -= 1
+            raise
         with self._changed:
             pool.buffers.append(buffer)
             is_closed = self._is_closed
