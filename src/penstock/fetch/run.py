@@ -13,6 +13,7 @@ since the end of a pause (a cap, a probe) wakes no thread. So `run` has a loop o
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -62,7 +63,9 @@ SILENT_S = 30.0
 """The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
 counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
 BUSY_S = 0.5
-"""A holder without a free reader's place is tried again after this: places become free as readers finish."""
+"""A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
+are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
+cold would ask the hub all the time."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
@@ -112,7 +115,9 @@ class Fetch(Run):
         self._readers: list[UpstreamReader] = []
         self._num_trees = 1
         self._retry_after: dict[str, tuple[float, float]] = {}
-        """By member: when it may be tried again, and the pause after its last failure."""
+        """By member that failed: when it may be tried again, and the pause after its last failure."""
+        self._full_until: dict[str, float] = {}
+        """By member that had no free place: when it may be tried again."""
         self._received: deque[ReceivedChunks] = deque()
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
@@ -174,7 +179,7 @@ class Fetch(Run):
 
     def _poll_upstreams(self) -> None:
         while not self._closing.is_set():
-            wait_s = 0.5
+            wait_s, full_s = 0.5, math.inf
             self._hub_now.clear()
             self._drop_failed()
             try:
@@ -184,13 +189,16 @@ class Fetch(Run):
                 self._note_storage_readers(reply)
                 if self._storage is None:
                     self._hub_answer = f"named {len(reply.upstreams)} members to take from"
-                self._follow(reply)
+                full_s = self._follow(reply)
             except PenstockError as error:
                 # Known upstreams stay in use: running transfers do not need the hub.
                 self._note_hub_failure(error)
             self._hub_answered.set()
             self._closing.wait(self._rest_s)
-            if not self._hub_now.wait(wait_s / 4) and not self._is_idle():
+            if full_s < wait_s:
+                # With a new grant: the holder has used up the present one, though it refused.
+                self._hub_now.wait(full_s)
+            elif not self._hub_now.wait(wait_s / 4) and not self._is_idle():
                 self._hub_now.wait(wait_s * 3 / 4)
 
     @property
@@ -224,18 +232,21 @@ class Fetch(Run):
             min_bytes_per_s=member.min_bytes_per_s,
         )
 
-    def _follow(self, reply: UpstreamsReply) -> None:
-        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last."""
+    def _follow(self, reply: UpstreamsReply) -> float:
+        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last.
+
+        Returns the seconds until a parent that is full may be tried again; inf if none is full.
+        """
         now, ranks = time.monotonic(), ranks_of(reply)
         with self._lock:
             if self._closing.is_set():
-                return
+                return math.inf
             self._num_trees = max(1, len(reply.orders))
             known = {reader.upstream.member: reader for reader in self._readers}
             for upstream in reply.upstreams:
                 if upstream.member in known:
                     known[upstream.member].ranks = ranks[upstream.member]
-                elif self._retry_after.get(upstream.member, (0.0, 0.0))[0] <= now:
+                elif not self._has_failed(upstream.member, now) and self._full_until.get(upstream.member, 0.0) <= now:
                     self._readers.append(self._make_reader(upstream, ranks[upstream.member]))
             for reader in self._readers:
                 if reader.upstream.member not in ranks:
@@ -245,13 +256,28 @@ class Fetch(Run):
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
             self._readers.sort(key=lambda reader: min(reader.ranks))
+            parents = self._parents(reply, now)
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
-                parents = [self._in_order(tree)[0].upstream.member for tree in range(self._num_trees) if self._readers]
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             left = self._leave_unnamed()
         for reader in left:
             reader.close()
+        waits = [until - now for name in parents if (until := self._full_until.get(name, 0.0)) > now]
+        return min(waits, default=math.inf)
+
+    def _has_failed(self, member: str, now: float) -> bool:
+        """Return True if a member failed and may not be tried again yet."""
+        return self._retry_after.get(member, (0.0, 0.0))[0] > now
+
+    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
+        """Return the first member of each of the hub's orders that did not fail."""
+        # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
+        # good, though the place of the first one is free again a moment later.
+        names = [upstream.member for upstream in reply.upstreams]
+        orders = reply.orders or (tuple(range(len(names))),)
+        firsts = (next((names[i] for i in order if not self._has_failed(names[i], now)), None) for order in orders)
+        return [name for name in firsts if name is not None]
 
     def _in_order(self, tree: int) -> list[UpstreamReader]:
         """Return the readers in the hub's order for the chunks of a tree."""
@@ -281,7 +307,7 @@ class Fetch(Run):
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._retry_after[member] = (now + BUSY_S, self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1])
+                    self._full_until[member] = now + BUSY_S
                     self.provenance.full[member] = str(reader.error)
                     continue
                 wait_s = min(2 * self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1], self.stall_s)
