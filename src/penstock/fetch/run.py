@@ -114,6 +114,7 @@ class Fetch(Run):
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._readers: list[UpstreamReader] = []
         self._num_trees = 1
+        self._is_placed = False
         self._retry_after: dict[str, tuple[float, float]] = {}
         """By member that failed: when it may be tried again, and the pause after its last failure."""
         self._full_until: dict[str, float] = {}
@@ -237,11 +238,16 @@ class Fetch(Run):
 
         Returns the seconds until a parent that is full may be tried again; inf if none is full.
         """
-        now, ranks = time.monotonic(), ranks_of(reply)
+        now = time.monotonic()
         with self._lock:
             if self._closing.is_set():
                 return math.inf
-            self._num_trees = max(1, len(reply.orders))
+            if reply.is_placed or not self._is_placed:
+                self._is_placed = reply.is_placed
+                self._num_trees = max(1, len(reply.orders))
+                ranks = ranks_of(reply)
+            else:
+                ranks = self._ranks_with(reply.upstreams)
             known = {reader.upstream.member: reader for reader in self._readers}
             for upstream in reply.upstreams:
                 if upstream.member in known:
@@ -265,6 +271,15 @@ class Fetch(Run):
             reader.close()
         waits = [until - now for name in parents if (until := self._full_until.get(name, 0.0)) > now]
         return min(waits, default=math.inf)
+
+    def _ranks_with(self, upstreams: Sequence[Upstream]) -> dict[str, tuple[int, ...]]:
+        """Return the present ranks, and ranks behind them for new upstreams. The lock is held."""
+        # A hub that restarted names any holders until it knows the fleet again. With these in front, a fetch of two
+        # trees would read all chunks from one member, and leave its parents.
+        ranks = {reader.upstream.member: reader.ranks for reader in self._readers}
+        behind = 1 + max((rank for own in ranks.values() for rank in own if rank != UNNAMED), default=-1)
+        new = (upstream.member for upstream in upstreams if upstream.member not in ranks)
+        return ranks | {member: (behind + i,) * self._num_trees for i, member in enumerate(new)}
 
     def _has_failed(self, member: str, now: float) -> bool:
         """Return True if a member failed and may not be tried again yet."""

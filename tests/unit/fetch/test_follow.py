@@ -153,3 +153,25 @@ def test_a_full_parent_is_tried_again_before_the_hub_wants_to_be_asked(
     monkeypatch.setattr(Fetch, "_make_reader", make_reader)
     fetch._start(fetch._poll_upstreams, "polls")
     assert has_again.wait(30)
+
+
+@pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
+def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
+    fetch: Fetch, orders: tuple[str, ...]
+) -> None:
+    fetch._follow(reply_of(*orders))
+    before = {name: reader.ranks for name, reader in readers(fetch).items()}
+    fetch._follow(reply_of("XGY", is_placed=False))
+    after = {name: reader.ranks for name, reader in readers(fetch).items()}
+    new = {"X": (2,) * len(orders), "Y": (3,) * len(orders)}
+    assert after == before | new
+    assert parents(fetch) == ("P", "" if len(orders) == 1 else "Q")
+    fetch._follow(reply_of("XG"))
+    assert readers(fetch)["X"].ranks == (0,)
+
+
+def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Fetch) -> None:
+    fetch._follow(reply_of("XY", is_placed=False))
+    fetch._follow(reply_of("YX", is_placed=False))
+    assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
+    assert parents(fetch) == ("", "")
