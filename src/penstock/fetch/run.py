@@ -512,8 +512,6 @@ class Fetch(Run):
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
         items, pause_s = [], TURN_S
         with self._lock:
-            # Trees of which no earlier reader has, or will have, the chunks.
-            waiting = set(range(self._num_trees))
             for reader in self._readers:
                 if reader.error is not None and not reader.num_flying:
                     self._hub_now.set()
@@ -528,11 +526,12 @@ class Fetch(Run):
                     self._flying[chunks] = True
                     reader.num_flying += 1
                     items.append(ReadFromUpstream(self, reader, chunks))
-                named = {tree for tree in waiting if reader.ranks[tree] != UNNAMED}
-                if named and int(self._wanted(reader, named).sum()) < reader.step_chunks:
+                # An upstream that the hub does not name for a tree comes behind all others, and is not asked for news
+                # before all of those stall: it may then be the only one left.
+                own = {tree for tree in range(self._num_trees) if not self._earlier(reader, tree)}
+                if own and int(self._wanted(reader, own).sum()) < reader.step_chunks:
                     # Its known chunks will soon be read: learn of more in time.
                     reader.request_news()
-                waiting -= {tree for tree in named if reader.holds_back(tree)}
             if items and not self._closing.is_set():
                 self._peer_reads.post(*items)
         if pause_s < TURN_S:
@@ -552,9 +551,12 @@ class Fetch(Run):
 
     def _may_read(self, reader: UpstreamReader, tree: int) -> bool:
         """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
+        return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
+
+    def _earlier(self, reader: UpstreamReader, tree: int) -> list[UpstreamReader]:
+        """Return the upstreams before this one in a tree's order that have, or will have, its chunks."""
         rank = reader.ranks[tree]
-        earlier = [other for other in self._readers if other.ranks[tree] < rank and other.holds_back(tree)]
-        return all(reader.is_much_faster_than(other) for other in earlier)
+        return [other for other in self._readers if other.ranks[tree] < rank and other.holds_back(tree)]
 
     def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
         """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""

@@ -175,3 +175,32 @@ def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Fetc
     fetch._follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
     assert parents(fetch) == ("", "")
+
+
+def asked(fetch: Fetch) -> set[str]:
+    """Return the upstreams that the fetch asks for news now."""
+    for reader in fetch._readers:
+        reader.is_asked = False
+    fetch.assign()
+    return {name for name, reader in readers(fetch).items() if reader.is_asked}
+
+
+def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: Fetch) -> None:
+    fetch._follow(reply_of("AG", "DA"))
+    assert readers(fetch)["D"].ranks == (UNNAMED, 0)
+    assert asked(fetch) == {"A", "D"}
+    # The one after a parent that stalls, though it is a parent itself.
+    readers(fetch)["D"].is_alive = False
+    assert asked(fetch) == {"A", "D"}
+    readers(fetch)["A"].is_alive = False
+    assert asked(fetch) == {"A", "D", "G"}
+
+
+def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: Fetch) -> None:
+    fetch._follow(reply_of("AZ", "DZ"))
+    readers(fetch)["A"].is_connected = False
+    fetch._follow(reply_of("AG", "DG"))
+    assert asked(fetch) == {"A", "D"}
+    for name in "ADG":
+        readers(fetch)[name].is_alive = False
+    assert "Z" in asked(fetch)
