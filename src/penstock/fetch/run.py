@@ -163,6 +163,7 @@ class Fetch(Run):
             if self._weights.damage is not None:
                 self.ticket.fail(self._weights.damage)
             self._look_at_reads()
+            self._leave_unneeded()
             if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._readers or self._failed_since_progress else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
@@ -266,9 +267,6 @@ class Fetch(Run):
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-            left = self._leave_unnamed()
-        for reader in left:
-            reader.close()
         waits = [until - now for name in parents if (until := self._full_until.get(name, 0.0)) > now]
         return min(waits, default=math.inf)
 
@@ -298,18 +296,33 @@ class Fetch(Run):
         """Return the readers in the hub's order for the chunks of a tree."""
         return sorted(self._readers, key=lambda reader: reader.ranks[tree])
 
-    def _leave_unnamed(self) -> list[UpstreamReader]:
-        """Take out readers that the hub names for no tree, once the parents of all trees give. The lock is held."""
+    def _leave_unneeded(self) -> None:
+        """Of trees, leave upstreams that take a reader's place for nothing, once the parents of all trees give."""
         # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
-        # children on other hosts, and who read it while the fleet was smaller would keep them from its readers' places.
-        given = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
-        if self._num_trees == 1 or not all(
-            reader.is_connected and reader.holds_back(tree) for tree, reader in enumerate(given)
-        ):
-            return []
-        left = [r for r in self._readers if min(r.ranks) == UNNAMED and r.error is None and not r.num_flying]
-        self._readers = [reader for reader in self._readers if reader not in left]
-        return left
+        # children on other hosts. Those that read it while the fleet was smaller, and those that only measure whether
+        # it is faster than their parent, would take its children's places.
+        with self._lock:
+            parents = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
+            if self._num_trees == 1 or not all(
+                parent.is_connected and parent.holds_back(tree) for tree, parent in enumerate(parents)
+            ):
+                return
+            unneeded = [
+                reader
+                for reader in self._readers
+                if not (reader.error or reader.num_flying) and (self._is_unnamed(reader) or self._is_slow_spare(reader))
+            ]
+            self._readers = [reader for reader in self._readers if reader not in unneeded]
+        for reader in unneeded:
+            reader.close()
+
+    def _is_unnamed(self, reader: UpstreamReader) -> bool:
+        """Return True if the hub names an upstream for no tree."""
+        return min(reader.ranks) == UNNAMED
+
+    def _is_slow_spare(self, reader: UpstreamReader) -> bool:
+        """Return True if an upstream is known not to be much faster than those before it, which all give."""
+        return reader.is_measured and not any(self._may_read(reader, tree) for tree in range(self._num_trees))
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""

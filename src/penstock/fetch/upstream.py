@@ -43,8 +43,8 @@ PLENTY_S = 0.02
 """Longest pause of log requests while more chunks are known than one read takes; else the next request is immediate."""
 SPARE_S = 0.25
 """Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it. Of two
-trees only parents are connected to before one is needed: a member has two children in a tree, whose own children would
-take all of its readers' places."""
+trees only parents are connected to before one is needed (but see `PROBE_S`): a member has two children in a tree, whose
+own children would take all of its readers' places."""
 UNNAMED = 1 << 16
 """Rank of an upstream in an order of the hub that it is not in."""
 PATIENCE_S = 0.5
@@ -62,7 +62,8 @@ JUDGED_AFTER_S = 1.0
 """Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
 PROBE_S = 1.0
 """Interval at which a later upstream is read for one chunk, to measure its pace; and time before an earlier one is
-compared with it."""
+compared with it. Of two trees the upstream after a parent is connected to for that alone, after twice this time, and
+left at once if it is not much faster."""
 MUCH_FASTER = 4.0
 """A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
 of two upstreams that share a link."""
@@ -156,6 +157,11 @@ class UpstreamReader:
         return 0 in self.ranks
 
     @property
+    def is_measured(self) -> bool:
+        """Return whether it was read, or was connected for long enough to be read once if it had a missing chunk."""
+        return self.is_connected and (self.moved_bytes > 0 or time.monotonic() - self._followed_at >= PROBE_S)
+
+    @property
     def is_connected(self) -> bool:
         """Return whether it has given a lease and its memory can be read."""
         return self._generation >= 0
@@ -211,9 +217,10 @@ class UpstreamReader:
         self._news_wanted.clear()
 
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S`."""
+        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S` and `PROBE_S`."""
+        begun = time.monotonic()
         while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(SPARE_S)):
-            if len(self.ranks) == 1:
+            if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
                 return
         self._news_wanted.clear()
 
@@ -312,8 +319,7 @@ class UpstreamReader:
                 lease = peer.lease()
                 self._apply_cap(lease.max_bytes_per_s)
                 self._connect(peer.map())
-                self._followed_at = time.monotonic()
-                self._alive_at = [self._followed_at] * NUM_TREES
+                self._alive_at = [time.monotonic()] * NUM_TREES
                 try:
                     self._read_log(peer)
                 finally:
@@ -356,6 +362,8 @@ class UpstreamReader:
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
+        # In this order: another thread reads the time once it sees that this upstream is connected.
+        self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 
     def _read_log(self, peer: PeerClient) -> None:

@@ -35,7 +35,7 @@ class Reader:
         self.not_before = 0.0
         self.step_chunks = NUM_CHUNKS
         self.is_connected = True
-        self.is_too_slow = self.is_closed = self.is_asked = False
+        self.is_too_slow = self.is_closed = self.is_asked = self.is_measured = self.is_fast = False
         self.is_alive = True
         self.fault = ""
 
@@ -47,7 +47,7 @@ class Reader:
         return self.is_alive and self.ranks[tree] != UNNAMED
 
     def is_much_faster_than(self, other: Reader) -> bool:
-        return False
+        return self.is_fast
 
     def should_probe(self) -> bool:
         return False
@@ -204,3 +204,38 @@ def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(f
     for name in "ADG":
         readers(fetch)[name].is_alive = False
     assert "Z" in asked(fetch)
+
+
+def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PGH", "QGH"))
+    spare = readers(fetch)["G"]
+    for changes, is_left in [
+        ({}, False),
+        ({"is_measured": True, "is_fast": True}, False),
+        ({"is_fast": False, "num_flying": 1}, False),
+        ({"num_flying": 0}, True),
+    ]:
+        vars(spare).update(changes)
+        fetch._leave_unneeded()
+        assert (spare not in fetch._readers) == spare.is_closed == is_left, changes
+    assert set(readers(fetch)) == {"P", "Q", "H"}
+
+
+def test_a_spare_stays_while_a_parent_does_not_give(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PG", "QG"))
+    readers(fetch)["G"].is_measured = True
+    readers(fetch)["Q"].is_connected = False
+    fetch._leave_unneeded()
+    assert "G" in readers(fetch)
+    # In one order there are places enough.
+    fetch._follow(reply_of("PG"))
+    readers(fetch)["P"].is_connected = True
+    fetch._leave_unneeded()
+    assert "G" in readers(fetch)
+
+
+def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PZ", "QZ"))
+    fetch._follow(reply_of("PG", "QG"))
+    fetch._leave_unneeded()
+    assert set(readers(fetch)) == {"P", "Q", "G"}
