@@ -8,7 +8,7 @@ callers (`join`).
      '----claims----> fetch: read storage ------------------------------^
 
 The caller's thread does not only wait, as in other journeys: every `TURN_S` it assigns missing chunks to upstreams,
-since the end of a pause (a cap, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
+since the end of a pause (a limit, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARTS_AT_ONCE = 2
 """Claims read from storage at once: the next begins when little of the last is left, so that reading never pauses."""
 NUM_VERIFYING = 2
 TURN_S = 0.05
-"""Longest pause between two rounds of assignment; news from an upstream or a capped upstream's next turn end it."""
+"""Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 FORGIVE_S = 2.0

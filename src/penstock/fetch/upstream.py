@@ -56,8 +56,8 @@ MAPPED_STEP_CHUNKS = 32
 starting larger delays the first news for the next member of a chain."""
 MAX_STEP_CHUNKS = 128
 """2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/003-fetch.md."""
-CAPPED_STEP_S = 0.1
-"""Duration of one read of a capped upstream: its bytes arrive evenly, not in bursts."""
+LIMITED_STEP_S = 0.1
+"""Duration of one read of an upstream that limits its readers: its bytes arrive evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
 """Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
 PROBE_S = 1.0
@@ -97,7 +97,7 @@ class UpstreamReader:
         why: path -> why no nearer transport, and why it is compressed or not.
 
     Args:
-        min_bytes_per_s: stop using the upstream if it is slower, or caps its readers below this; 0: no minimum.
+        min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less; 0: no minimum.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class UpstreamReader:
         self.is_too_slow = False
         self.path = self._why_no_nearer = ""
         self.why: dict[str, str] = {}
-        self._cap = 0
+        self._max_bytes_per_s = 0
         self._min_bytes_per_s = min_bytes_per_s
         self._read_s = 0.0
         self._read_until = 0.0
@@ -180,7 +180,7 @@ class UpstreamReader:
     def pace(self) -> float:
         """Return bytes per second while it is read; 0: not known yet."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
-        return min(read, self._cap) if self._cap else read
+        return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
         """Return True if waiting for an earlier upstream wastes time, because it provides far less than this one."""
@@ -249,11 +249,11 @@ class UpstreamReader:
             self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
         elif seconds > 4 * STEP_S:
             self.step_chunks = max(1, self.step_chunks // 2)
-        if self._cap:
-            most = int(self._cap * CAPPED_STEP_S / self._weights.layout.chunks.chunk_bytes)
+        if self._max_bytes_per_s:
+            most = int(self._max_bytes_per_s * LIMITED_STEP_S / self._weights.layout.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
-            # The holder relies on its readers to keep to the cap: reads are one-sided, so it cannot slow them down.
-            self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+            # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down.
+            self.not_before = max(self.not_before, now - seconds) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
         """Record that it gave, or now has, these chunks."""
@@ -279,9 +279,9 @@ class UpstreamReader:
             hint = "run `penstock why` to see why no nearer transport was chosen, or lower min_gb_per_s"
             self.fail(SourceStalled(message, hint=hint))
 
-    def _apply_cap(self, max_bytes_per_s: int) -> None:
+    def _apply_limit(self, max_bytes_per_s: int) -> None:
         """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
-        self._cap = max_bytes_per_s
+        self._max_bytes_per_s = max_bytes_per_s
         if max_bytes_per_s:
             self._check_floor(max_bytes_per_s, "gives at most")
 
@@ -317,7 +317,7 @@ class UpstreamReader:
         try:
             with self.peer as peer:
                 lease = peer.lease()
-                self._apply_cap(lease.max_bytes_per_s)
+                self._apply_limit(lease.max_bytes_per_s)
                 self._connect(peer.map())
                 self._alive_at = [time.monotonic()] * NUM_TREES
                 try:
@@ -358,7 +358,7 @@ class UpstreamReader:
             # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
-                self.step_chunks = self.step_chunks if self._cap else MAPPED_STEP_CHUNKS
+                self.step_chunks = self.step_chunks if self._max_bytes_per_s else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
@@ -371,7 +371,7 @@ class UpstreamReader:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
-            self._apply_cap(reply.max_bytes_per_s)
+            self._apply_limit(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
