@@ -1,8 +1,8 @@
 """A running fetch: read chunks from upstreams and claimed chunks from storage; verify each, then serve it to others.
 
 In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
-Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub), the API for
-callers (`join`).
+Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub) and of chunks
+to read from each (`choice`), the API for callers (`join`).
 
     hub --upstreams--> follow logs --> assign --> fetch: read chunks --> compute: digest, compare --> holding.gain
      '----claims----> fetch: read storage ------------------------------^
@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -34,12 +34,13 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
+from penstock.fetch.choice import Choice
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, UNNAMED, Read, UpstreamReader, ranks_of
+from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
-from penstock.peer.local_weights import Bools, LocalWeights
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
 from penstock.transport.protocol import Pending as PendingRead
@@ -111,10 +112,8 @@ class Fetch(Run):
         # The lock guards what follows.
         self._lock = threading.Lock()
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._choice = Choice(weights.have, self._flying)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._readers: list[UpstreamReader] = []
-        self._num_trees = 1
-        self._is_placed = False
         self._retry_after: dict[str, tuple[float, float]] = {}
         """By member that failed: when it may be tried again, and the pause after its last failure."""
         self._full_until: dict[str, float] = {}
@@ -165,7 +164,7 @@ class Fetch(Run):
             self._look_at_reads()
             self._leave_unneeded()
             if self.ticket.look() > self.stall_s:
-                kind = SourceStalled if self._readers or self._failed_since_progress else SourceUnavailable
+                kind = SourceStalled if self._choice.readers or self._failed_since_progress else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
                 last_resort = "storage" if self._storage is not None else "no fallback was given; the hub"
                 self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self._hub_answer}"))
@@ -213,14 +212,13 @@ class Fetch(Run):
         self._is_refused = isinstance(error, PermissionDenied)
         self._is_hub_away = not self._is_refused
         self._hub_answer = f"it refused: {error.message}" if self._is_refused else error.message
-        if self._is_refused and self._storage is None and not self._readers:
+        if self._is_refused and self._storage is None and not self._choice.readers:
             self.ticket.fail(error)
 
     def _is_idle(self) -> bool:
         """Return True if no upstream has a chunk for us now; the hub is then polled sooner."""
         with self._lock:
-            missing = ~self._weights.have
-            return not (self._flying.any() or any((reader.has & missing).any() for reader in self._readers))
+            return self._choice.is_idle()
 
     def _make_reader(self, upstream: Upstream, ranks: tuple[int, ...]) -> UpstreamReader:
         """Start a reader for one upstream."""
@@ -243,41 +241,23 @@ class Fetch(Run):
         with self._lock:
             if self._closing.is_set():
                 return math.inf
-            if reply.is_placed or not self._is_placed:
-                self._is_placed = reply.is_placed
-                self._num_trees = max(1, len(reply.orders))
-                ranks = ranks_of(reply)
-            else:
-                ranks = self._ranks_with(reply.upstreams)
-            known = {reader.upstream.member: reader for reader in self._readers}
+            ranks = self._choice.ranks(reply)
+            known = {reader.upstream.member for reader in self._choice.readers}
             for upstream in reply.upstreams:
-                if upstream.member in known:
-                    known[upstream.member].ranks = ranks[upstream.member]
-                elif not self._has_failed(upstream.member, now) and self._full_until.get(upstream.member, 0.0) <= now:
-                    self._readers.append(self._make_reader(upstream, ranks[upstream.member]))
-            for reader in self._readers:
-                if reader.upstream.member not in ranks:
-                    # In one order it is the last choice; of trees it only gives what it has, and is not waited for.
-                    reader.ranks = (len(ranks),) if self._num_trees == 1 else (UNNAMED,) * self._num_trees
+                member = upstream.member
+                if not (member in known or self._has_failed(member, now) or self._full_until.get(member, 0.0) > now):
+                    self._choice.readers.append(self._make_reader(upstream, ranks[member]))
+            self._choice.rank(ranks)
+            for reader in self._choice.readers:
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
-            self._readers.sort(key=lambda reader: min(reader.ranks))
             parents = self._parents(reply, now)
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
         waits = [until - now for name in parents if (until := self._full_until.get(name, 0.0)) > now]
         return min(waits, default=math.inf)
-
-    def _ranks_with(self, upstreams: Sequence[Upstream]) -> dict[str, tuple[int, ...]]:
-        """Return the present ranks, and ranks behind them for new upstreams. The lock is held."""
-        # A hub that restarted names any holders until it knows the fleet again. With these in front, a fetch of two
-        # trees would read all chunks from one member, and leave its parents.
-        ranks = {reader.upstream.member: reader.ranks for reader in self._readers}
-        behind = 1 + max((rank for own in ranks.values() for rank in own if rank != UNNAMED), default=-1)
-        new = (upstream.member for upstream in upstreams if upstream.member not in ranks)
-        return ranks | {member: (behind + i,) * self._num_trees for i, member in enumerate(new)}
 
     def _has_failed(self, member: str, now: float) -> bool:
         """Return True if a member failed and may not be tried again yet."""
@@ -292,45 +272,20 @@ class Fetch(Run):
         firsts = (next((names[i] for i in order if not self._has_failed(names[i], now)), None) for order in orders)
         return [name for name in firsts if name is not None]
 
-    def _in_order(self, tree: int) -> list[UpstreamReader]:
-        """Return the readers in the hub's order for the chunks of a tree."""
-        return sorted(self._readers, key=lambda reader: reader.ranks[tree])
-
     def _leave_unneeded(self) -> None:
-        """Of trees, leave upstreams that take a reader's place for nothing, once the parents of all trees give."""
-        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
-        # children on other hosts. Those that read it while the fleet was smaller, and those that only measure whether
-        # it is faster than their parent, would take its children's places.
+        """Leave upstreams whose places other members need more."""
         with self._lock:
-            parents = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
-            if self._num_trees == 1 or not all(
-                parent.is_connected and parent.holds_back(tree) for tree, parent in enumerate(parents)
-            ):
-                return
-            unneeded = [
-                reader
-                for reader in self._readers
-                if not (reader.error or reader.num_flying) and (self._is_unnamed(reader) or self._is_slow_spare(reader))
-            ]
-            self._readers = [reader for reader in self._readers if reader not in unneeded]
+            unneeded = self._choice.pop_unneeded()
         for reader in unneeded:
             reader.close()
-
-    def _is_unnamed(self, reader: UpstreamReader) -> bool:
-        """Return True if the hub names an upstream for no tree."""
-        return min(reader.ranks) == UNNAMED
-
-    def _is_slow_spare(self, reader: UpstreamReader) -> bool:
-        """Return True if an upstream is known not to be much faster than those before it, which all give."""
-        return reader.is_measured and not any(self._may_read(reader, tree) for tree in range(self._num_trees))
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
         now = time.monotonic()
         with self._lock:
-            failed = [reader for reader in self._readers if reader.error is not None and not reader.num_flying]
+            failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
-                self._readers.remove(reader)
+                self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
@@ -500,7 +455,7 @@ class Fetch(Run):
         self._hunger.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._quiet.look(moved, received)
         with self._lock:
-            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._readers}
+            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._choice.readers}
             for read in self._reading:
                 reading.setdefault(read.upstream_reader, []).append(read)
         for reader, reads in reading.items():
@@ -525,7 +480,7 @@ class Fetch(Run):
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
         items, pause_s = [], TURN_S
         with self._lock:
-            for reader in self._readers:
+            for reader in self._choice.readers:
                 if reader.error is not None and not reader.num_flying:
                     self._hub_now.set()
                 if (early_s := reader.not_before - time.monotonic()) > 0:
@@ -533,17 +488,13 @@ class Fetch(Run):
                 while (
                     reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
                 ):
-                    chunks = self._choose(reader)
+                    chunks = self._choice.next_chunks(reader)
                     if not len(chunks):
                         break
                     self._flying[chunks] = True
                     reader.num_flying += 1
                     items.append(ReadFromUpstream(self, reader, chunks))
-                # An upstream that the hub does not name for a tree comes behind all others, and is not asked for news
-                # before all of those stall: it may then be the only one left.
-                own = {tree for tree in range(self._num_trees) if not self._earlier(reader, tree)}
-                if own and int(self._wanted(reader, own).sum()) < reader.step_chunks:
-                    # Its known chunks will soon be read: learn of more in time.
+                if self._choice.wants_news(reader):
                     reader.request_news()
             if items and not self._closing.is_set():
                 self._peer_reads.post(*items)
@@ -551,33 +502,6 @@ class Fetch(Run):
             # For `run` to look again when it is time, if another thread called.
             self.ticket.wake()
         return pause_s
-
-    def _choose(self, reader: UpstreamReader) -> I64:
-        """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
-        free = {tree for tree in range(self._num_trees) if self._may_read(reader, tree)}
-        chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
-        # The pace of a parent is known from its own tree.
-        if len(chunks) or len(free) == self._num_trees or (self._num_trees > 1 and reader.is_parent):
-            return chunks
-        others: I64 = np.flatnonzero(self._wanted(reader, set(range(self._num_trees))))[: reader.step_chunks]
-        return others[-1:] if len(others) and reader.should_probe() else others[:0]
-
-    def _may_read(self, reader: UpstreamReader, tree: int) -> bool:
-        """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
-        return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
-
-    def _earlier(self, reader: UpstreamReader, tree: int) -> list[UpstreamReader]:
-        """Return the upstreams before this one in a tree's order that have, or will have, its chunks."""
-        rank = reader.ranks[tree]
-        return [other for other in self._readers if other.ranks[tree] < rank and other.holds_back(tree)]
-
-    def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
-        """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""
-        wanted = reader.has & ~self._weights.have & ~self._flying
-        if len(trees) < self._num_trees:
-            for tree in set(range(self._num_trees)).difference(trees):
-                wanted[tree :: self._num_trees] = False
-        return wanted
 
     # -- Called by work items.
 
@@ -660,7 +584,7 @@ class Fetch(Run):
         self._is_storage_out = True
         # Storage may fail before the hub has named the first upstream; its requests time out well before `stall_s`.
         self._hub_answered.wait(self.stall_s)
-        if not self._readers:
+        if not self._choice.readers:
             self.ticket.fail(error)
         self.release_chunks(chunks)
 
@@ -699,7 +623,7 @@ class Fetch(Run):
             # Bounded: the thread may be waiting for the hub. It touches no weights.
             thread.join(timeout=END_S)
         with self._lock:
-            readers, self._readers = self._readers, []
+            readers, self._choice.readers = self._choice.readers, []
         for reader in readers:
             reader.close()
             if reader.error is not None and not isinstance(reader.error, SourceBusy):

@@ -1,7 +1,7 @@
 """An upstream of a fetch: its lease, map and log, followed by a thread, and the chunks that can be read from it now.
 
 In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
-Not here: the choice of chunks to read from it (`run`).
+Not here: the choice of chunks to read from it (`choice`).
 
 The thread writes `has` and `leaves`, then wakes the fetch, whose threads read them and note finished reads. Values that
 both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
@@ -25,7 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.messages import HoldingMap, LogReply, Proof, UpstreamsReply
+from penstock.hub.messages import HoldingMap, LogReply, Proof
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
@@ -72,15 +72,6 @@ END_S = 0.5
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
-
-
-def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
-    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
-    return {
-        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
-        for i, upstream in enumerate(reply.upstreams)
-    }
 
 
 class UpstreamReader:

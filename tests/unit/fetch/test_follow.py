@@ -106,7 +106,7 @@ def reply_of(*orders: str, is_placed: bool = True, ask_again_s: float = 1.0) -> 
 
 
 def readers(fetch: Fetch) -> dict[str, Reader]:
-    return {reader.upstream.member: reader for reader in fetch._readers}
+    return {reader.upstream.member: reader for reader in fetch._choice.readers}
 
 
 def fail(fetch: Fetch, name: str, error: PenstockError) -> None:
@@ -179,7 +179,7 @@ def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Fetc
 
 def asked(fetch: Fetch) -> set[str]:
     """Return the upstreams that the fetch asks for news now."""
-    for reader in fetch._readers:
+    for reader in fetch._choice.readers:
         reader.is_asked = False
     fetch.assign()
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
@@ -217,7 +217,7 @@ def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Fetch) 
     ]:
         vars(spare).update(changes)
         fetch._leave_unneeded()
-        assert (spare not in fetch._readers) == spare.is_closed == is_left, changes
+        assert (spare not in fetch._choice.readers) == spare.is_closed == is_left, changes
     assert set(readers(fetch)) == {"P", "Q", "H"}
 
 
