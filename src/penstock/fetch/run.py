@@ -67,6 +67,9 @@ BUSY_S = 0.5
 """A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
 are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
 cold would ask the hub all the time."""
+BUSY_TRIES = 10
+"""A parent that refused this often in a row is full for longer: spares of a chain keep their places until they end. The
+next member is then reported as parent, so that the hub counts what is read from it."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
@@ -116,8 +119,8 @@ class Fetch(Run):
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._retry_after: dict[str, tuple[float, float]] = {}
         """By member that failed: when it may be tried again, and the pause after its last failure."""
-        self._full_until: dict[str, float] = {}
-        """By member that had no free place: when it may be tried again."""
+        self._full: dict[str, tuple[float, int]] = {}
+        """By member that had no free place: when it may be tried again, and how often it refused in a row."""
         self._received: deque[ReceivedChunks] = deque()
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
@@ -245,10 +248,12 @@ class Fetch(Run):
             known = {reader.upstream.member for reader in self._choice.readers}
             for upstream in reply.upstreams:
                 member = upstream.member
-                if not (member in known or self._has_failed(member, now) or self._full_until.get(member, 0.0) > now):
+                if not (member in known or self._has_failed(member, now) or self._full_s(member, now)):
                     self._choice.readers.append(self._make_reader(upstream, ranks[member]))
             self._choice.rank(ranks)
             for reader in self._choice.readers:
+                if reader.is_connected:
+                    self._full.pop(reader.upstream.member, None)
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
@@ -256,20 +261,24 @@ class Fetch(Run):
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-        waits = [until - now for name in parents if (until := self._full_until.get(name, 0.0)) > now]
-        return min(waits, default=math.inf)
+        return min((full_s for name in parents if (full_s := self._full_s(name, now))), default=math.inf)
+
+    def _full_s(self, member: str, now: float) -> float:
+        """Return the seconds until a full member may be tried again; 0: now, or it is not known to be full."""
+        return max(0.0, self._full.get(member, (0.0, 0))[0] - now)
 
     def _has_failed(self, member: str, now: float) -> bool:
         """Return True if a member failed and may not be tried again yet."""
         return self._retry_after.get(member, (0.0, 0.0))[0] > now
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
-        """Return the first member of each of the hub's orders that did not fail."""
+        """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
         # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
         # good, though the place of the first one is free again a moment later.
         names = [upstream.member for upstream in reply.upstreams]
+        useless = {n for n in names if self._has_failed(n, now) or self._full.get(n, (0.0, 0))[1] >= BUSY_TRIES}
         orders = reply.orders or (tuple(range(len(names))),)
-        firsts = (next((names[i] for i in order if not self._has_failed(names[i], now)), None) for order in orders)
+        firsts = (next((names[i] for i in order if names[i] not in useless), None) for order in orders)
         return [name for name in firsts if name is not None]
 
     def _leave_unneeded(self) -> None:
@@ -290,7 +299,7 @@ class Fetch(Run):
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._full_until[member] = now + BUSY_S
+                    self._full[member] = (now + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
                     self.provenance.full[member] = str(reader.error)
                     continue
                 wait_s = min(2 * self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1], self.stall_s)

@@ -25,6 +25,8 @@ NUM_CHUNKS = 8
 class Reader:
     """An upstream reader without a thread; a test sets what the thread would find out."""
 
+    connects_at_once = True
+
     def __init__(self, name: str, ranks: tuple[int, ...] = (0,)) -> None:
         self.upstream = upstream(name)
         self.ranks = ranks
@@ -34,7 +36,7 @@ class Reader:
         self.num_flying = 0
         self.not_before = 0.0
         self.step_chunks = NUM_CHUNKS
-        self.is_connected = True
+        self.is_connected = self.connects_at_once
         self.is_too_slow = self.is_closed = self.is_asked = self.is_measured = self.is_fast = False
         self.is_alive = True
         self.fault = ""
@@ -128,6 +130,24 @@ def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: Fet
     fetch._follow(reply_of(*orders))
     assert "P" not in readers(fetch)
     assert parents(fetch) == expected
+
+
+def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
+    fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "BUSY_S", 0.0)
+    monkeypatch.setattr(Reader, "connects_at_once", False)
+    for _ in range(2):
+        for _ in range(run.BUSY_TRIES):
+            fetch._follow(reply_of("PG"))
+            assert parents(fetch) == ("P", "")
+            fail(fetch, "P", SourceBusy("all readers' places are taken"))
+        fetch._follow(reply_of("PG"))
+        assert parents(fetch) == ("G", "")
+        # It had a place again.
+        readers(fetch)["P"].is_connected = True
+        fetch._follow(reply_of("PG"))
+        assert parents(fetch) == ("P", "")
 
 
 def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: Fetch) -> None:
