@@ -16,6 +16,7 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
+from penstock.fetch.choice import Choice
 from penstock.fetch.run import Fetch
 from penstock.fetch.upstream import UpstreamReader
 from penstock.hub.messages import UpstreamsReply
@@ -39,6 +40,8 @@ class Hosts:
         """(reader, source) -> the chunks read, by number."""
         self.orders: dict[str, tuple[tuple[str, ...], ...]] = {}
         """Reader -> what the hub said first, by the members' names."""
+        self.member_of: dict[UpstreamReader, str] = {}
+        """Reader of an upstream -> the member that it belongs to."""
         self._stack = contextlib.ExitStack()
         numbers = itertools.count()
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
@@ -77,17 +80,17 @@ class Hosts:
         monkeypatch.setattr(Member, "upstreams", upstreams)
 
     def _note_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        note, reader_of, lock = UpstreamReader.note_read, {}, threading.Lock()
+        note, lock = UpstreamReader.note_read, threading.Lock()
         make = Fetch._make_reader
 
         def make_reader(fetch: Fetch, *args) -> UpstreamReader:
             reader = make(fetch, *args)
-            reader_of[reader] = fetch._member.id
+            self.member_of[reader] = fetch._member.id
             return reader
 
         def note_read(reader: UpstreamReader, chunks: np.ndarray, nbytes: int, seconds: float) -> None:
             with lock:
-                self.given[reader_of[reader], reader.upstream.member].update(chunks.tolist())
+                self.given[self.member_of[reader], reader.upstream.member].update(chunks.tolist())
             note(reader, chunks, nbytes, seconds)
 
         monkeypatch.setattr(Fetch, "_make_reader", make_reader)
@@ -195,25 +198,25 @@ def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
 def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes_on_with_the_other(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read, may_go_on, lock = Fetch._may_read, threading.Event(), threading.Lock()
+    may_read, may_go_on, lock = Choice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
     """The member, and the tree that it sends in and is to get no more of."""
     last_s = [0.0]
 
-    def may_read_half(fetch: Fetch, reader: UpstreamReader, tree: int) -> bool:
-        member = fetch._member.id
+    def may_read_half(choice: Choice, reader: UpstreamReader, tree: int) -> bool:
+        member = hosts.member_of[reader]
         with lock:
             if not half and len(hosts.orders) == NUM_RECEIVERS and len(children(hosts, member, tree)) == 2:
                 half.append((member, tree))
         if not half or half[0][0] != member or may_go_on.is_set():
-            return may_read(fetch, reader, tree)
+            return may_read(choice, reader, tree)
         # Of the other tree a chunk now and then: it is never silent.
-        if half[0][1] == tree or time.monotonic() - last_s[0] < 0.3 or not may_read(fetch, reader, tree):
+        if half[0][1] == tree or time.monotonic() - last_s[0] < 0.3 or not may_read(choice, reader, tree):
             return False
         last_s[0] = time.monotonic()
         return True
 
-    monkeypatch.setattr(Fetch, "_may_read", may_read_half)
+    monkeypatch.setattr(Choice, "may_read", may_read_half)
     monkeypatch.setattr("penstock.fetch.upstream.MAX_STEP_CHUNKS", 1)
     hosts.is_asked_once = True
     hosts.start(max_readers=NUM_RECEIVERS)

@@ -47,7 +47,7 @@ Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 LEAST_ASK_S = 0.5
 """Shortest timeout of a request to the hub: with `wait_s=0` a hub that is up must still have time to answer."""
 ASK_S = 0.2
-"""Pause between two requests to the hub while no member holds the model."""
+"""Shortest pause between two requests to the hub while no member holds the model."""
 
 
 class PlacedTarget(dict[str, torch.Tensor], ABC):
@@ -118,7 +118,7 @@ class Discovery:
         identity: the caller's identity; fields that the fallback or the fleet knows may be empty.
         member: this process's member.
         settings: deadlines, and settings of reading storage.
-        on_wait: called several times a second with what this waits for.
+        on_wait: called before each pause with what this waits for.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
@@ -266,7 +266,8 @@ class Discovery:
                 if (waited_s := time.monotonic() - begun) >= wait_s:
                     raise
             self._on_wait(f"waiting for {what}, {waited_s:.0f} of {wait_s:.0f} s")
-            time.sleep(ASK_S)
+            # Longer for a slow hub: each of these answers costs it the time of all members of the fleet.
+            time.sleep(max(ASK_S, min(self._member.hub.rest_s, wait_s / 8)))
 
     def _ask_layout_now(self, state: HoldingState, within_s: float) -> WeightLayout:
         """Return the layout from the first upstream that answers; raise the last one's error if none does."""

@@ -1,22 +1,23 @@
 """A running fetch: read chunks from upstreams and claimed chunks from storage; verify each, then serve it to others.
 
 In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
-Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub), the API for
-callers (`join`).
+Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub) and of chunks
+to read from each (`choice`), the API for callers (`join`).
 
     hub --upstreams--> follow logs --> assign --> fetch: read chunks --> compute: digest, compare --> holding.gain
      '----claims----> fetch: read storage ------------------------------^
 
 The caller's thread does not only wait, as in other journeys: every `TURN_S` it assigns missing chunks to upstreams,
-since the end of a pause (a cap, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
+since the end of a pause (a limit, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -33,12 +34,13 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
+from penstock.fetch.choice import Choice
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, UNNAMED, Read, UpstreamReader, ranks_of
+from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
-from penstock.peer.local_weights import Bools, LocalWeights
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
 from penstock.transport.protocol import Pending as PendingRead
@@ -53,7 +55,7 @@ PARTS_AT_ONCE = 2
 """Claims read from storage at once: the next begins when little of the last is left, so that reading never pauses."""
 NUM_VERIFYING = 2
 TURN_S = 0.05
-"""Longest pause between two rounds of assignment; news from an upstream or a capped upstream's next turn end it."""
+"""Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 FORGIVE_S = 2.0
@@ -62,7 +64,12 @@ SILENT_S = 30.0
 """The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
 counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
 BUSY_S = 0.5
-"""A holder without a free reader's place is tried again after this: places become free as readers finish."""
+"""A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
+are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
+cold would ask the hub all the time."""
+BUSY_TRIES = 10
+"""A parent that refused this often in a row is full for longer: spares of a chain keep their places until they end. The
+next member is then reported as parent, so that the hub counts what is read from it."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
@@ -108,11 +115,12 @@ class Fetch(Run):
         # The lock guards what follows.
         self._lock = threading.Lock()
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._choice = Choice(weights.have, self._flying)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._readers: list[UpstreamReader] = []
-        self._num_trees = 1
         self._retry_after: dict[str, tuple[float, float]] = {}
-        """By member: when it may be tried again, and the pause after its last failure."""
+        """By member that failed: when it may be tried again, and the pause after its last failure."""
+        self._full: dict[str, tuple[float, int]] = {}
+        """By member that had no free place: when it may be tried again, and how often it refused in a row."""
         self._received: deque[ReceivedChunks] = deque()
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
@@ -157,8 +165,9 @@ class Fetch(Run):
             if self._weights.damage is not None:
                 self.ticket.fail(self._weights.damage)
             self._look_at_reads()
+            self._leave_unneeded()
             if self.ticket.look() > self.stall_s:
-                kind = SourceStalled if self._readers or self._failed_since_progress else SourceUnavailable
+                kind = SourceStalled if self._choice.readers or self._failed_since_progress else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
                 last_resort = "storage" if self._storage is not None else "no fallback was given; the hub"
                 self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self._hub_answer}"))
@@ -174,7 +183,7 @@ class Fetch(Run):
 
     def _poll_upstreams(self) -> None:
         while not self._closing.is_set():
-            wait_s = 0.5
+            wait_s, full_s = 0.5, math.inf
             self._hub_now.clear()
             self._drop_failed()
             try:
@@ -184,13 +193,16 @@ class Fetch(Run):
                 self._note_storage_readers(reply)
                 if self._storage is None:
                     self._hub_answer = f"named {len(reply.upstreams)} members to take from"
-                self._follow(reply)
+                full_s = self._follow(reply)
             except PenstockError as error:
                 # Known upstreams stay in use: running transfers do not need the hub.
                 self._note_hub_failure(error)
             self._hub_answered.set()
             self._closing.wait(self._rest_s)
-            if not self._hub_now.wait(wait_s / 4) and not self._is_idle():
+            if full_s < wait_s:
+                # With a new grant: the holder has used up the present one, though it refused.
+                self._hub_now.wait(full_s)
+            elif not self._hub_now.wait(wait_s / 4) and not self._is_idle():
                 self._hub_now.wait(wait_s * 3 / 4)
 
     @property
@@ -203,14 +215,13 @@ class Fetch(Run):
         self._is_refused = isinstance(error, PermissionDenied)
         self._is_hub_away = not self._is_refused
         self._hub_answer = f"it refused: {error.message}" if self._is_refused else error.message
-        if self._is_refused and self._storage is None and not self._readers:
+        if self._is_refused and self._storage is None and not self._choice.readers:
             self.ticket.fail(error)
 
     def _is_idle(self) -> bool:
         """Return True if no upstream has a chunk for us now; the hub is then polled sooner."""
         with self._lock:
-            missing = ~self._weights.have
-            return not (self._flying.any() or any((reader.has & missing).any() for reader in self._readers))
+            return self._choice.is_idle()
 
     def _make_reader(self, upstream: Upstream, ranks: tuple[int, ...]) -> UpstreamReader:
         """Start a reader for one upstream."""
@@ -224,64 +235,71 @@ class Fetch(Run):
             min_bytes_per_s=member.min_bytes_per_s,
         )
 
-    def _follow(self, reply: UpstreamsReply) -> None:
-        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last."""
-        now, ranks = time.monotonic(), ranks_of(reply)
+    def _follow(self, reply: UpstreamsReply) -> float:
+        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last.
+
+        Returns the seconds until a parent that is full may be tried again; inf if none is full.
+        """
+        now = time.monotonic()
         with self._lock:
             if self._closing.is_set():
-                return
-            self._num_trees = max(1, len(reply.orders))
-            known = {reader.upstream.member: reader for reader in self._readers}
+                return math.inf
+            ranks = self._choice.ranks(reply)
+            known = {reader.upstream.member for reader in self._choice.readers}
             for upstream in reply.upstreams:
-                if upstream.member in known:
-                    known[upstream.member].ranks = ranks[upstream.member]
-                elif self._retry_after.get(upstream.member, (0.0, 0.0))[0] <= now:
-                    self._readers.append(self._make_reader(upstream, ranks[upstream.member]))
-            for reader in self._readers:
-                if reader.upstream.member not in ranks:
-                    # In one order it is the last choice; of trees it only gives what it has, and is not waited for.
-                    reader.ranks = (len(ranks),) if self._num_trees == 1 else (UNNAMED,) * self._num_trees
+                member = upstream.member
+                if not (member in known or self._has_failed(member, now) or self._full_s(member, now)):
+                    self._choice.readers.append(self._make_reader(upstream, ranks[member]))
+            self._choice.rank(ranks)
+            for reader in self._choice.readers:
+                if reader.is_connected:
+                    self._full.pop(reader.upstream.member, None)
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
-            self._readers.sort(key=lambda reader: min(reader.ranks))
+            parents = self._parents(reply, now)
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
-                parents = [self._in_order(tree)[0].upstream.member for tree in range(self._num_trees) if self._readers]
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-            left = self._leave_unnamed()
-        for reader in left:
+        return min((full_s for name in parents if (full_s := self._full_s(name, now))), default=math.inf)
+
+    def _full_s(self, member: str, now: float) -> float:
+        """Return the seconds until a full member may be tried again; 0: now, or it is not known to be full."""
+        return max(0.0, self._full.get(member, (0.0, 0))[0] - now)
+
+    def _has_failed(self, member: str, now: float) -> bool:
+        """Return True if a member failed and may not be tried again yet."""
+        return self._retry_after.get(member, (0.0, 0.0))[0] > now
+
+    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
+        """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
+        # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
+        # good, though the place of the first one is free again a moment later.
+        names = [upstream.member for upstream in reply.upstreams]
+        useless = {n for n in names if self._has_failed(n, now) or self._full.get(n, (0.0, 0))[1] >= BUSY_TRIES}
+        orders = reply.orders or (tuple(range(len(names))),)
+        firsts = (next((names[i] for i in order if names[i] not in useless), None) for order in orders)
+        return [name for name in firsts if name is not None]
+
+    def _leave_unneeded(self) -> None:
+        """Leave upstreams whose places other members need more."""
+        with self._lock:
+            unneeded = self._choice.pop_unneeded()
+        for reader in unneeded:
             reader.close()
-
-    def _in_order(self, tree: int) -> list[UpstreamReader]:
-        """Return the readers in the hub's order for the chunks of a tree."""
-        return sorted(self._readers, key=lambda reader: reader.ranks[tree])
-
-    def _leave_unnamed(self) -> list[UpstreamReader]:
-        """Take out readers that the hub names for no tree, once the parents of all trees give. The lock is held."""
-        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
-        # children on other hosts, and who read it while the fleet was smaller would keep them from its readers' places.
-        given = [self._in_order(tree)[0] for tree in range(self._num_trees) if self._readers]
-        if self._num_trees == 1 or not all(
-            reader.is_connected and reader.holds_back(tree) for tree, reader in enumerate(given)
-        ):
-            return []
-        left = [r for r in self._readers if min(r.ranks) == UNNAMED and r.error is None and not r.num_flying]
-        self._readers = [reader for reader in self._readers if reader not in left]
-        return left
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
         now = time.monotonic()
         with self._lock:
-            failed = [reader for reader in self._readers if reader.error is not None and not reader.num_flying]
+            failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
-                self._readers.remove(reader)
+                self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._retry_after[member] = (now + BUSY_S, self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1])
+                    self._full[member] = (now + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
                     self.provenance.full[member] = str(reader.error)
                     continue
                 wait_s = min(2 * self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1], self.stall_s)
@@ -446,7 +464,7 @@ class Fetch(Run):
         self._hunger.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._quiet.look(moved, received)
         with self._lock:
-            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._readers}
+            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._choice.readers}
             for read in self._reading:
                 reading.setdefault(read.upstream_reader, []).append(read)
         for reader, reads in reading.items():
@@ -471,9 +489,7 @@ class Fetch(Run):
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
         items, pause_s = [], TURN_S
         with self._lock:
-            # Trees of which no earlier reader has, or will have, the chunks.
-            waiting = set(range(self._num_trees))
-            for reader in self._readers:
+            for reader in self._choice.readers:
                 if reader.error is not None and not reader.num_flying:
                     self._hub_now.set()
                 if (early_s := reader.not_before - time.monotonic()) > 0:
@@ -481,47 +497,20 @@ class Fetch(Run):
                 while (
                     reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
                 ):
-                    chunks = self._choose(reader)
+                    chunks = self._choice.next_chunks(reader)
                     if not len(chunks):
                         break
                     self._flying[chunks] = True
                     reader.num_flying += 1
                     items.append(ReadFromUpstream(self, reader, chunks))
-                named = {tree for tree in waiting if reader.ranks[tree] != UNNAMED}
-                if named and int(self._wanted(reader, named).sum()) < reader.step_chunks:
-                    # Its known chunks will soon be read: learn of more in time.
+                if self._choice.wants_news(reader):
                     reader.request_news()
-                waiting -= {tree for tree in named if reader.holds_back(tree)}
             if items and not self._closing.is_set():
                 self._peer_reads.post(*items)
         if pause_s < TURN_S:
             # For `run` to look again when it is time, if another thread called.
             self.ticket.wake()
         return pause_s
-
-    def _choose(self, reader: UpstreamReader) -> I64:
-        """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
-        free = {tree for tree in range(self._num_trees) if self._may_read(reader, tree)}
-        chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
-        # The pace of a parent is known from its own tree.
-        if len(chunks) or len(free) == self._num_trees or (self._num_trees > 1 and reader.is_parent):
-            return chunks
-        others: I64 = np.flatnonzero(self._wanted(reader, set(range(self._num_trees))))[: reader.step_chunks]
-        return others[-1:] if len(others) and reader.should_probe() else others[:0]
-
-    def _may_read(self, reader: UpstreamReader, tree: int) -> bool:
-        """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
-        rank = reader.ranks[tree]
-        earlier = [other for other in self._readers if other.ranks[tree] < rank and other.holds_back(tree)]
-        return all(reader.is_much_faster_than(other) for other in earlier)
-
-    def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
-        """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""
-        wanted = reader.has & ~self._weights.have & ~self._flying
-        if len(trees) < self._num_trees:
-            for tree in set(range(self._num_trees)).difference(trees):
-                wanted[tree :: self._num_trees] = False
-        return wanted
 
     # -- Called by work items.
 
@@ -604,7 +593,7 @@ class Fetch(Run):
         self._is_storage_out = True
         # Storage may fail before the hub has named the first upstream; its requests time out well before `stall_s`.
         self._hub_answered.wait(self.stall_s)
-        if not self._readers:
+        if not self._choice.readers:
             self.ticket.fail(error)
         self.release_chunks(chunks)
 
@@ -643,7 +632,7 @@ class Fetch(Run):
             # Bounded: the thread may be waiting for the hub. It touches no weights.
             thread.join(timeout=END_S)
         with self._lock:
-            readers, self._readers = self._readers, []
+            readers, self._choice.readers = self._choice.readers, []
         for reader in readers:
             reader.close()
             if reader.error is not None and not isinstance(reader.error, SourceBusy):

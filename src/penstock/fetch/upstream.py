@@ -1,7 +1,7 @@
 """An upstream of a fetch: its lease, map and log, followed by a thread, and the chunks that can be read from it now.
 
 In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
-Not here: the choice of chunks to read from it (`run`).
+Not here: the choice of chunks to read from it (`choice`).
 
 The thread writes `has` and `leaves`, then wakes the fetch, whose threads read them and note finished reads. Values that
 both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
@@ -25,7 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.messages import HoldingMap, LogReply, Proof, UpstreamsReply
+from penstock.hub.messages import HoldingMap, LogReply, Proof
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
@@ -43,8 +43,8 @@ PLENTY_S = 0.02
 """Longest pause of log requests while more chunks are known than one read takes; else the next request is immediate."""
 SPARE_S = 0.25
 """Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it. Of two
-trees only parents are connected to before one is needed: a member has two children in a tree, whose own children would
-take all of its readers' places."""
+trees only parents are connected to before one is needed (but see `PROBE_S`): a member has two children in a tree, whose
+own children would take all of its readers' places."""
 UNNAMED = 1 << 16
 """Rank of an upstream in an order of the hub that it is not in."""
 PATIENCE_S = 0.5
@@ -56,13 +56,14 @@ MAPPED_STEP_CHUNKS = 32
 starting larger delays the first news for the next member of a chain."""
 MAX_STEP_CHUNKS = 128
 """2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/003-fetch.md."""
-CAPPED_STEP_S = 0.1
-"""Duration of one read of a capped upstream: its bytes arrive evenly, not in bursts."""
+LIMITED_STEP_S = 0.1
+"""Duration of one read of an upstream that limits its readers: its bytes arrive evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
 """Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
 PROBE_S = 1.0
 """Interval at which a later upstream is read for one chunk, to measure its pace; and time before an earlier one is
-compared with it."""
+compared with it. Of two trees the upstream after a parent is connected to for that alone, after twice this time, and
+left at once if it is not much faster."""
 MUCH_FASTER = 4.0
 """A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
 of two upstreams that share a link."""
@@ -71,15 +72,6 @@ END_S = 0.5
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
-
-
-def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
-    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
-    return {
-        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
-        for i, upstream in enumerate(reply.upstreams)
-    }
 
 
 class UpstreamReader:
@@ -96,7 +88,7 @@ class UpstreamReader:
         why: path -> why no nearer transport, and why it is compressed or not.
 
     Args:
-        min_bytes_per_s: stop using the upstream if it is slower, or caps its readers below this; 0: no minimum.
+        min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less; 0: no minimum.
     """
 
     def __init__(
@@ -125,7 +117,7 @@ class UpstreamReader:
         self.is_too_slow = False
         self.path = self._why_no_nearer = ""
         self.why: dict[str, str] = {}
-        self._cap = 0
+        self._max_bytes_per_s = 0
         self._min_bytes_per_s = min_bytes_per_s
         self._read_s = 0.0
         self._read_until = 0.0
@@ -156,6 +148,11 @@ class UpstreamReader:
         return 0 in self.ranks
 
     @property
+    def is_measured(self) -> bool:
+        """Return whether it was read, or was connected for long enough to be read once if it had a missing chunk."""
+        return self.is_connected and (self.moved_bytes > 0 or time.monotonic() - self._followed_at >= PROBE_S)
+
+    @property
     def is_connected(self) -> bool:
         """Return whether it has given a lease and its memory can be read."""
         return self._generation >= 0
@@ -174,7 +171,7 @@ class UpstreamReader:
     def pace(self) -> float:
         """Return bytes per second while it is read; 0: not known yet."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
-        return min(read, self._cap) if self._cap else read
+        return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
         """Return True if waiting for an earlier upstream wastes time, because it provides far less than this one."""
@@ -211,9 +208,10 @@ class UpstreamReader:
         self._news_wanted.clear()
 
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S`."""
+        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S` and `PROBE_S`."""
+        begun = time.monotonic()
         while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(SPARE_S)):
-            if len(self.ranks) == 1:
+            if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
                 return
         self._news_wanted.clear()
 
@@ -242,11 +240,11 @@ class UpstreamReader:
             self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
         elif seconds > 4 * STEP_S:
             self.step_chunks = max(1, self.step_chunks // 2)
-        if self._cap:
-            most = int(self._cap * CAPPED_STEP_S / self._weights.layout.chunks.chunk_bytes)
+        if self._max_bytes_per_s:
+            most = int(self._max_bytes_per_s * LIMITED_STEP_S / self._weights.layout.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
-            # The holder relies on its readers to keep to the cap: reads are one-sided, so it cannot slow them down.
-            self.not_before = max(self.not_before, now - seconds) + nbytes / self._cap
+            # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down.
+            self.not_before = max(self.not_before, now - seconds) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
         """Record that it gave, or now has, these chunks."""
@@ -272,9 +270,9 @@ class UpstreamReader:
             hint = "run `penstock why` to see why no nearer transport was chosen, or lower min_gb_per_s"
             self.fail(SourceStalled(message, hint=hint))
 
-    def _apply_cap(self, max_bytes_per_s: int) -> None:
+    def _apply_limit(self, max_bytes_per_s: int) -> None:
         """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
-        self._cap = max_bytes_per_s
+        self._max_bytes_per_s = max_bytes_per_s
         if max_bytes_per_s:
             self._check_floor(max_bytes_per_s, "gives at most")
 
@@ -310,10 +308,9 @@ class UpstreamReader:
         try:
             with self.peer as peer:
                 lease = peer.lease()
-                self._apply_cap(lease.max_bytes_per_s)
+                self._apply_limit(lease.max_bytes_per_s)
                 self._connect(peer.map())
-                self._followed_at = time.monotonic()
-                self._alive_at = [self._followed_at] * NUM_TREES
+                self._alive_at = [time.monotonic()] * NUM_TREES
                 try:
                     self._read_log(peer)
                 finally:
@@ -352,10 +349,12 @@ class UpstreamReader:
             # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name], descriptor)
-                self.step_chunks = self.step_chunks if self._cap else MAPPED_STEP_CHUNKS
+                self.step_chunks = self.step_chunks if self._max_bytes_per_s else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
+        # In this order: another thread reads the time once it sees that this upstream is connected.
+        self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 
     def _read_log(self, peer: PeerClient) -> None:
@@ -363,7 +362,7 @@ class UpstreamReader:
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, NEWS_S)
-            self._apply_cap(reply.max_bytes_per_s)
+            self._apply_limit(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")

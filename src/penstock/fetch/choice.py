@@ -1,0 +1,139 @@
+"""The choice of what a fetch reads from whom: its upstreams in the hub's orders, and the missing chunks.
+
+In: the hub's answers, readers that know what their upstreams have. Out: the chunks to read from each now; upstreams to
+ask for news, and to leave.
+Not here: threads, locks and reads (`run`), one upstream's log and pace (`upstream`), the orders (`plan.relay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from penstock.fetch.upstream import UNNAMED, UpstreamReader
+from penstock.hub.messages import Upstream, UpstreamsReply
+from penstock.peer.local_weights import Bools
+from penstock.types import I64
+
+
+def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
+    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
+    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
+    return {
+        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
+        for i, upstream in enumerate(reply.upstreams)
+    }
+
+
+class Choice:
+    """The upstreams of a fetch, and the chunks that it has and reads. The owner's lock guards it.
+
+    Attributes:
+        readers: the upstreams in use, those with the best ranks first.
+        num_trees: orders of the hub: two trees of the even and the odd chunks, or one order for all.
+
+    Args:
+        have: per chunk, True if it is here. The owner changes this array and the next.
+        flying: per chunk, True while it is read or verified.
+    """
+
+    def __init__(self, have: Bools, flying: Bools) -> None:
+        self.readers: list[UpstreamReader] = []
+        self.num_trees = 1
+        self._have = have
+        self._flying = flying
+        self._is_placed = False
+
+    # -- The orders.
+
+    def ranks(self, reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
+        """Return member -> its rank in each tree, after an answer of the hub, which may change the number of trees."""
+        if reply.is_placed or not self._is_placed:
+            self._is_placed = reply.is_placed
+            self.num_trees = max(1, len(reply.orders))
+            return ranks_of(reply)
+        return self._ranks_with(reply.upstreams)
+
+    def _ranks_with(self, upstreams: Sequence[Upstream]) -> dict[str, tuple[int, ...]]:
+        """Return the present ranks, and ranks behind them for new upstreams."""
+        # A hub that restarted names any holders until it knows the fleet again. With these in front, a fetch of two
+        # trees would read all chunks from one member, and leave its parents.
+        ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
+        behind = 1 + max((rank for own in ranks.values() for rank in own if rank != UNNAMED), default=-1)
+        new = (upstream.member for upstream in upstreams if upstream.member not in ranks)
+        return ranks | {member: (behind + i,) * self.num_trees for i, member in enumerate(new)}
+
+    def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
+        """Give the readers these ranks; those without one come last."""
+        # In one order that is the last choice; of trees it only gives what it has, and is not waited for.
+        last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
+        for reader in self.readers:
+            reader.ranks = ranks.get(reader.upstream.member, last)
+        self.readers.sort(key=lambda reader: min(reader.ranks))
+
+    # -- What to read.
+
+    def is_idle(self) -> bool:
+        """Return True if nothing is read, and no upstream has a chunk for us now."""
+        return not (self._flying.any() or any((reader.has & ~self._have).any() for reader in self.readers))
+
+    def next_chunks(self, reader: UpstreamReader) -> I64:
+        """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
+        free = {tree for tree in range(self.num_trees) if self.may_read(reader, tree)}
+        chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
+        # The pace of a parent is known from its own tree.
+        if len(chunks) or len(free) == self.num_trees or (self.num_trees > 1 and reader.is_parent):
+            return chunks
+        others: I64 = np.flatnonzero(self._wanted(reader, set(range(self.num_trees))))[: reader.step_chunks]
+        return others[-1:] if len(others) and reader.should_probe() else others[:0]
+
+    def may_read(self, reader: UpstreamReader, tree: int) -> bool:
+        """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
+        return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
+
+    def wants_news(self, reader: UpstreamReader) -> bool:
+        """Return True if few chunks are known that only this upstream should give: learn of more in time."""
+        # An upstream that the hub does not name for a tree comes behind all others, and is not asked for news before
+        # all of those stall: it may then be the only one left.
+        own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
+        return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
+
+    def _earlier(self, reader: UpstreamReader, tree: int) -> list[UpstreamReader]:
+        """Return the upstreams before this one in a tree's order that have, or will have, its chunks."""
+        rank = reader.ranks[tree]
+        return [other for other in self.readers if other.ranks[tree] < rank and other.holds_back(tree)]
+
+    def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
+        """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""
+        wanted = reader.has & ~self._have & ~self._flying
+        if len(trees) < self.num_trees:
+            for tree in set(range(self.num_trees)).difference(trees):
+                wanted[tree :: self.num_trees] = False
+        return wanted
+
+    # -- What to leave.
+
+    def pop_unneeded(self) -> list[UpstreamReader]:
+        """Remove and return upstreams that take a reader's place for nothing, once the parents of all trees give."""
+        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
+        # children on other hosts. Those that read it while the fleet was smaller, and those that only measure whether
+        # it is faster than their parent, would take its children's places.
+        if self.num_trees == 1 or not all(self._has_giving_parent(tree) for tree in range(self.num_trees)):
+            return []
+        unneeded = [
+            reader
+            for reader in self.readers
+            if not (reader.error or reader.num_flying) and (min(reader.ranks) == UNNAMED or self._is_slow_spare(reader))
+        ]
+        self.readers = [reader for reader in self.readers if reader not in unneeded]
+        return unneeded
+
+    def _has_giving_parent(self, tree: int) -> bool:
+        """Return True if the first upstream of a tree is connected, and gives chunks of it."""
+        first = min(self.readers, key=lambda reader: reader.ranks[tree], default=None)
+        return first is not None and first.is_connected and first.holds_back(tree)
+
+    def _is_slow_spare(self, reader: UpstreamReader) -> bool:
+        """Return True if an upstream is known not to be much faster than those before it, which all give."""
+        return reader.is_measured and not any(self.may_read(reader, tree) for tree in range(self.num_trees))

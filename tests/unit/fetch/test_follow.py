@@ -1,0 +1,261 @@
+"""What a fetch makes of the hub's answers: whom it reads from, asks for news, leaves, and reports as its parents."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.trace import Trace
+from penstock.errors import PeerLost, PenstockError, SourceBusy
+from penstock.fetch import run
+from penstock.fetch.run import Fetch
+from penstock.fetch.upstream import UNNAMED
+from penstock.hub.messages import Identity, Upstream, UpstreamsReply
+from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.types import DType
+
+NUM_CHUNKS = 8
+
+
+class Reader:
+    """An upstream reader without a thread; a test sets what the thread would find out."""
+
+    connects_at_once = True
+
+    def __init__(self, name: str, ranks: tuple[int, ...] = (0,)) -> None:
+        self.upstream = upstream(name)
+        self.ranks = ranks
+        self.has = np.zeros(NUM_CHUNKS, bool)
+        self.error: PenstockError | None = None
+        self.proof = None
+        self.num_flying = 0
+        self.not_before = 0.0
+        self.step_chunks = NUM_CHUNKS
+        self.is_connected = self.connects_at_once
+        self.is_too_slow = self.is_closed = self.is_asked = self.is_measured = self.is_fast = False
+        self.is_alive = True
+        self.fault = ""
+
+    @property
+    def is_parent(self) -> bool:
+        return 0 in self.ranks
+
+    def holds_back(self, tree: int) -> bool:
+        return self.is_alive and self.ranks[tree] != UNNAMED
+
+    def is_much_faster_than(self, other: Reader) -> bool:
+        return self.is_fast
+
+    def should_probe(self) -> bool:
+        return False
+
+    def request_news(self) -> None:
+        self.is_asked = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Member:
+    """The part of a member that a fetch needs, and a hub that gives one answer."""
+
+    id = "me"
+    links = None
+    min_bytes_per_s = 0.0
+    hub = SimpleNamespace(rest_s=0.0, is_busy=False)
+
+    def __init__(self) -> None:
+        self.reply = UpstreamsReply()
+
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
+        return self.reply
+
+    def complain(self, *args: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
+    """A fetch whose readers have no threads."""
+    monkeypatch.setattr(Fetch, "_make_reader", lambda fetch, upstream, ranks: Reader(upstream.member, ranks))
+    tensors = {"t": torch.zeros(NUM_CHUNKS * 32, dtype=torch.uint8)}
+    layout = WeightLayout.of(tabulate(["t"], [DType.U8], [(NUM_CHUNKS * 32,)]), leaf_bytes=16, chunk_bytes=32)
+    weights = LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
+    with Fetch(
+        Member(), weights, storage=None, stall_s=30.0, trace=Trace(enabled=False), on_first=lambda: None
+    ) as fetch:
+        yield fetch
+
+
+def upstream(name: str) -> Upstream:
+    return Upstream(member=name, host="h", doors=(), device="cpu", state="filling", num_have=0, grant=b"")
+
+
+def reply_of(*orders: str, is_placed: bool = True, ask_again_s: float = 1.0) -> UpstreamsReply:
+    """Return a reply with these orders; a member's name is a letter."""
+    names = sorted(set("".join(orders)))
+    numbers = tuple(tuple(names.index(name) for name in order) for order in orders)
+    if len(orders) == 1:
+        names, numbers = list(orders[0]), ()
+    return UpstreamsReply(
+        upstreams=tuple(map(upstream, names)), orders=numbers, is_placed=is_placed, ask_again_s=ask_again_s
+    )
+
+
+def readers(fetch: Fetch) -> dict[str, Reader]:
+    return {reader.upstream.member: reader for reader in fetch._choice.readers}
+
+
+def fail(fetch: Fetch, name: str, error: PenstockError) -> None:
+    """Let a reader end with an error."""
+    readers(fetch)[name].error = error
+    fetch._drop_failed()
+
+
+def parents(fetch: Fetch) -> tuple[str, str]:
+    return fetch._weights.parent, fetch._weights.second_parent
+
+
+@pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
+def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: Fetch, orders: tuple[str, ...]) -> None:
+    expected = ("P", "" if len(orders) == 1 else "Q")
+    fetch._follow(reply_of(*orders))
+    assert parents(fetch) == expected
+    fail(fetch, "P", SourceBusy("all readers' places are taken"))
+    fetch._follow(reply_of(*orders))
+    assert "P" not in readers(fetch)
+    assert parents(fetch) == expected
+
+
+def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
+    fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "BUSY_S", 0.0)
+    monkeypatch.setattr(Reader, "connects_at_once", False)
+    for _ in range(2):
+        for _ in range(run.BUSY_TRIES):
+            fetch._follow(reply_of("PG"))
+            assert parents(fetch) == ("P", "")
+            fail(fetch, "P", SourceBusy("all readers' places are taken"))
+        fetch._follow(reply_of("PG"))
+        assert parents(fetch) == ("G", "")
+        # It had a place again.
+        readers(fetch)["P"].is_connected = True
+        fetch._follow(reply_of("PG"))
+        assert parents(fetch) == ("P", "")
+
+
+def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PG", "QG"))
+    fail(fetch, "P", PeerLost("gone"))
+    fetch._follow(reply_of("PG", "QG"))
+    assert parents(fetch) == ("G", "Q")
+
+
+def test_a_full_parent_is_tried_again_before_the_hub_wants_to_be_asked(
+    fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "BUSY_S", 0.05)
+    fetch._member.reply = reply_of("PG", ask_again_s=600.0)
+    fetch._follow(fetch._member.reply)
+    readers(fetch)["P"].error = SourceBusy("all readers' places are taken")
+    has_again, make = threading.Event(), Fetch._make_reader
+
+    def make_reader(fetch: Fetch, upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
+        has_again.set()
+        return make(fetch, upstream, ranks)
+
+    monkeypatch.setattr(Fetch, "_make_reader", make_reader)
+    fetch._start(fetch._poll_upstreams, "polls")
+    assert has_again.wait(30)
+
+
+@pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
+def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
+    fetch: Fetch, orders: tuple[str, ...]
+) -> None:
+    fetch._follow(reply_of(*orders))
+    before = {name: reader.ranks for name, reader in readers(fetch).items()}
+    fetch._follow(reply_of("XGY", is_placed=False))
+    after = {name: reader.ranks for name, reader in readers(fetch).items()}
+    new = {"X": (2,) * len(orders), "Y": (3,) * len(orders)}
+    assert after == before | new
+    assert parents(fetch) == ("P", "" if len(orders) == 1 else "Q")
+    fetch._follow(reply_of("XG"))
+    assert readers(fetch)["X"].ranks == (0,)
+
+
+def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Fetch) -> None:
+    fetch._follow(reply_of("XY", is_placed=False))
+    fetch._follow(reply_of("YX", is_placed=False))
+    assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
+    assert parents(fetch) == ("", "")
+
+
+def asked(fetch: Fetch) -> set[str]:
+    """Return the upstreams that the fetch asks for news now."""
+    for reader in fetch._choice.readers:
+        reader.is_asked = False
+    fetch.assign()
+    return {name for name, reader in readers(fetch).items() if reader.is_asked}
+
+
+def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: Fetch) -> None:
+    fetch._follow(reply_of("AG", "DA"))
+    assert readers(fetch)["D"].ranks == (UNNAMED, 0)
+    assert asked(fetch) == {"A", "D"}
+    # The one after a parent that stalls, though it is a parent itself.
+    readers(fetch)["D"].is_alive = False
+    assert asked(fetch) == {"A", "D"}
+    readers(fetch)["A"].is_alive = False
+    assert asked(fetch) == {"A", "D", "G"}
+
+
+def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: Fetch) -> None:
+    fetch._follow(reply_of("AZ", "DZ"))
+    readers(fetch)["A"].is_connected = False
+    fetch._follow(reply_of("AG", "DG"))
+    assert asked(fetch) == {"A", "D"}
+    for name in "ADG":
+        readers(fetch)[name].is_alive = False
+    assert "Z" in asked(fetch)
+
+
+def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PGH", "QGH"))
+    spare = readers(fetch)["G"]
+    for changes, is_left in [
+        ({}, False),
+        ({"is_measured": True, "is_fast": True}, False),
+        ({"is_fast": False, "num_flying": 1}, False),
+        ({"num_flying": 0}, True),
+    ]:
+        vars(spare).update(changes)
+        fetch._leave_unneeded()
+        assert (spare not in fetch._choice.readers) == spare.is_closed == is_left, changes
+    assert set(readers(fetch)) == {"P", "Q", "H"}
+
+
+def test_a_spare_stays_while_a_parent_does_not_give(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PG", "QG"))
+    readers(fetch)["G"].is_measured = True
+    readers(fetch)["Q"].is_connected = False
+    fetch._leave_unneeded()
+    assert "G" in readers(fetch)
+    # In one order there are places enough.
+    fetch._follow(reply_of("PG"))
+    readers(fetch)["P"].is_connected = True
+    fetch._leave_unneeded()
+    assert "G" in readers(fetch)
+
+
+def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: Fetch) -> None:
+    fetch._follow(reply_of("PZ", "QZ"))
+    fetch._follow(reply_of("PG", "QG"))
+    fetch._leave_unneeded()
+    assert set(readers(fetch)) == {"P", "Q", "G"}

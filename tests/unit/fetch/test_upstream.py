@@ -1,0 +1,74 @@
+"""When a reader connects to its upstream."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from penstock.errors import PeerLost
+from penstock.fetch import upstream
+from penstock.fetch.upstream import UNNAMED, UpstreamReader
+
+
+class Peer:
+    """A peer that refuses every lease."""
+
+    def __init__(self) -> None:
+        self.upstream = SimpleNamespace(member="P")
+        self.has_asked = threading.Event()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        pass
+
+    def lease(self) -> None:
+        self.has_asked.set()
+        raise PeerLost("no lease")
+
+
+class Ticket:
+    def wake(self) -> None:
+        pass
+
+
+def follow(peer: Peer, ranks: tuple[int, ...]) -> UpstreamReader:
+    chunks = SimpleNamespace(num_chunks=8, leaf_row=np.zeros(8), chunk_bytes=1)
+    weights = SimpleNamespace(layout=SimpleNamespace(chunks=chunks))
+    return UpstreamReader(peer, ranks, weights, None, Ticket())
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (0, 1), (1, 1), (1, 2), (UNNAMED, 1)])
+def test_a_parent_and_the_one_after_it_are_connected_to_unasked(
+    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "PROBE_S", 0.05)
+    peer = Peer()
+    reader = follow(peer, ranks)
+    try:
+        assert peer.has_asked.wait(30)
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (UNNAMED, 2), (UNNAMED, UNNAMED)])
+def test_others_of_trees_are_connected_to_once_news_are_wanted(
+    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "PROBE_S", 0.0)
+    monkeypatch.setattr(upstream, "SPARE_S", 0.01)
+    peer = Peer()
+    reader = follow(peer, ranks)
+    try:
+        assert not peer.has_asked.wait(0.1)
+        reader.request_news()
+        assert peer.has_asked.wait(30)
+    finally:
+        reader.close()
