@@ -205,9 +205,9 @@ class CudaPlace:
     def allocating(self) -> Iterator[None]:
         """Let only the calling thread allocate, for a block: other threads wait in it until `allocate` has their slab.
 
-        Order: enter it before reads start; `allocate`, the last call in it, ends it. Otherwise the thread that copies the first bytes
-        allocates some slabs itself, outside of a memory pool that the caller chose (`torch.cuda.use_mem_pool` is of one
-        thread).
+        Order: enter it before reads start; `allocate`, the last call in it, ends it. Otherwise the thread that copies
+        the first bytes allocates some slabs itself, outside of a memory pool that the caller chose
+        (`torch.cuda.use_mem_pool` is of one thread).
         """
         with self._state:
             self._is_allocating = True

@@ -45,8 +45,6 @@ class Choice:
         self._flying = flying
         self._is_placed = False
 
-    # -- The orders.
-
     def ranks(self, reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
         """Return member -> its rank in each tree, after an answer of the hub, which may change the number of trees."""
         if reply.is_placed or not self._is_placed:
@@ -71,8 +69,6 @@ class Choice:
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)
         self.readers.sort(key=lambda reader: min(reader.ranks))
-
-    # -- What to read.
 
     def is_idle(self) -> bool:
         """Return True if nothing is read, and no upstream has a chunk for us now."""
@@ -111,8 +107,6 @@ class Choice:
             for tree in set(range(self.num_trees)).difference(trees):
                 wanted[tree :: self.num_trees] = False
         return wanted
-
-    # -- What to leave.
 
     def pop_unneeded(self) -> list[UpstreamReader]:
         """Remove and return upstreams that take a reader's place for nothing, once the parents of all trees give."""

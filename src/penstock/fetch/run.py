@@ -245,10 +245,12 @@ class Fetch(Run):
             if self._closing.is_set():
                 return math.inf
             ranks = self._choice.ranks(reply)
-            known = {reader.upstream.member for reader in self._choice.readers}
+            known = {reader.upstream.member: reader for reader in self._choice.readers}
             for upstream in reply.upstreams:
                 member = upstream.member
-                if not (member in known or self._has_failed(member, now) or self._full_s(member, now)):
+                if member in known:
+                    known[member].renew(upstream)
+                elif not (self._has_failed(member, now) or self._full_s(member, now)):
                     self._choice.readers.append(self._make_reader(upstream, ranks[member]))
             self._choice.rank(ranks)
             for reader in self._choice.readers:

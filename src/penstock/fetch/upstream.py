@@ -25,7 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.hub.messages import HoldingMap, LogReply, Proof
+from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
@@ -201,6 +201,11 @@ class UpstreamReader:
     def request_news(self) -> None:
         """Send the next log request now: more chunks are wanted than are known."""
         self._news_wanted.set()
+
+    def renew(self, upstream: Upstream) -> None:
+        """Use a newer grant of the hub: a spare may connect later than the 30 to 45 s for which a grant is good."""
+        if not self.is_connected:
+            self.upstream = self.peer.upstream = upstream
 
     def _wait_for_news(self) -> None:
         """Wait until the next log request is useful."""

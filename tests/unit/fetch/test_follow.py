@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -56,6 +57,9 @@ class Reader:
 
     def request_news(self) -> None:
         self.is_asked = True
+
+    def renew(self, upstream: Upstream) -> None:
+        self.upstream = upstream
 
     def close(self) -> None:
         self.is_closed = True
@@ -259,3 +263,10 @@ def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fe
     fetch._follow(reply_of("PG", "QG"))
     fetch._leave_unneeded()
     assert set(readers(fetch)) == {"P", "Q", "G"}
+
+
+def test_a_spare_gets_the_newest_grant(fetch: Fetch) -> None:
+    fetch._follow(reply_of("ab"))
+    newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
+    fetch._follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
+    assert [reader.upstream.grant for reader in fetch._choice.readers] == [b"newer", b"newer"]
