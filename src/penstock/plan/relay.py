@@ -13,6 +13,7 @@ Not here: which members are alive and complained of (`hub.directory`), which chu
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -323,6 +324,8 @@ def _cycles(parents: Parents) -> Iterator[list[str]]:
 
 _Offer = tuple[int, int, int, tuple[float, str]]
 """(rank, chunks it has below 0, depth, order): the least is taken first."""
+_Poor = tuple[bool, bool, int, tuple[float, str]]
+"""(demoted, draining, chunks it has below 0, order) of a member of last resort: the least is taken first."""
 
 
 class _Chains:
@@ -336,7 +339,7 @@ class _Chains:
         self._far: dict[tuple[str, str], int] = {}
         self._depth: dict[str, int] = {}
         self._open: dict[tuple[str, ...], list[_Offer]] = {}
-        self._reserve: list[Node] = []
+        self._reserve: dict[tuple[str, ...], list[_Poor]] = {}
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
         num_hosts = len({node.host for node in nodes.values()})
         # k chains below one holder take about k copies and the hops of hosts / k: together least where k is this.
@@ -394,7 +397,9 @@ class _Chains:
             node, at = stack.pop()
             self._depth[node.member] = at
             if node.last_resort:
-                self._reserve.append(node)
+                for place in _places(node):
+                    poor = node.demoted, node.draining, -node.num_have, node.order
+                    insort(self._reserve.setdefault(place, []), poor)
             else:
                 self._offer(node)
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
@@ -430,15 +435,24 @@ class _Chains:
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
                 if parent is not None:
                     return parent
-        usable = self._reserve or [node for node in self._nodes.values() if node.member in self._depth]
+        return self._last_resort(child)
 
-        def cost(node: Node) -> tuple[object, ...]:
-            """Return what speaks against a node as a parent, the gravest first."""
-            mine = _places(child)
-            distance = next(i for i, place in enumerate(mine) if place in _places(node))
-            return child.member in node.complainers, node.demoted, node.draining, distance, -node.num_have, node.order
-
-        return min(usable, key=cost)
+    def _last_resort(self, child: Node) -> Node:
+        """Return the best member of last resort, for a child that no member is open to."""
+        best = []
+        for distance, place in enumerate(_places(child)):
+            reserve = self._reserve.get(place, [])
+            if reserve:
+                # The first one that the child does not complain of: nearly always the first one of all.
+                willing = (poor for poor in reserve if child.member not in self._nodes[poor[3][1]].complainers)
+                demoted, draining, minus_have, order = next(willing, reserve[0])
+                complains = child.member in self._nodes[order[1]].complainers
+                best.append((complains, demoted, draining, distance, minus_have, order))
+        if best:
+            return self._nodes[min(best)[-1][1]]
+        # There is none, so the child complains of all that are open.
+        usable = (self._nodes[name] for name in self._depth)
+        return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
         """Return the most willing member of a place that this child may read from; None: there is none."""
@@ -468,7 +482,12 @@ class _Chains:
         return chosen
 
 
-_TreeOffer = tuple[int, int, tuple[float, str]]
+_Rank = tuple[int, int]
+"""(level, number): how willingly a member takes one more child; the least is taken first."""
+_WITHIN_COPY, _KEPT_HALF, _OTHER_HALF, _OVER_COPY, _FULL, _DRAINING, _DEMOTED, _UNFIT = range(8)
+"""Levels of ranks in trees: room within the one copy that a member sends; the half that the first head keeps; the half
+meant for the other tree; more than a copy; more readers than it admits; about to leave; demoted; unfit for a child."""
+_TreeOffer = tuple[_Rank, int, tuple[float, str]]
 """(rank, depth, order): the least is taken first."""
 
 
@@ -487,6 +506,7 @@ class _Trees:
         self._nodes = nodes
         self.trees: tuple[Parents, Parents] = ({}, {})
         self._children: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+        self._num_readers: dict[str, int] = {}
         self._halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._on_wire: dict[tuple[str, str], int] = {}
         self._depth: tuple[dict[str, int], dict[str, int]] = ({}, {})
@@ -543,7 +563,7 @@ class _Trees:
                 parent = self._nodes.get((tree and head.second_parent) or head.parent)
                 if parent is None or parent.host == head.host or not _serves(parent, head):
                     continue
-                if not self._is_full(parent, head):
+                if not self._is_full(parent) or self._reads(head, parent):
                     self._link(head, parent, tree)
             for cycle in _cycles(parents):
                 # Only the links of heads: those within a host form no cycle.
@@ -580,6 +600,9 @@ class _Trees:
 
     def _link(self, child: Node, parent: Node, tree: int) -> None:
         """Make one member the child of another in a tree, and count what leaves the parent's host."""
+        # Who reads both trees from it is one reader.
+        if not self._reads(child, parent):
+            self._num_readers[parent.member] = self._num_readers.get(parent.member, 0) + 1
         self.trees[tree][child.member] = parent.member
         self._children[tree].setdefault(parent.member, []).append(child.member)
         if parent.host != child.host:
@@ -590,6 +613,7 @@ class _Trees:
         """Undo `_link` for a parent on another host."""
         parent = self._nodes[self.trees[tree].pop(child.member)]
         self._children[tree][parent.member].remove(child.member)
+        self._num_readers[parent.member] -= not self._reads(child, parent)
         self._halves[tree][parent.member] -= 1
         self._on_wire[_wire(parent)] -= 1
 
@@ -600,18 +624,19 @@ class _Trees:
             name, at = stack.pop()
             self._depth[tree][name] = at
             node = self._nodes[name]
-            rank = self._rank(node, tree)
-            if rank is not None:
+            if node.whole or name in self._heads:
+                rank = self._rank(node, tree)
                 for place in ("", node.rack) if node.rack else ("",):
                     heapq.heappush(self._open.setdefault((tree, place), []), (rank, at, node.order))
             stack.extend((child, at + 1) for child in self._children[tree].get(name, ()))
 
-    def _is_full(self, parent: Node, child: Node) -> bool:
-        """Return whether a member has as many readers as it admits, without this child."""
-        first, second = (children.get(parent.member, ()) for children in self._children)
-        cap = parent.max_readers or DEFAULT_CHILDREN
-        # Who reads both trees from it is one reader.
-        return len(first) + len(second) >= cap and len({*first, *second} - {child.member}) >= cap
+    def _reads(self, child: Node, parent: Node) -> bool:
+        """Return whether a member reads from another in at least one tree."""
+        return any(parents.get(child.member) == parent.member for parents in self.trees)
+
+    def _is_full(self, node: Node) -> bool:
+        """Return whether a member has as many readers as it admits."""
+        return self._num_readers.get(node.member, 0) >= (node.max_readers or DEFAULT_CHILDREN)
 
     def _num_halves(self, node: Node) -> int:
         """Return the halves of a copy that leave its host by its link already."""
@@ -620,42 +645,41 @@ class _Trees:
         wires = _num_wires(node)
         return max(halves, self._on_wire.get(_wire(node), 0) // wires) if wires else halves
 
-    def _rank(self, node: Node, tree: int) -> int | None:
-        """Return how willingly it takes one more child of another host in a tree; None: not at all."""
-        if node.draining or node.demoted or not (node.whole or node.member in self._heads):
-            return None
+    def _rank(self, node: Node, tree: int) -> _Rank:
+        """Return how willingly it takes one more child of another host in a tree."""
         halves = self._num_halves(node)
+        if node.demoted:
+            return _DEMOTED, halves
+        if node.draining:
+            return _DRAINING, halves
+        if self._is_full(node):
+            return _FULL, halves
         if halves >= NUM_TREES:
-            # More than a copy: all that read such a member, and those below them, take longer; a holder comes last,
-            # since everyone is below it.
-            return 2 * halves + node.whole
+            # All that read such a member, and those below them, take longer; a holder comes last, since everyone is
+            # below it.
+            return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
-            return 2 * (self._halves[tree].get(node.member, 0) > 0)
-        own = self._tree_of.get(node.member)
-        if own is not None and own != tree:
-            return 2
-        return int(halves > 0 and node.member == self._first[tree])
+            return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
+        if self._tree_of.get(node.member, tree) not in {tree, None}:
+            return _OTHER_HALF, 0
+        return (_KEPT_HALF if halves and node.member == self._first[tree] else _WITHIN_COPY), 0
 
     def _choose(self, child: Node, tree: int) -> Node:
-        """Return the best open parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
-        best = self._first_open(child, tree, "")
-        near = self._first_open(child, tree, child.rack) if child.rack else None
-        if best is not None and near is not None and near[0] == best[0] and near[1] <= best[1] + RACK_HOPS:
-            best = near
-        if best is not None:
-            return self._nodes[best[2][1]]
-        usable = (self._nodes[name] for name in self._depth[tree])
+        """Return the best parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
+        best = self._best_offer(child, tree, "")
+        # One that all others find full has a reader's place for the child that reads the other tree from it.
+        other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))
+        if best[0][0] >= _FULL and other is not None and other.member in self._depth[tree] and _serves(other, child):
+            return other
+        if child.rack and (tree, child.rack) in self._open:
+            near = self._best_offer(child, tree, child.rack)
+            if near[0] <= best[0] and near[1] <= best[1] + RACK_HOPS:
+                best = near
+        return self._nodes[best[2][1]]
 
-        def cost(node: Node) -> tuple[object, ...]:
-            """Return what speaks against a node as a parent, the gravest first."""
-            poor = child.member in node.complainers, node.demoted, node.draining
-            return *poor, self._num_halves(node), self._depth[tree][node.member], node.order
-
-        return min(usable, key=cost)
-
-    def _first_open(self, child: Node, tree: int, place: str) -> _TreeOffer | None:
-        """Return the best offer of a rack, or of all, that this child may take; None: there is none."""
-        heap = self._open.get((tree, place), [])
+    def _best_offer(self, child: Node, tree: int, place: str) -> _TreeOffer:
+        """Return the best offer of a rack, or of all, for a child; of rank `_UNFIT` if none that was seen serves it."""
+        heap = self._open[tree, place]
         skipped: list[_TreeOffer] = []
         chosen = None
         while heap and chosen is None and len(skipped) < _SCANNED:
@@ -663,15 +687,17 @@ class _Trees:
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
             # It, or its link, has taken a child since; the heap is not searched for that.
-            if now is not None and now != rank:
+            if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
-            elif now is None:
-                heapq.heappop(heap)
-            elif not _serves(node, child) or self._is_full(node, child):
-                skipped.append(heapq.heappop(heap))
-            else:
+            elif _serves(node, child):
                 chosen = heap[0]
+            else:
+                skipped.append(heapq.heappop(heap))
         # They are no parents of this child, but they may be of the next one.
         for offer in skipped:
             heapq.heappush(heap, offer)
+        if chosen is None:
+            willing = (offer for offer in skipped if child.member not in self._nodes[offer[2][1]].complainers)
+            _, depth, order = next(willing, skipped[0])
+            chosen = (_UNFIT, 0), depth, order
         return chosen

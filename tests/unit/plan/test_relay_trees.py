@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -267,3 +268,56 @@ def test_the_own_parent_comes_first_though_its_places_are_taken() -> None:
     made = Relay(again(fleet, Relay(fleet)))
     for tree, parents in enumerate(made.trees):
         assert all(made.upstreams(member, tree=tree)[0] == parents[member] for member in parents)
+
+
+def work(fleet: list[Node]) -> int:
+    """Count the calls of Python functions that it takes to build the relay of a fleet."""
+    count = 0
+
+    def note(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        Relay(fleet)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def draining(count: int, every: int) -> list[Node]:
+    return [replace(one, draining=not one.whole and i % every == 0) for i, one in enumerate(hosts(count))]
+
+
+def without_parents(count: int) -> list[Node]:
+    chance = random.Random(1)
+    return [one if one.whole else replace(one, num_have=chance.randrange(CHUNKS * 2 // 5)) for one in hosts(count)]
+
+
+def admitting(readers: int, fleet: list[Node]) -> list[Node]:
+    return [replace(one, max_readers=readers) for one in fleet]
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        pytest.param(lambda n: admitting(2, hosts(n // 4, 8, links=1)), id="8 a host, two readers each"),
+        pytest.param(lambda n: admitting(1, hosts(n)), id="one reader each"),
+        pytest.param(lambda n: draining(n, 1), id="all receivers drain"),
+        pytest.param(lambda n: draining(n, 2), id="half of them drain"),
+        pytest.param(lambda n: [replace(one, num_complaining=2) for one in hosts(n)], id="all demoted"),
+        pytest.param(without_parents, id="of different progress, without parents"),
+    ],
+)
+def test_twice_as_many_members_are_about_twice_the_work(fleet: Callable[[int], list[Node]]) -> None:
+    assert work(fleet(800)) < 2.6 * work(fleet(400))
+
+
+def test_where_readers_places_run_out_a_child_reads_both_trees_from_its_parent() -> None:
+    made = in_trees(admitting(2, hosts(200, 8, links=1)))
+    pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
+    readers = Counter(up for _, up in pairs)
+    # The members admit as many readers as there are children, less one: the holder's own host reads from it too.
+    assert sum(max(0, count - 2) for count in readers.values()) <= 1
