@@ -215,8 +215,10 @@ def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     if not (can_split and lacks_most):
         return chains
     by_chains = _Estimate(nodes, chains)
-    # What the best trees could take: without building them, for most fleets of some ten hosts.
-    least = by_chains.left + CHUNKS_A_HOP * len({node.host for node in receivers}).bit_length()
+    # About what the best trees take, without building them: one with two children a host, and the longest chain below a
+    # head. This rejects trees for most fleets of some ten hosts, and for large ones of many links.
+    per_host = Counter(node.host for node in receivers)
+    least = by_chains.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
     worth = CHUNKS_A_HOP * MIN_HOPS
     if by_chains.num_chunks < least + worth:
         return chains

@@ -321,3 +321,14 @@ def test_where_readers_places_run_out_a_child_reads_both_trees_from_its_parent()
     readers = Counter(up for _, up in pairs)
     # The members admit as many readers as there are children, less one: the holder's own host reads from it too.
     assert sum(max(0, count - 2) for count in readers.values()) <= 1
+
+
+def test_trees_that_would_not_be_used_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_nodes: object) -> None:
+        raise AssertionError("trees are built")
+
+    monkeypatch.setattr(relay, "_Trees", build)
+    for fleet in (hosts(12), hosts(1, 64, links=1), hosts(1000, 8)):
+        assert len(Relay(fleet).trees) == 1
+    with pytest.raises(AssertionError, match="trees are built"):
+        Relay(hosts(512))
