@@ -11,6 +11,7 @@ from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
 from penstock.digest.leaf import canonical, root
 from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.hub import explain
 from penstock.hub.auth import Caller
 from penstock.hub.directory import (
     COMPLAINT_TTL_S,
@@ -580,6 +581,25 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     asked = hub.why(WhyRequest(model="llama", identity=other)).lines
     assert "q is whole: the identities are equal, it can be read" in asked
     assert sum("the identities differ" in line for line in asked) == 3
+
+
+def test_why_makes_no_more_lines_than_it_answers_with(bench, hub, monkeypatch) -> None:
+    members = [f"m{i}" for i in range(60)]
+    bench.join(hub, "w", *members)
+    bench.beat(hub, "w", key_state(WHOLE))
+    for member in members:
+        bench.beat(hub, member, key_state())
+    made = 0
+
+    def count(*_: object) -> str:
+        nonlocal made
+        made += 1
+        return ""
+
+    monkeypatch.setattr(explain, "_between", count)
+    lines = hub.why(WhyRequest(model="llama")).lines
+    assert len(lines) == 201 and lines[-1] == "... and more lines: name a member"
+    assert made <= 201
 
 
 def test_status_says_all_of_each(bench, hub) -> None:
