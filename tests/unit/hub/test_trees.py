@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import msgspec
 import pytest
 from tests.support.hubs import HubBench, key_state
 
+from penstock.hub import snapshot
 from penstock.hub.directory import Directory
 from penstock.hub.messages import Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
-from penstock.plan.relay import NUM_TREES
+from penstock.hub.store import MemoryStore
+from penstock.plan.relay import NUM_TREES, Node, Parents, Relay
 
 WHOLE = ((0, 100),)
 MEMBERS = [f"m{i}" for i in range(60)]
@@ -118,3 +121,43 @@ def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     assert "for even chunks, and from" in lines[0] and lines[0].endswith("for odd chunks")
     assert any(line.startswith(f"  {even}:") and "parent for even chunks" in line for line in lines)
     assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)
+
+
+def test_parents_are_read_while_another_thread_makes_a_relay(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(hub, "m1")
+    view = hub._view(key_state().key)
+    before, sizes = view.parents, itertools.count(7)
+    trees = Relay.parents.fget
+
+    def make_another(relay: Relay) -> Parents:
+        # A newcomer that cuts the weights into another number of chunks.
+        view.relay(next(sizes))
+        return trees(relay)
+
+    monkeypatch.setattr(Relay, "parents", property(make_another))
+    assert view.parents == before
+
+
+def test_a_claim_that_lost_a_race_makes_no_relays(
+    bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lost = [], []
+    write = MemoryStore.write
+
+    def lose_three(store: MemoryStore, name: str, *args: object, **options: object) -> bool:
+        if name.startswith("claim/") and len(lost) < 3:
+            lost.append(name)
+            return False
+        return write(store, name, *args, **options)
+
+    def make(nodes: Iterable[Node]) -> Relay:
+        made.append(1)
+        return Relay(nodes)
+
+    monkeypatch.setattr(MemoryStore, "write", lose_three)
+    monkeypatch.setattr(snapshot, "Relay", make)
+    hub.leave("w")
+    assert bench.claim(hub, "m1", key_state()).ranges
+    assert len(lost) == 3 and len(made) == 1
+    # Upstreams are as they would be.
+    assert len(ask(hub, "m1").upstreams) > 0
