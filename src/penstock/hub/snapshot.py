@@ -209,14 +209,15 @@ class HubSnapshot:
         return [*complained, *(name for name in self.drained if name not in complained)]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
-        """Return for each tree the members to read its chunks from, in order."""
+        """Return for each tree the members to read its chunks from, in order; one order if it cannot follow trees."""
         relay = self.relay(num_chunks)
         # Each is a lease that the reader may need: of two trees fewer of each.
         limit = 4 if len(relay.trees) == 1 else 3
-        return tuple(
+        orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
             for tree in range(len(relay.trees))
         )
+        return orders if follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
 
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that cut the weights into this number of chunks."""

@@ -205,11 +205,12 @@ class Relay:
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     """Return chains; or two trees, where these are in use already or chains would take clearly longer."""
     receivers = [node for node in nodes.values() if not node.whole]
-    can_split = all(node.follows_trees for node in receivers)
-    # Who reads two trees goes on: relinking everyone costs more than a few hops.
-    if can_split and any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
+    # Who reads two trees goes on: relinking everyone costs more than a few hops. So it is where a receiver joins that
+    # cannot follow them: it reads all chunks from its parents, which get all of them.
+    if any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
         return _Trees(nodes).trees
     chains = (_Chains(nodes).parents,)
+    can_split = all(node.follows_trees for node in receivers)
     # Towards the end there is too little left for a change of parents to be worth it.
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):

@@ -95,6 +95,22 @@ def test_one_order_for_all_where_a_member_speaks_an_older_protocol(bench: HubBen
     ]
 
 
+def test_two_orders_stay_when_a_member_of_an_older_protocol_comes(bench: HubBench, hub: Directory) -> None:
+    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    for member, (up, second) in first.items():
+        bench.beat(hub, member, key_state(parent=up, second_parent=second))
+    hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
+    bench.beat(hub, "old", key_state())
+    reply = ask(hub, "old")
+    assert reply.orders == () and 0 < len(reply.upstreams) <= 4
+    for member, (up, second) in first.items():
+        assert parents(ask(hub, member, parent=up, second_parent=second)) == [up, second]
+    # It reports one parent, from which it reads all chunks, and keeps it.
+    mine = reply.upstreams[0].member
+    assert ask(hub, "old", parent=mine).upstreams[0].member == mine
+    assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
+
+
 def test_a_reply_of_an_older_hub_is_one_order(hub: Directory) -> None:
     said = msgspec.json.decode(msgspec.json.encode(ask(hub, "m1")))
     for name in ("orders", "is_placed"):

@@ -255,6 +255,19 @@ def test_chains_where_someone_cannot_follow_trees_or_has_most_already() -> None:
     assert Relay(again(late, made)).trees == made.trees
 
 
+def test_trees_are_kept_when_a_member_comes_that_cannot_follow_them() -> None:
+    fleet = hosts(256)
+    made = Relay(fleet)
+    old = Node(member="old", host="old", joined=1e9, num_have=0, num_chunks=CHUNKS)
+    here = [*again(fleet, made), old]
+    later = Relay(here)
+    assert len(later.trees) == NUM_TREES
+    for before, now in zip(made.trees, later.trees, strict=True):
+        assert {child: now[child] for child in before} == before
+    in_tree, _, _ = far_children(here, later)
+    assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in here)
+
+
 def test_no_link_of_a_chain_carries_two_copies_where_it_is_known_whose_it_is() -> None:
     fleet = hosts(64, 8, links=4, named=True)
     made = Relay(fleet)
