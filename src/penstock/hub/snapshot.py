@@ -247,17 +247,22 @@ class HubSnapshot:
         # By the members to avoid, not by reader: nearly all readers avoid the same ones, or none.
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
-            same = (holder.holding.have for holder in self.held.values() if holder.holding.num_chunks == num_chunks)
-            if avoid:
-                named = ((name, holder.holding) for name, holder in self.held.items() if name not in avoid)
-                same = (holding.have for _, holding in named if holding.num_chunks == num_chunks)
-            edges = np.array([edge for have in same for bounds in have for edge in bounds], np.int64)
-            # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
-            # This takes one pass over all ranges, where a mask per member would take members times chunks.
-            begun = np.bincount(edges[::2], minlength=num_chunks + 1)
-            ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
-            self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
+            self._had[num_chunks, avoid] = self._had_without(avoid, num_chunks)
         return self._had[num_chunks, avoid]
+
+    def _had_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
+        """Return the chunks of the members that are not in `avoid`."""
+        named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
+        holders = [holder for name, holder in named if name not in avoid]
+        # Nothing to count: receivers of two trees report thousands of ranges of one chunk each.
+        if any(holder.num_have >= num_chunks for holder in holders):
+            return np.ones(num_chunks, np.bool_)
+        edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
+        # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
+        # This takes one pass over all ranges, where a mask per member would take members times chunks.
+        begun = np.bincount(edges[::2], minlength=num_chunks + 1)
+        ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
+        return np.cumsum(begun - ended)[:num_chunks] > 0
 
     def _node(self, name: str, holder: HoldingEntry) -> Node:
         """Return a member as the relay sees it."""

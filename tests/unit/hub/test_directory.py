@@ -110,6 +110,21 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
 
 
+def test_ranges_are_not_counted_where_one_can_be_read_that_has_all(bench, hub, monkeypatch) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", key_state(WHOLE))
+    bench.beat(hub, "a", key_state(tuple((chunk, chunk + 1) for chunk in range(0, 100, 2))))
+    bench.beat(hub, "b", key_state())
+    counts, count = [], np.bincount
+    monkeypatch.setattr(np, "bincount", lambda *args, **options: (counts.append(1), count(*args, **options))[1])
+    assert hub._view(IDENTITY.key()).had("b", 100).all()
+    assert not counts
+    # One that its reader cannot use does not count.
+    complain(hub, "b", "w")
+    assert list(np.flatnonzero(hub._view(IDENTITY.key()).had("b", 100))) == list(range(0, 100, 2))
+    assert hub._view(IDENTITY.key()).had("a", 100).all()
+
+
 def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
