@@ -186,20 +186,28 @@ class Relay:
             yield parent
             if parent in parents:
                 yield parents[parent]
+        is_new = receiver.member not in self._number
+        turn = crc32(receiver.member.encode()) if is_new else self._number[receiver.member]
         for place in _places(receiver):
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
             choice = self._choice.get(place, [])
             num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
-            turn = self._number.get(receiver.member, crc32(receiver.member.encode())) % num_whole if num_whole else 0
-            yield from (node.member for node in choice[turn:num_whole])
-            yield from (node.member for node in choice[:turn])
-            yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
+            yield from _rotated(choice[:num_whole], turn)
+            # To a newcomer, which has nothing yet and no parent, those that are not whole are equally good too.
+            yield from _rotated(choice[num_whole : num_whole + _SCANNED], turn if is_new else 0)
 
     def _below(self, member: str, above: str, tree: int) -> bool:
         """Return whether a member hangs below another in a tree: reading from it would close a circle."""
         spans = self._spans[tree]
         first, last = spans.get(above, (0, -1))
         return first < spans.get(member, (-1, -1))[0] <= last
+
+
+def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
+    """Yield the names of members from number `turn` (modulo their number) on, then those before it."""
+    start = turn % len(nodes) if nodes else 0
+    yield from (node.member for node in nodes[start:])
+    yield from (node.member for node in nodes[:start])
 
 
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:

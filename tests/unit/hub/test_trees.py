@@ -129,6 +129,19 @@ def test_who_is_not_in_the_snapshot_yet_is_told_so(bench: HubBench) -> None:
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
+def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    members = [f"m{i}" for i in range(300)]
+    bench.join(hub, "w", "late", *members)
+    bench.beat(hub, "w", key_state(WHOLE))
+    for member in members:
+        bench.beat(hub, member, key_state())
+    assert ask(hub, "m1").ask_again_s > 2
+    late = ask(hub, "late")
+    assert not late.is_placed and late.ask_again_s < 0.7
+
+
 def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
     even, odd = parents(ask(hub, member))
