@@ -37,7 +37,7 @@ leases, and follows two logs. Source: docs/design/003-fetch.md."""
 RACK_HOPS = 2
 """Hops that a place in the own rack may be deeper than the best place elsewhere; more would make a chain of racks."""
 DEFAULT_CHILDREN = 8
-"""Children of a whole holder that names no `max_readers`."""
+"""Children of a member that names no `max_readers`."""
 DISTRUST = 2
 """Callers that must complain before a member is demoted for everyone."""
 _SCANNED = 64
@@ -100,12 +100,12 @@ class Node:
         return self.joined, self.member
 
 
-def _wire(node: Node) -> tuple[str, str]:
+def _shared_links(node: Node) -> tuple[str, str]:
     """Return what its readers beyond the host share: its own link if that is known, else all links of its host."""
     return node.host, node.link
 
 
-def _num_wires(node: Node) -> int:
+def _num_shared_links(node: Node) -> int:
     """Return how many copies that carries at once; 0: not known."""
     return 1 if node.link else node.num_links
 
@@ -125,7 +125,7 @@ class Relay:
             (`NUM_TREES`) or, of one, for all chunks. With a whole holder among the nodes, following them from any
             receiver ends at a whole one; without, they go round in a ring.
 
-    Cost: O(n log n) to make, `upstreams` O(limit).
+    Cost: O(n log n) to make, while members complain of few others; `upstreams` looks at a bounded number of members.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -229,10 +229,10 @@ def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     per_host = Counter(node.host for node in receivers)
     least = by_chains.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
     worth = CHUNKS_A_HOP * MIN_HOPS
-    if by_chains.num_chunks < least + worth:
+    if by_chains.time < least + worth:
         return chains
     trees = _Trees(nodes).trees
-    return trees if by_chains.num_chunks >= _Estimate(nodes, trees).num_chunks + worth else chains
+    return trees if by_chains.time >= _Estimate(nodes, trees).time + worth else chains
 
 
 class _Estimate:
@@ -242,12 +242,12 @@ class _Estimate:
         depth: members of the longest way from a whole holder.
         left: chunks that the last receiver lacks.
         num_copies: most copies that leave a member, or one link of its host, for other hosts.
-        num_chunks: the time, as a number of chunks' times over a link between hosts.
+        time: until all are complete; the unit is the time of one chunk over a link between hosts.
     """
 
     def __init__(self, nodes: dict[str, Node], trees: tuple[Parents, ...]) -> None:
         self.depth = 0
-        by_member, by_wire = Counter[str](), Counter[tuple[str, str]]()
+        by_member, by_links = Counter[str](), Counter[tuple[str, str]]()
         for parents in trees:
             depth: dict[str, int] = {}
             for member in parents:
@@ -260,12 +260,12 @@ class _Estimate:
             for child, name in parents.items():
                 if nodes[name].host != nodes[child].host:
                     by_member[name] += 1
-                    by_wire[_wire(nodes[name])] += 1
-        num_wires = {_wire(node): _num_wires(node) for node in nodes.values()}
-        of_wires = (count / num_wires[wire] for wire, count in by_wire.items() if num_wires[wire])
-        self.num_copies = max(max(by_member.values(), default=0), max(of_wires, default=0.0)) / len(trees)
+                    by_links[_shared_links(nodes[name])] += 1
+        num_links = {_shared_links(node): _num_shared_links(node) for node in nodes.values()}
+        of_links = (count / num_links[links] for links, count in by_links.items() if num_links[links])
+        self.num_copies = max(max(by_member.values(), default=0), max(of_links, default=0.0)) / len(trees)
         self.left = max(node.num_chunks - node.num_have for node in nodes.values())
-        self.num_chunks = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
+        self.time = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
 
 
 def _serves(parent: Node, child: Node) -> bool:
@@ -333,6 +333,10 @@ def _cycles(parents: Parents) -> Iterator[list[str]]:
         checked.update(trail)
 
 
+_WHOLE, _RECEIVER, _EACH_CHILD = 0, 1, 2
+_TOO_DEEP = _EACH_CHILD * DEFAULT_CHILDREN
+"""Ranks in chains: a whole holder without children; a receiver, which takes one child; a whole holder, for each child
+that it has; a receiver so deep that the places directly below the holders come first."""
 _Offer = tuple[int, int, int, tuple[float, str]]
 """(rank, chunks it has below 0, depth, order): the least is taken first."""
 _Poor = tuple[bool, bool, int, tuple[float, str]]
@@ -365,7 +369,7 @@ class _Chains:
         first = {node.host: node.order for node in reversed(nodes.values())}
         for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
-            self._link(head, parent)
+            self._attach(head, parent)
             self._offer(parent)
             self._root(head, self._depth[parent.member] + 1)
 
@@ -379,7 +383,7 @@ class _Chains:
             # More may read from it than its cap now allows; the rest get another parent below.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
-                self._link(child, parent)
+                self._attach(child, parent)
         # The parents that members report are of different moments, so they may form a cycle.
         for cycle in _cycles(self.parents):
             self._cut(cycle)
@@ -391,15 +395,15 @@ class _Chains:
         self._children[parent.member].remove(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] -= 1
-        self._far[_wire(parent)] -= not near
+        self._far[_shared_links(parent)] -= not near
 
-    def _link(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another, and count the link: near ones by member, far ones by wire too."""
+    def _attach(self, child: Node, parent: Node) -> None:
+        """Make one member the child of another, and count it: near ones by member, far ones by the host's links too."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] = self._load.get((parent.member, near), 0) + 1
-        self._far[_wire(parent)] = self._far.get(_wire(parent), 0) + (not near)
+        self._far[_shared_links(parent)] = self._far.get(_shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
         """Mark `top` as a whole holder or below one: it and all below it may take children."""
@@ -418,16 +422,15 @@ class _Chains:
     def _rank(self, node: Node, near: bool) -> int | None:
         """Return how willingly it takes one more child over a near or a far link; None: not at all."""
         load = self._load.get((node.member, near), 0)
-        if _num_wires(node) and not near:
-            load = max(load, self._far.get(_wire(node), 0) // _num_wires(node))
+        if _num_shared_links(node) and not near:
+            load = max(load, self._far.get(_shared_links(node), 0) // _num_shared_links(node))
         if len(self._children.get(node.member, ())) >= (node.max_readers or DEFAULT_CHILDREN):
             return None
         if node.whole:
-            return 2 * load
+            return _WHOLE + _EACH_CHILD * load
         if load:
             return None
-        # Too deep: still open, but after the places directly below the holders.
-        return 1 if self._depth[node.member] < self._max_depth else 2 * DEFAULT_CHILDREN
+        return _RECEIVER if self._depth[node.member] < self._max_depth else _TOO_DEEP
 
     def _offer(self, node: Node) -> None:
         """Put a member among those that take children, at every place where it does."""
@@ -475,9 +478,8 @@ class _Chains:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
-            # The heap is not changed when a member takes a child (that would be a search); stale entries are found
+            # It, or its host, has taken a child since: the heap is not searched at that time, so stale offers are found
             # here.
-            # It, or its host, has taken a child since.
             if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
@@ -519,7 +521,7 @@ class _Trees:
         self._children: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
         self._num_readers: dict[str, int] = {}
         self._halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        self._on_wire: dict[tuple[str, str], int] = {}
+        self._on_links: dict[tuple[str, str], int] = {}
         self._depth: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._open: dict[tuple[int, str], list[_TreeOffer]] = {}
         self._heads: dict[str, Node] = {}
@@ -559,7 +561,7 @@ class _Trees:
                 near = _Chains({node.member: node for node in (*sources, *rest)}).parents
                 for tree in range(NUM_TREES):
                     for child, parent in near.items():
-                        self._link(self._nodes[child], self._nodes[parent], tree)
+                        self._attach(self._nodes[child], self._nodes[parent], tree)
 
     def _as_head(self, node: Node) -> tuple[object, ...]:
         """Return what speaks against a member as the head of its host, the gravest first."""
@@ -575,11 +577,11 @@ class _Trees:
                 if parent is None or parent.host == head.host or not _serves(parent, head):
                     continue
                 if not self._is_full(parent) or self._reads(head, parent):
-                    self._link(head, parent, tree)
+                    self._attach(head, parent, tree)
             for cycle in _cycles(parents):
                 # Only the links of heads: those within a host form no cycle.
                 child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
-                self._unlink(child, tree)
+                self._detach(child, tree)
 
     def _choose_trees(self, heads: list[Node]) -> None:
         """Choose the tree in which each head sends: the one where it has children, else those with fewer heads."""
@@ -601,15 +603,15 @@ class _Trees:
         """Link heads that have no parent in a tree to the best open one."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
-                # All together can send half of a copy more than they need. The first one keeps that place, for trees of
-                # members that come later: below the lowest ones, those would add their whole depth to that of these.
+                # The heads of a tree can send one half more than they need. The first one keeps it for members that
+                # come later: their tree then begins near the top, and not below the deepest members.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
-                self._link(head, parent, tree)
+                self._attach(head, parent, tree)
                 self._root(head, tree, self._depth[tree][parent.member] + 1)
 
-    def _link(self, child: Node, parent: Node, tree: int) -> None:
+    def _attach(self, child: Node, parent: Node, tree: int) -> None:
         """Make one member the child of another in a tree, and count what leaves the parent's host."""
         # Who reads both trees from it is one reader.
         if not self._reads(child, parent):
@@ -618,15 +620,15 @@ class _Trees:
         self._children[tree].setdefault(parent.member, []).append(child.member)
         if parent.host != child.host:
             self._halves[tree][parent.member] = self._halves[tree].get(parent.member, 0) + 1
-            self._on_wire[_wire(parent)] = self._on_wire.get(_wire(parent), 0) + 1
+            self._on_links[_shared_links(parent)] = self._on_links.get(_shared_links(parent), 0) + 1
 
-    def _unlink(self, child: Node, tree: int) -> None:
-        """Undo `_link` for a parent on another host."""
+    def _detach(self, child: Node, tree: int) -> None:
+        """Undo `_attach` for a parent on another host."""
         parent = self._nodes[self.trees[tree].pop(child.member)]
         self._children[tree][parent.member].remove(child.member)
         self._num_readers[parent.member] -= not self._reads(child, parent)
         self._halves[tree][parent.member] -= 1
-        self._on_wire[_wire(parent)] -= 1
+        self._on_links[_shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
         """Mark `top` as a whole holder or below one in a tree: it and the heads below it may take children."""
@@ -653,8 +655,8 @@ class _Trees:
         """Return the halves of a copy that leave its host by its link already."""
         first, second = self._halves
         halves = first.get(node.member, 0) + second.get(node.member, 0)
-        wires = _num_wires(node)
-        return max(halves, self._on_wire.get(_wire(node), 0) // wires) if wires else halves
+        num_links = _num_shared_links(node)
+        return max(halves, self._on_links.get(_shared_links(node), 0) // num_links) if num_links else halves
 
     def _rank(self, node: Node, tree: int) -> _Rank:
         """Return how willingly it takes one more child of another host in a tree."""
@@ -697,7 +699,7 @@ class _Trees:
             rank, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
-            # It, or its link, has taken a child since; the heap is not searched for that.
+            # It, or its link, has taken a child since, as in the heaps of chains.
             if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
             elif _serves(node, child):
