@@ -107,6 +107,8 @@ JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 # After the last claim: longer than a piece takes from any storage.
 _CLAIMS_TTL_S = 86400.0
+# Of a fleet of this size or more, newcomers poll after 0.5 s: by then a snapshot of 1,000 members has been renewed.
+_NEWCOMERS = 50
 # Of compare-and-set: as many directories on one store would have to lose in a row.
 _ATTEMPTS = 64
 # Keys whose last snapshot stays, so that unchanged entries are not decoded again.
@@ -384,12 +386,15 @@ class Directory:
             )
         self.counts["grants"] += len(upstreams)
         # A large fleet polls less often, so that the hub's load stays the same; a member without upstreams polls soon.
+        # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
+        # holders that are named to other newcomers too.
         least_s = 1.0 if upstreams and is_placed else 0.2
+        num_asking = len(view.held) if is_placed else min(len(view.held), _NEWCOMERS)
         return UpstreamsReply(
             upstreams=tuple(upstreams),
             orders=tuple(tuple(names.index(name) for name in order) for order in orders) if len(orders) > 1 else (),
             is_placed=is_placed,
-            ask_again_s=_pause(least_s, len(view.held)),
+            ask_again_s=_pause(least_s, num_asking),
             reader_silent_s=view.reader_silent_s(besides=request.member),
         )
 

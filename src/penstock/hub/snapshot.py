@@ -142,8 +142,10 @@ class HubSnapshot:
     def parents(self) -> dict[str, tuple[str, str]]:
         """Return receiver -> its parents in the first and in the last tree, of the relays made so far."""
         # Where no relay was made of this snapshot, the parents of the one before it are passed on.
-        parents = dict(self._parents) if not self._relays else {}
-        for relay in self._relays.values():
+        # A list: another thread may make a relay meanwhile.
+        relays = list(self._relays.values())
+        parents = dict(self._parents) if not relays else {}
+        for relay in relays:
             last = relay.trees[-1]
             parents |= {child: (parent, last[child]) for child, parent in relay.parents.items()}
         return parents
@@ -207,14 +209,15 @@ class HubSnapshot:
         return [*complained, *(name for name in self.drained if name not in complained)]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
-        """Return for each tree the members to read its chunks from, in order."""
+        """Return for each tree the members to read its chunks from, in order; one order if it cannot follow trees."""
         relay = self.relay(num_chunks)
         # Each is a lease that the reader may need: of two trees fewer of each.
         limit = 4 if len(relay.trees) == 1 else 3
-        return tuple(
+        orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
             for tree in range(len(relay.trees))
         )
+        return orders if follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
 
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that cut the weights into this number of chunks."""
@@ -244,17 +247,22 @@ class HubSnapshot:
         # By the members to avoid, not by reader: nearly all readers avoid the same ones, or none.
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
-            same = (holder.holding.have for holder in self.held.values() if holder.holding.num_chunks == num_chunks)
-            if avoid:
-                named = ((name, holder.holding) for name, holder in self.held.items() if name not in avoid)
-                same = (holding.have for _, holding in named if holding.num_chunks == num_chunks)
-            edges = np.array([edge for have in same for bounds in have for edge in bounds], np.int64)
-            # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
-            # This takes one pass over all ranges, where a mask per member would take members times chunks.
-            begun = np.bincount(edges[::2], minlength=num_chunks + 1)
-            ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
-            self._had[num_chunks, avoid] = np.cumsum(begun - ended)[:num_chunks] > 0
+            self._had[num_chunks, avoid] = self._had_without(avoid, num_chunks)
         return self._had[num_chunks, avoid]
+
+    def _had_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
+        """Return the chunks of the members that are not in `avoid`."""
+        named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
+        holders = [holder for name, holder in named if name not in avoid]
+        # Nothing to count: receivers of two trees report thousands of ranges of one chunk each.
+        if any(holder.num_have >= num_chunks for holder in holders):
+            return np.ones(num_chunks, np.bool_)
+        edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
+        # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
+        # This takes one pass over all ranges, where a mask per member would take members times chunks.
+        begun = np.bincount(edges[::2], minlength=num_chunks + 1)
+        ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
+        return np.cumsum(begun - ended)[:num_chunks] > 0
 
     def _node(self, name: str, holder: HoldingEntry) -> Node:
         """Return a member as the relay sees it."""
@@ -340,6 +348,8 @@ class SnapshotCache:
         self._view: HubSnapshot | None = None
         # From this time on the snapshot is too old for a request that does not insist on a new one.
         self._next = 0.0
+        # Seconds that the last relays took.
+        self._relays_s = 0.0
 
     def at(self, timer: Callable[[], float], share: float, *, again: bool) -> HubSnapshot:
         """Return the present snapshot (`again`), or the cached one while it is valid."""
@@ -348,11 +358,17 @@ class SnapshotCache:
             start = timer()
             if self._view is None or again or start >= self._next:
                 self._view = self._reading.read()
-                # Relays now, inside the measured time: they are most of a snapshot's cost for a large fleet.
-                for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
-                    self._view.relay(num_chunks)
                 stop = timer()
-                cost_s = stop - start
+                read_s = stop - start
+                # Relays now, inside the measured time: they are most of a snapshot's cost for a large fleet. Not for a
+                # claim that lost a race, which needs none: the next request for upstreams makes them, at about the cost
+                # of the last ones.
+                if not again:
+                    for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
+                        self._view.relay(num_chunks)
+                    stop = timer()
+                    self._relays_s = stop - start - read_s
+                cost_s = read_s + self._relays_s
                 self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
             return self._view
 

@@ -13,6 +13,7 @@ Not here: which members are alive and complained of (`hub.directory`), which chu
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ leases, and follows two logs. Source: docs/design/003-fetch.md."""
 RACK_HOPS = 2
 """Hops that a place in the own rack may be deeper than the best place elsewhere; more would make a chain of racks."""
 DEFAULT_CHILDREN = 8
-"""Children of a whole holder that names no `max_readers`."""
+"""Children of a member that names no `max_readers`."""
 DISTRUST = 2
 """Callers that must complain before a member is demoted for everyone."""
 _SCANNED = 64
@@ -99,12 +100,12 @@ class Node:
         return self.joined, self.member
 
 
-def _wire(node: Node) -> tuple[str, str]:
+def _shared_links(node: Node) -> tuple[str, str]:
     """Return what its readers beyond the host share: its own link if that is known, else all links of its host."""
     return node.host, node.link
 
 
-def _num_wires(node: Node) -> int:
+def _num_shared_links(node: Node) -> int:
     """Return how many copies that carries at once; 0: not known."""
     return 1 if node.link else node.num_links
 
@@ -124,7 +125,7 @@ class Relay:
             (`NUM_TREES`) or, of one, for all chunks. With a whole holder among the nodes, following them from any
             receiver ends at a whole one; without, they go round in a ring.
 
-    Cost: O(n log n) to make, `upstreams` O(limit).
+    Cost: O(n log n) to make, while members complain of few others; `upstreams` looks at a bounded number of members.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -185,14 +186,15 @@ class Relay:
             yield parent
             if parent in parents:
                 yield parents[parent]
+        is_new = receiver.member not in self._number
+        turn = crc32(receiver.member.encode()) if is_new else self._number[receiver.member]
         for place in _places(receiver):
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
             choice = self._choice.get(place, [])
             num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
-            turn = self._number.get(receiver.member, crc32(receiver.member.encode())) % num_whole if num_whole else 0
-            yield from (node.member for node in choice[turn:num_whole])
-            yield from (node.member for node in choice[:turn])
-            yield from (node.member for node in choice[num_whole : num_whole + _SCANNED])
+            yield from _rotated(choice[:num_whole], turn)
+            # To a newcomer, which has nothing yet and no parent, those that are not whole are equally good too.
+            yield from _rotated(choice[num_whole : num_whole + _SCANNED], turn if is_new else 0)
 
     def _below(self, member: str, above: str, tree: int) -> bool:
         """Return whether a member hangs below another in a tree: reading from it would close a circle."""
@@ -201,26 +203,36 @@ class Relay:
         return first < spans.get(member, (-1, -1))[0] <= last
 
 
+def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
+    """Yield the names of members from number `turn` (modulo their number) on, then those before it."""
+    start = turn % len(nodes) if nodes else 0
+    yield from (node.member for node in nodes[start:])
+    yield from (node.member for node in nodes[:start])
+
+
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     """Return chains; or two trees, where these are in use already or chains would take clearly longer."""
     receivers = [node for node in nodes.values() if not node.whole]
-    can_split = all(node.follows_trees for node in receivers)
-    # Who reads two trees goes on: relinking everyone costs more than a few hops.
-    if can_split and any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
+    # Who reads two trees goes on: relinking everyone costs more than a few hops. So it is where a receiver joins that
+    # cannot follow them: it reads all chunks from its parents, which get all of them.
+    if any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
         return _Trees(nodes).trees
     chains = (_Chains(nodes).parents,)
+    can_split = all(node.follows_trees for node in receivers)
     # Towards the end there is too little left for a change of parents to be worth it.
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):
         return chains
     by_chains = _Estimate(nodes, chains)
-    # What the best trees could take: without building them, for most fleets of some ten hosts.
-    least = by_chains.left + CHUNKS_A_HOP * len({node.host for node in receivers}).bit_length()
+    # About what the best trees take, without building them: one with two children a host, and the longest chain below a
+    # head. This rejects trees for most fleets of some ten hosts, and for large ones of many links.
+    per_host = Counter(node.host for node in receivers)
+    least = by_chains.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
     worth = CHUNKS_A_HOP * MIN_HOPS
-    if by_chains.num_chunks < least + worth:
+    if by_chains.time < least + worth:
         return chains
     trees = _Trees(nodes).trees
-    return trees if by_chains.num_chunks >= _Estimate(nodes, trees).num_chunks + worth else chains
+    return trees if by_chains.time >= _Estimate(nodes, trees).time + worth else chains
 
 
 class _Estimate:
@@ -230,12 +242,12 @@ class _Estimate:
         depth: members of the longest way from a whole holder.
         left: chunks that the last receiver lacks.
         num_copies: most copies that leave a member, or one link of its host, for other hosts.
-        num_chunks: the time, as a number of chunks' times over a link between hosts.
+        time: until all are complete; the unit is the time of one chunk over a link between hosts.
     """
 
     def __init__(self, nodes: dict[str, Node], trees: tuple[Parents, ...]) -> None:
         self.depth = 0
-        by_member, by_wire = Counter[str](), Counter[tuple[str, str]]()
+        by_member, by_links = Counter[str](), Counter[tuple[str, str]]()
         for parents in trees:
             depth: dict[str, int] = {}
             for member in parents:
@@ -248,12 +260,12 @@ class _Estimate:
             for child, name in parents.items():
                 if nodes[name].host != nodes[child].host:
                     by_member[name] += 1
-                    by_wire[_wire(nodes[name])] += 1
-        num_wires = {_wire(node): _num_wires(node) for node in nodes.values()}
-        of_wires = (count / num_wires[wire] for wire, count in by_wire.items() if num_wires[wire])
-        self.num_copies = max(max(by_member.values(), default=0), max(of_wires, default=0.0)) / len(trees)
+                    by_links[_shared_links(nodes[name])] += 1
+        num_links = {_shared_links(node): _num_shared_links(node) for node in nodes.values()}
+        of_links = (count / num_links[links] for links, count in by_links.items() if num_links[links])
+        self.num_copies = max(max(by_member.values(), default=0), max(of_links, default=0.0)) / len(trees)
         self.left = max(node.num_chunks - node.num_have for node in nodes.values())
-        self.num_chunks = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
+        self.time = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
 
 
 def _serves(parent: Node, child: Node) -> bool:
@@ -321,8 +333,14 @@ def _cycles(parents: Parents) -> Iterator[list[str]]:
         checked.update(trail)
 
 
+_WHOLE, _RECEIVER, _EACH_CHILD = 0, 1, 2
+_TOO_DEEP = _EACH_CHILD * DEFAULT_CHILDREN
+"""Ranks in chains: a whole holder without children; a receiver, which takes one child; a whole holder, for each child
+that it has; a receiver so deep that the places directly below the holders come first."""
 _Offer = tuple[int, int, int, tuple[float, str]]
 """(rank, chunks it has below 0, depth, order): the least is taken first."""
+_Poor = tuple[bool, bool, int, tuple[float, str]]
+"""(demoted, draining, chunks it has below 0, order) of a member of last resort: the least is taken first."""
 
 
 class _Chains:
@@ -336,7 +354,7 @@ class _Chains:
         self._far: dict[tuple[str, str], int] = {}
         self._depth: dict[str, int] = {}
         self._open: dict[tuple[str, ...], list[_Offer]] = {}
-        self._reserve: list[Node] = []
+        self._reserve: dict[tuple[str, ...], list[_Poor]] = {}
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
         num_hosts = len({node.host for node in nodes.values()})
         # k chains below one holder take about k copies and the hops of hosts / k: together least where k is this.
@@ -351,7 +369,7 @@ class _Chains:
         first = {node.host: node.order for node in reversed(nodes.values())}
         for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
-            self._link(head, parent)
+            self._attach(head, parent)
             self._offer(parent)
             self._root(head, self._depth[parent.member] + 1)
 
@@ -365,7 +383,7 @@ class _Chains:
             # More may read from it than its cap now allows; the rest get another parent below.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
-                self._link(child, parent)
+                self._attach(child, parent)
         # The parents that members report are of different moments, so they may form a cycle.
         for cycle in _cycles(self.parents):
             self._cut(cycle)
@@ -377,15 +395,15 @@ class _Chains:
         self._children[parent.member].remove(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] -= 1
-        self._far[_wire(parent)] -= not near
+        self._far[_shared_links(parent)] -= not near
 
-    def _link(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another, and count the link: near ones by member, far ones by wire too."""
+    def _attach(self, child: Node, parent: Node) -> None:
+        """Make one member the child of another, and count it: near ones by member, far ones by the host's links too."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
         self._load[parent.member, near] = self._load.get((parent.member, near), 0) + 1
-        self._far[_wire(parent)] = self._far.get(_wire(parent), 0) + (not near)
+        self._far[_shared_links(parent)] = self._far.get(_shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
         """Mark `top` as a whole holder or below one: it and all below it may take children."""
@@ -394,7 +412,9 @@ class _Chains:
             node, at = stack.pop()
             self._depth[node.member] = at
             if node.last_resort:
-                self._reserve.append(node)
+                for place in _places(node):
+                    poor = node.demoted, node.draining, -node.num_have, node.order
+                    insort(self._reserve.setdefault(place, []), poor)
             else:
                 self._offer(node)
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
@@ -402,16 +422,15 @@ class _Chains:
     def _rank(self, node: Node, near: bool) -> int | None:
         """Return how willingly it takes one more child over a near or a far link; None: not at all."""
         load = self._load.get((node.member, near), 0)
-        if _num_wires(node) and not near:
-            load = max(load, self._far.get(_wire(node), 0) // _num_wires(node))
+        if _num_shared_links(node) and not near:
+            load = max(load, self._far.get(_shared_links(node), 0) // _num_shared_links(node))
         if len(self._children.get(node.member, ())) >= (node.max_readers or DEFAULT_CHILDREN):
             return None
         if node.whole:
-            return 2 * load
+            return _WHOLE + _EACH_CHILD * load
         if load:
             return None
-        # Too deep: still open, but after the places directly below the holders.
-        return 1 if self._depth[node.member] < self._max_depth else 2 * DEFAULT_CHILDREN
+        return _RECEIVER if self._depth[node.member] < self._max_depth else _TOO_DEEP
 
     def _offer(self, node: Node) -> None:
         """Put a member among those that take children, at every place where it does."""
@@ -430,15 +449,24 @@ class _Chains:
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
                 if parent is not None:
                     return parent
-        usable = self._reserve or [node for node in self._nodes.values() if node.member in self._depth]
+        return self._last_resort(child)
 
-        def cost(node: Node) -> tuple[object, ...]:
-            """Return what speaks against a node as a parent, the gravest first."""
-            mine = _places(child)
-            distance = next(i for i, place in enumerate(mine) if place in _places(node))
-            return child.member in node.complainers, node.demoted, node.draining, distance, -node.num_have, node.order
-
-        return min(usable, key=cost)
+    def _last_resort(self, child: Node) -> Node:
+        """Return the best member of last resort, for a child that no member is open to."""
+        best = []
+        for distance, place in enumerate(_places(child)):
+            reserve = self._reserve.get(place, [])
+            if reserve:
+                # The first one that the child does not complain of: nearly always the first one of all.
+                willing = (poor for poor in reserve if child.member not in self._nodes[poor[3][1]].complainers)
+                demoted, draining, minus_have, order = next(willing, reserve[0])
+                complains = child.member in self._nodes[order[1]].complainers
+                best.append((complains, demoted, draining, distance, minus_have, order))
+        if best:
+            return self._nodes[min(best)[-1][1]]
+        # There is none, so the child complains of all that are open.
+        usable = (self._nodes[name] for name in self._depth)
+        return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
         """Return the most willing member of a place that this child may read from; None: there is none."""
@@ -450,9 +478,8 @@ class _Chains:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
-            # The heap is not changed when a member takes a child (that would be a search); stale entries are found
+            # It, or its host, has taken a child since: the heap is not searched at that time, so stale offers are found
             # here.
-            # It, or its host, has taken a child since.
             if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
@@ -468,7 +495,12 @@ class _Chains:
         return chosen
 
 
-_TreeOffer = tuple[int, int, tuple[float, str]]
+_Rank = tuple[int, int]
+"""(level, number): how willingly a member takes one more child; the least is taken first."""
+_WITHIN_COPY, _KEPT_HALF, _OTHER_HALF, _OVER_COPY, _FULL, _DRAINING, _DEMOTED, _UNFIT = range(8)
+"""Levels of ranks in trees: room within the one copy that a member sends; the half that the first head keeps; the half
+meant for the other tree; more than a copy; more readers than it admits; about to leave; demoted; unfit for a child."""
+_TreeOffer = tuple[_Rank, int, tuple[float, str]]
 """(rank, depth, order): the least is taken first."""
 
 
@@ -487,8 +519,9 @@ class _Trees:
         self._nodes = nodes
         self.trees: tuple[Parents, Parents] = ({}, {})
         self._children: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+        self._num_readers: dict[str, int] = {}
         self._halves: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        self._on_wire: dict[tuple[str, str], int] = {}
+        self._on_links: dict[tuple[str, str], int] = {}
         self._depth: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._open: dict[tuple[int, str], list[_TreeOffer]] = {}
         self._heads: dict[str, Node] = {}
@@ -528,7 +561,7 @@ class _Trees:
                 near = _Chains({node.member: node for node in (*sources, *rest)}).parents
                 for tree in range(NUM_TREES):
                     for child, parent in near.items():
-                        self._link(self._nodes[child], self._nodes[parent], tree)
+                        self._attach(self._nodes[child], self._nodes[parent], tree)
 
     def _as_head(self, node: Node) -> tuple[object, ...]:
         """Return what speaks against a member as the head of its host, the gravest first."""
@@ -543,12 +576,12 @@ class _Trees:
                 parent = self._nodes.get((tree and head.second_parent) or head.parent)
                 if parent is None or parent.host == head.host or not _serves(parent, head):
                     continue
-                if not self._is_full(parent, head):
-                    self._link(head, parent, tree)
+                if not self._is_full(parent) or self._reads(head, parent):
+                    self._attach(head, parent, tree)
             for cycle in _cycles(parents):
                 # Only the links of heads: those within a host form no cycle.
                 child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
-                self._unlink(child, tree)
+                self._detach(child, tree)
 
     def _choose_trees(self, heads: list[Node]) -> None:
         """Choose the tree in which each head sends: the one where it has children, else those with fewer heads."""
@@ -570,28 +603,32 @@ class _Trees:
         """Link heads that have no parent in a tree to the best open one."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
-                # All together can send half of a copy more than they need. The first one keeps that place, for trees of
-                # members that come later: below the lowest ones, those would add their whole depth to that of these.
+                # The heads of a tree can send one half more than they need. The first one keeps it for members that
+                # come later: their tree then begins near the top, and not below the deepest members.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
-                self._link(head, parent, tree)
+                self._attach(head, parent, tree)
                 self._root(head, tree, self._depth[tree][parent.member] + 1)
 
-    def _link(self, child: Node, parent: Node, tree: int) -> None:
+    def _attach(self, child: Node, parent: Node, tree: int) -> None:
         """Make one member the child of another in a tree, and count what leaves the parent's host."""
+        # Who reads both trees from it is one reader.
+        if not self._reads(child, parent):
+            self._num_readers[parent.member] = self._num_readers.get(parent.member, 0) + 1
         self.trees[tree][child.member] = parent.member
         self._children[tree].setdefault(parent.member, []).append(child.member)
         if parent.host != child.host:
             self._halves[tree][parent.member] = self._halves[tree].get(parent.member, 0) + 1
-            self._on_wire[_wire(parent)] = self._on_wire.get(_wire(parent), 0) + 1
+            self._on_links[_shared_links(parent)] = self._on_links.get(_shared_links(parent), 0) + 1
 
-    def _unlink(self, child: Node, tree: int) -> None:
-        """Undo `_link` for a parent on another host."""
+    def _detach(self, child: Node, tree: int) -> None:
+        """Undo `_attach` for a parent on another host."""
         parent = self._nodes[self.trees[tree].pop(child.member)]
         self._children[tree][parent.member].remove(child.member)
+        self._num_readers[parent.member] -= not self._reads(child, parent)
         self._halves[tree][parent.member] -= 1
-        self._on_wire[_wire(parent)] -= 1
+        self._on_links[_shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
         """Mark `top` as a whole holder or below one in a tree: it and the heads below it may take children."""
@@ -600,78 +637,80 @@ class _Trees:
             name, at = stack.pop()
             self._depth[tree][name] = at
             node = self._nodes[name]
-            rank = self._rank(node, tree)
-            if rank is not None:
+            if node.whole or name in self._heads:
+                rank = self._rank(node, tree)
                 for place in ("", node.rack) if node.rack else ("",):
                     heapq.heappush(self._open.setdefault((tree, place), []), (rank, at, node.order))
             stack.extend((child, at + 1) for child in self._children[tree].get(name, ()))
 
-    def _is_full(self, parent: Node, child: Node) -> bool:
-        """Return whether a member has as many readers as it admits, without this child."""
-        first, second = (children.get(parent.member, ()) for children in self._children)
-        cap = parent.max_readers or DEFAULT_CHILDREN
-        # Who reads both trees from it is one reader.
-        return len(first) + len(second) >= cap and len({*first, *second} - {child.member}) >= cap
+    def _reads(self, child: Node, parent: Node) -> bool:
+        """Return whether a member reads from another in at least one tree."""
+        return any(parents.get(child.member) == parent.member for parents in self.trees)
+
+    def _is_full(self, node: Node) -> bool:
+        """Return whether a member has as many readers as it admits."""
+        return self._num_readers.get(node.member, 0) >= (node.max_readers or DEFAULT_CHILDREN)
 
     def _num_halves(self, node: Node) -> int:
         """Return the halves of a copy that leave its host by its link already."""
         first, second = self._halves
         halves = first.get(node.member, 0) + second.get(node.member, 0)
-        wires = _num_wires(node)
-        return max(halves, self._on_wire.get(_wire(node), 0) // wires) if wires else halves
+        num_links = _num_shared_links(node)
+        return max(halves, self._on_links.get(_shared_links(node), 0) // num_links) if num_links else halves
 
-    def _rank(self, node: Node, tree: int) -> int | None:
-        """Return how willingly it takes one more child of another host in a tree; None: not at all."""
-        if node.draining or node.demoted or not (node.whole or node.member in self._heads):
-            return None
+    def _rank(self, node: Node, tree: int) -> _Rank:
+        """Return how willingly it takes one more child of another host in a tree."""
         halves = self._num_halves(node)
+        if node.demoted:
+            return _DEMOTED, halves
+        if node.draining:
+            return _DRAINING, halves
+        if self._is_full(node):
+            return _FULL, halves
         if halves >= NUM_TREES:
-            # More than a copy: all that read such a member, and those below them, take longer; a holder comes last,
-            # since everyone is below it.
-            return 2 * halves + node.whole
+            # All that read such a member, and those below them, take longer; a holder comes last, since everyone is
+            # below it.
+            return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
-            return 2 * (self._halves[tree].get(node.member, 0) > 0)
-        own = self._tree_of.get(node.member)
-        if own is not None and own != tree:
-            return 2
-        return int(halves > 0 and node.member == self._first[tree])
+            return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
+        if self._tree_of.get(node.member, tree) not in {tree, None}:
+            return _OTHER_HALF, 0
+        return (_KEPT_HALF if halves and node.member == self._first[tree] else _WITHIN_COPY), 0
 
     def _choose(self, child: Node, tree: int) -> Node:
-        """Return the best open parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
-        best = self._first_open(child, tree, "")
-        near = self._first_open(child, tree, child.rack) if child.rack else None
-        if best is not None and near is not None and near[0] == best[0] and near[1] <= best[1] + RACK_HOPS:
-            best = near
-        if best is not None:
-            return self._nodes[best[2][1]]
-        usable = (self._nodes[name] for name in self._depth[tree])
+        """Return the best parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
+        best = self._best_offer(child, tree, "")
+        # One that all others find full has a reader's place for the child that reads the other tree from it.
+        other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))
+        if best[0][0] >= _FULL and other is not None and other.member in self._depth[tree] and _serves(other, child):
+            return other
+        if child.rack and (tree, child.rack) in self._open:
+            near = self._best_offer(child, tree, child.rack)
+            if near[0] <= best[0] and near[1] <= best[1] + RACK_HOPS:
+                best = near
+        return self._nodes[best[2][1]]
 
-        def cost(node: Node) -> tuple[object, ...]:
-            """Return what speaks against a node as a parent, the gravest first."""
-            poor = child.member in node.complainers, node.demoted, node.draining
-            return *poor, self._num_halves(node), self._depth[tree][node.member], node.order
-
-        return min(usable, key=cost)
-
-    def _first_open(self, child: Node, tree: int, place: str) -> _TreeOffer | None:
-        """Return the best offer of a rack, or of all, that this child may take; None: there is none."""
-        heap = self._open.get((tree, place), [])
+    def _best_offer(self, child: Node, tree: int, place: str) -> _TreeOffer:
+        """Return the best offer of a rack, or of all, for a child; of rank `_UNFIT` if none that was seen serves it."""
+        heap = self._open[tree, place]
         skipped: list[_TreeOffer] = []
         chosen = None
         while heap and chosen is None and len(skipped) < _SCANNED:
             rank, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
-            # It, or its link, has taken a child since; the heap is not searched for that.
-            if now is not None and now != rank:
+            # It, or its link, has taken a child since, as in the heaps of chains.
+            if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
-            elif now is None:
-                heapq.heappop(heap)
-            elif not _serves(node, child) or self._is_full(node, child):
-                skipped.append(heapq.heappop(heap))
-            else:
+            elif _serves(node, child):
                 chosen = heap[0]
+            else:
+                skipped.append(heapq.heappop(heap))
         # They are no parents of this child, but they may be of the next one.
         for offer in skipped:
             heapq.heappush(heap, offer)
+        if chosen is None:
+            willing = (offer for offer in skipped if child.member not in self._nodes[offer[2][1]].complainers)
+            _, depth, order = next(willing, skipped[0])
+            chosen = (_UNFIT, 0), depth, order
         return chosen

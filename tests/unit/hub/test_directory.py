@@ -11,6 +11,7 @@ from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
 from penstock.digest.leaf import canonical, root
 from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.hub import explain
 from penstock.hub.auth import Caller
 from penstock.hub.directory import (
     COMPLAINT_TTL_S,
@@ -107,6 +108,21 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
+
+
+def test_ranges_are_not_counted_where_one_can_be_read_that_has_all(bench, hub, monkeypatch) -> None:
+    bench.join(hub, "w", "a", "b")
+    bench.beat(hub, "w", key_state(WHOLE))
+    bench.beat(hub, "a", key_state(tuple((chunk, chunk + 1) for chunk in range(0, 100, 2))))
+    bench.beat(hub, "b", key_state())
+    counts, count = [], np.bincount
+    monkeypatch.setattr(np, "bincount", lambda *args, **options: (counts.append(1), count(*args, **options))[1])
+    assert hub._view(IDENTITY.key()).had("b", 100).all()
+    assert not counts
+    # One that its reader cannot use does not count.
+    complain(hub, "b", "w")
+    assert list(np.flatnonzero(hub._view(IDENTITY.key()).had("b", 100))) == list(range(0, 100, 2))
+    assert hub._view(IDENTITY.key()).had("a", 100).all()
 
 
 def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
@@ -580,6 +596,25 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     asked = hub.why(WhyRequest(model="llama", identity=other)).lines
     assert "q is whole: the identities are equal, it can be read" in asked
     assert sum("the identities differ" in line for line in asked) == 3
+
+
+def test_why_makes_no_more_lines_than_it_answers_with(bench, hub, monkeypatch) -> None:
+    members = [f"m{i}" for i in range(60)]
+    bench.join(hub, "w", *members)
+    bench.beat(hub, "w", key_state(WHOLE))
+    for member in members:
+        bench.beat(hub, member, key_state())
+    made = 0
+
+    def count(*_: object) -> str:
+        nonlocal made
+        made += 1
+        return ""
+
+    monkeypatch.setattr(explain, "_between", count)
+    lines = hub.why(WhyRequest(model="llama")).lines
+    assert len(lines) == 201 and lines[-1] == "... and more lines: name a member"
+    assert made <= 201
 
 
 def test_status_says_all_of_each(bench, hub) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import msgspec
 import pytest
 from tests.support.hubs import HubBench, key_state
 
+from penstock.hub import snapshot
 from penstock.hub.directory import Directory
 from penstock.hub.messages import Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
-from penstock.plan.relay import NUM_TREES
+from penstock.hub.store import MemoryStore
+from penstock.plan.relay import NUM_TREES, Node, Parents, Relay
 
 WHOLE = ((0, 100),)
 MEMBERS = [f"m{i}" for i in range(60)]
@@ -92,6 +95,22 @@ def test_one_order_for_all_where_a_member_speaks_an_older_protocol(bench: HubBen
     ]
 
 
+def test_two_orders_stay_when_a_member_of_an_older_protocol_comes(bench: HubBench, hub: Directory) -> None:
+    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    for member, (up, second) in first.items():
+        bench.beat(hub, member, key_state(parent=up, second_parent=second))
+    hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
+    bench.beat(hub, "old", key_state())
+    reply = ask(hub, "old")
+    assert reply.orders == () and 0 < len(reply.upstreams) <= 4
+    for member, (up, second) in first.items():
+        assert parents(ask(hub, member, parent=up, second_parent=second)) == [up, second]
+    # It reports one parent, from which it reads all chunks, and keeps it.
+    mine = reply.upstreams[0].member
+    assert ask(hub, "old", parent=mine).upstreams[0].member == mine
+    assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
+
+
 def test_a_reply_of_an_older_hub_is_one_order(hub: Directory) -> None:
     said = msgspec.json.decode(msgspec.json.encode(ask(hub, "m1")))
     for name in ("orders", "is_placed"):
@@ -110,6 +129,19 @@ def test_who_is_not_in_the_snapshot_yet_is_told_so(bench: HubBench) -> None:
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
+def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    members = [f"m{i}" for i in range(300)]
+    bench.join(hub, "w", "late", *members)
+    bench.beat(hub, "w", key_state(WHOLE))
+    for member in members:
+        bench.beat(hub, member, key_state())
+    assert ask(hub, "m1").ask_again_s > 2
+    late = ask(hub, "late")
+    assert not late.is_placed and late.ask_again_s < 0.7
+
+
 def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
     even, odd = parents(ask(hub, member))
@@ -118,3 +150,43 @@ def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     assert "for even chunks, and from" in lines[0] and lines[0].endswith("for odd chunks")
     assert any(line.startswith(f"  {even}:") and "parent for even chunks" in line for line in lines)
     assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)
+
+
+def test_parents_are_read_while_another_thread_makes_a_relay(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(hub, "m1")
+    view = hub._view(key_state().key)
+    before, sizes = view.parents, itertools.count(7)
+    trees = Relay.parents.fget
+
+    def make_another(relay: Relay) -> Parents:
+        # A newcomer that cuts the weights into another number of chunks.
+        view.relay(next(sizes))
+        return trees(relay)
+
+    monkeypatch.setattr(Relay, "parents", property(make_another))
+    assert view.parents == before
+
+
+def test_a_claim_that_lost_a_race_makes_no_relays(
+    bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lost = [], []
+    write = MemoryStore.write
+
+    def lose_three(store: MemoryStore, name: str, *args: object, **options: object) -> bool:
+        if name.startswith("claim/") and len(lost) < 3:
+            lost.append(name)
+            return False
+        return write(store, name, *args, **options)
+
+    def make(nodes: Iterable[Node]) -> Relay:
+        made.append(1)
+        return Relay(nodes)
+
+    monkeypatch.setattr(MemoryStore, "write", lose_three)
+    monkeypatch.setattr(snapshot, "Relay", make)
+    hub.leave("w")
+    assert bench.claim(hub, "m1", key_state()).ranges
+    assert len(lost) == 3 and len(made) == 1
+    # Upstreams are as they would be.
+    assert len(ask(hub, "m1").upstreams) > 0

@@ -275,6 +275,13 @@ def test_who_is_not_among_the_nodes_may_ask_around() -> None:
     assert relay.around(node("x", host="B"))[0] == "a"
 
 
+def test_newcomers_are_spread_over_those_that_are_not_whole() -> None:
+    relay = Relay([node("w", CHUNKS), *(node(f"m{i}", 10, joined=i) for i in range(200))])
+    second = Counter(relay.around(node(f"new-{i}"))[1] for i in range(200))
+    assert len(second) > 30 and max(second.values()) < 20
+    assert {relay.around(node(f"new-{i}"))[0] for i in range(9)} == {"w"}
+
+
 def test_alone() -> None:
     assert Relay([node("a")]).upstreams("a") == ()
     assert Relay([]).parents == {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -254,6 +255,19 @@ def test_chains_where_someone_cannot_follow_trees_or_has_most_already() -> None:
     assert Relay(again(late, made)).trees == made.trees
 
 
+def test_trees_are_kept_when_a_member_comes_that_cannot_follow_them() -> None:
+    fleet = hosts(256)
+    made = Relay(fleet)
+    old = Node(member="old", host="old", joined=1e9, num_have=0, num_chunks=CHUNKS)
+    here = [*again(fleet, made), old]
+    later = Relay(here)
+    assert len(later.trees) == NUM_TREES
+    for before, now in zip(made.trees, later.trees, strict=True):
+        assert {child: now[child] for child in before} == before
+    in_tree, _, _ = far_children(here, later)
+    assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in here)
+
+
 def test_no_link_of_a_chain_carries_two_copies_where_it_is_known_whose_it_is() -> None:
     fleet = hosts(64, 8, links=4, named=True)
     made = Relay(fleet)
@@ -267,3 +281,67 @@ def test_the_own_parent_comes_first_though_its_places_are_taken() -> None:
     made = Relay(again(fleet, Relay(fleet)))
     for tree, parents in enumerate(made.trees):
         assert all(made.upstreams(member, tree=tree)[0] == parents[member] for member in parents)
+
+
+def work(fleet: list[Node]) -> int:
+    """Count the calls of Python functions that it takes to build the relay of a fleet."""
+    count = 0
+
+    def note(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        Relay(fleet)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def draining(count: int, every: int) -> list[Node]:
+    return [replace(one, draining=not one.whole and i % every == 0) for i, one in enumerate(hosts(count))]
+
+
+def without_parents(count: int) -> list[Node]:
+    chance = random.Random(1)
+    return [one if one.whole else replace(one, num_have=chance.randrange(CHUNKS * 2 // 5)) for one in hosts(count)]
+
+
+def admitting(readers: int, fleet: list[Node]) -> list[Node]:
+    return [replace(one, max_readers=readers) for one in fleet]
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        pytest.param(lambda n: admitting(2, hosts(n // 4, 8, links=1)), id="8 a host, two readers each"),
+        pytest.param(lambda n: admitting(1, hosts(n)), id="one reader each"),
+        pytest.param(lambda n: draining(n, 1), id="all receivers drain"),
+        pytest.param(lambda n: draining(n, 2), id="half of them drain"),
+        pytest.param(lambda n: [replace(one, num_complaining=2) for one in hosts(n)], id="all demoted"),
+        pytest.param(without_parents, id="of different progress, without parents"),
+    ],
+)
+def test_twice_as_many_members_are_about_twice_the_work(fleet: Callable[[int], list[Node]]) -> None:
+    assert work(fleet(800)) < 2.6 * work(fleet(400))
+
+
+def test_where_readers_places_run_out_a_child_reads_both_trees_from_its_parent() -> None:
+    made = in_trees(admitting(2, hosts(200, 8, links=1)))
+    pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
+    readers = Counter(up for _, up in pairs)
+    # The members admit as many readers as there are children, less one: the holder's own host reads from it too.
+    assert sum(max(0, count - 2) for count in readers.values()) <= 1
+
+
+def test_trees_that_would_not_be_used_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_nodes: object) -> None:
+        raise AssertionError("trees are built")
+
+    monkeypatch.setattr(relay, "_Trees", build)
+    for fleet in (hosts(12), hosts(1, 64, links=1), hosts(1000, 8)):
+        assert len(Relay(fleet).trees) == 1
+    with pytest.raises(AssertionError, match="trees are built"):
+        Relay(hosts(512))
