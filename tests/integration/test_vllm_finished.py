@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +18,7 @@ from safetensors.torch import save_file
 from tests.unit.sync.toy import Place, Toy, checkpoint
 
 import penstock as ps
+from penstock.integrations import vllm
 from penstock.integrations.vllm_finished import load_finished
 
 pytestmark = pytest.mark.usefixtures("own_runtime")
@@ -91,6 +95,52 @@ def started(directory: Path, size: int) -> set[bool]:
     return loaded
 
 
+@dataclass
+class LoadConfig:
+    """vLLM's configuration of a loader, with the fields that are read."""
+
+    load_format: str
+    model_loader_extra_config: dict[str, Any]
+
+
+class DefaultModelLoader:
+    """In the place of vLLM's."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_config = load_config
+        self.has_loaded = False
+
+    def load_model(self, vllm_config: Config, model_config: Any) -> Toy:
+        toy = Toy(model_config.place)
+        self.load_weights(toy, model_config)
+        return toy
+
+    def load_weights(self, model: Toy, model_config: Any) -> None:
+        self.has_loaded = True
+        model.load_weights(TENSORS.items())
+
+
+def start_worker(directory: Path, rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Start a worker of an engine of two, with Penstock's loader; compare its parameters with those of the loader."""
+    distributed, loaders = ModuleType("vllm.distributed"), ModuleType("default_loader")
+    world = SimpleNamespace(rank=rank, local_rank=local_rank, world_size=2)
+    vars(distributed)["get_world_group"] = lambda: world
+    vars(loaders)["DefaultModelLoader"] = DefaultModelLoader
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.default_loader", loaders)
+    place = Place(tp_rank=rank, tp=2)
+    config = SimpleNamespace(model=str(directory), compute_hash=lambda: "model", place=place)
+    loader = vllm._loader_class()(LoadConfig("penstock", {"finished": True}))
+    state = loader.load_model(Config("engine"), config).state_dict()
+    true = Toy(place)
+    true.load_weights(TENSORS.items())
+    for name, tensor in true.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    return bool(loader.has_loaded)
+
+
 def revisions(keeper: ps.Keeper) -> dict[str, str]:
     return {w.identity.parallel["rank"]: w.root() for w in keeper.member.weights}
 
@@ -112,6 +162,22 @@ def test_only_the_first_size_is_loaded(
     assert started(directory, second) == {True}
     # What was made of another size is what the files give, bit for bit.
     assert revisions(keeper).items() <= kept.items()
+
+
+def test_data_parallel_ranks_have_parameters_of_their_own(
+    directory: Path, keeper: ps.Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With experts sharded over two data-parallel ranks, vLLM numbers the workers of each within its own replica.
+    assert [start_worker(directory, rank, 0, monkeypatch) for rank in (0, 1)] == [True, True]
+    gc.collect()
+    assert [start_worker(directory, rank, 0, monkeypatch) for rank in (0, 1)] == [False, False]
+    gc.collect()
+    # The same engine over two hosts, of which the ranks have changed places.
+    assert not start_worker(directory, 1, 1, monkeypatch)
+    assert revisions(keeper).keys() == {"0/2", "1/2"}
+    gc.collect()
+    # Together they are all ranks of an engine.
+    assert not start(directory, 0, 1)
 
 
 def test_another_configuration_of_one_size(directory: Path, keeper: ps.Keeper) -> None:
