@@ -325,6 +325,21 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
         gc.collect()
 
 
+def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
+    auto = transformers.AutoModelForCausalLM
+    directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    with ps.Keeper(accept=True) as keeper:
+        for _ in range(2):
+            for directory in directories:
+                state = from_pretrained(auto, directory, keeper="mine").state_dict()
+                true = auto.from_pretrained(directory).state_dict()
+                assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
+        assert len(keeper.models()) == 2
+        assert all(model.model.startswith("mine.") for model in keeper.models())
+        del state
+        gc.collect()
+
+
 def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = save_llama(tmp_path / "model")
     model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper="mine")

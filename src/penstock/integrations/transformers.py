@@ -81,8 +81,8 @@ def from_pretrained(
         progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
         trace: see `penstock.load`; only where the model is filled in place.
         keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
-            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). True: under
-            a name made of all these; a text: under this name.
+            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). They are
+            kept under `NAME.KEY`: a digest of all these is the key; the name is this text, or the model's (True).
         options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
             `token`, `quantization_config` and all others.
 
@@ -383,7 +383,8 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
             "config": json.dumps(fields, sort_keys=True, default=str),
         }
         key = key_of(plain.revision, engine="transformers", config=described, device=str(device))
-        name = keeper if isinstance(keeper, str) else f"{model_name(uri)}.{key.id}"
+        # With a name of the user's, too: another checkpoint has tensors of the same names and shapes.
+        name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
         try:
             attached = api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
         except (NotFound, HubUnavailable) as error:
