@@ -25,10 +25,12 @@ from tests.support.keeper import KeeperProcess
 from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock as ps
+from penstock import api
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
 from penstock.integrations.transformers import from_pretrained
 from penstock.keeper import hand_over as handing
 from penstock.keeper import lease
+from penstock.keeper.attach import Attached
 from penstock.keeper.hand_over import HandOver
 
 WIDTH = 512
@@ -338,6 +340,52 @@ def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
         assert all(model.model.startswith("mine.") for model in keeper.models())
         del state
         gc.collect()
+
+
+@pytest.mark.parametrize("step", ["attach", "attach_into"])
+@pytest.mark.parametrize("kind", [ConfigError, PlanError])
+def test_a_keeper_that_transformers_cannot_use(
+    step: str,
+    kind: type[ps.PenstockError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Made at each call: an error that is kept would keep the model's frame, and with it the lease.
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise kind("the reason")
+
+    auto = transformers.AutoModelForCausalLM
+    directory = save_llama(tmp_path / "model")
+    true = auto.from_pretrained(directory).state_dict()
+    with ps.Keeper(accept=True) as keeper:
+        from_pretrained(auto, directory, keeper=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(api if step == "attach" else Attached, step, fail)
+            model = from_pretrained(auto, directory, keeper=True)
+        assert "its kept parameters cannot be used: the reason" in caplog.text
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
+        del model
+        gc.collect()
+        # No lease is left of the attempt.
+        keeper.drop(keeper.models()[0].model, drain_s=5)
+
+
+def test_damaged_parameters_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "3")
+    auto = transformers.AutoModelForCausalLM
+    directory = save_llama(tmp_path / "model")
+    true = auto.from_pretrained(directory).state_dict()
+    with ps.Keeper(accept=True) as keeper:
+        from_pretrained(auto, directory, keeper=True)
+        gc.collect()
+        keeper.member.weights[0].rows[0][0] ^= 1
+        # The keeper looks for another source first. It finds this process, or knows then that there is none.
+        for _ in range(2):
+            state = from_pretrained(auto, directory, keeper=True).state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
+            del state
+            gc.collect()
 
 
 def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from tests.unit.sync.toy import Place, Toy, checkpoint
 
 import penstock as ps
-from penstock.integrations import vllm
+from penstock.errors import ConfigError, DestinationError, PeerLost, PermissionDenied, SourceStalled
+from penstock.integrations import vllm, vllm_finished
 from penstock.integrations.vllm_finished import load_finished
+from penstock.keeper.attach import Attached, bind_parameters
 
 pytestmark = pytest.mark.usefixtures("own_runtime")
 TENSORS = checkpoint()
@@ -53,6 +55,14 @@ class Failing(Toy):
         if type(weight) is not torch.Tensor:
             raise TypeError("this is no tensor")
         return weight
+
+
+class Larger(Toy):
+    """It has a buffer more, as a plugin or an environment variable adds one."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.register_buffer("more", torch.zeros(3))
 
 
 class Elsewhere(Toy):
@@ -194,7 +204,7 @@ def test_a_rank_that_is_not_kept(directory: Path, keeper: ps.Keeper, caplog: pyt
 
 @pytest.mark.parametrize(
     ("rank", "said"),
-    [("1/2", "is not made of the parameters of"), ("0/1", "are not kept for this rank")],
+    [("1/2", "is not made of the parameters of"), ("0/1", "cannot be used for this rank")],
     ids=["of another size", "of its own"],
 )
 def test_a_damaged_byte(
@@ -210,6 +220,54 @@ def test_a_damaged_byte(
         assert start(directory, 0, 1)
         assert said in caplog.text
         gc.collect()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DestinationError, PermissionDenied, SourceStalled, PeerLost])
+def test_a_keeper_that_cannot_be_used(
+    kind: type[ps.PenstockError],
+    directory: Path,
+    keeper: ps.Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Made at each call: an error that is kept would keep the model's frame, and with it the lease.
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise kind("the reason")
+
+    assert start(directory, 0, 1)
+    monkeypatch.setattr(vllm_finished, "attach", fail)
+    assert start(directory, 0, 1)
+    assert "cannot be used for this rank: the reason" in caplog.text
+
+
+def test_kept_tensors_that_do_not_fit(directory: Path, keeper: ps.Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    # Two classes of one name.
+    kind = type("Toy", (Larger,), {})
+    assert start(directory, 0, 1)
+    assert start(directory, 0, 1, kind)
+    assert "cannot be used for this rank: 1 tensors do not fit: more" in caplog.text
+    # The lease ended with the attempt.
+    assert not start(directory, 0, 1)
+    gc.collect()
+    keeper.drop(keeper.models()[0].model, drain_s=5)
+
+
+def test_a_module_that_was_bound_in_part(
+    directory: Path, keeper: ps.Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bind_a_part(attached: Attached, module: torch.nn.Module) -> None:
+        bind_parameters(module, dict(list(attached.items())[:5]), strict=False)
+        raise DestinationError("a tensor cannot be bound")
+
+    assert start(directory, 0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Attached, "attach_into", bind_a_part)
+        # In spite of what is there: other values, which the load must replace.
+        patched.setattr(sys.modules[__name__], "TENSORS", checkpoint(seed=1))
+        assert start(directory, 0, 1)
+    assert "a tensor cannot be bound" in caplog.text
+    # The load wrote to pages of its own, not to the kept ones.
+    assert not start(directory, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
 
     from penstock import api
     from penstock.artifacts.key import key_of
+    from penstock.keeper.attach import NOT_USABLE
 
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
         hint = "give a directory or a prefix of an object store"
@@ -386,14 +387,22 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         # With a name of the user's, too: another checkpoint has tensors of the same names and shapes.
         name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
         try:
-            attached = api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+            with contextlib.ExitStack() as stack:
+                attached = stack.enter_context(
+                    api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+                )
+                with initialization.no_init_weights(), torch.device("meta"):
+                    model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+                model.tie_weights()
+                attached.attach_into(model)
+                # Only now: if the model cannot be bound, its load must not hold a lease.
+                stack.pop_all()
         except (NotFound, HubUnavailable) as error:
             _logger.info("penstock: %s is loaded: %s", uri, error.message)
+        except NOT_USABLE as error:
+            # As text: a record that a handler keeps would keep the frames of an exception, and the model.
+            _logger.warning("penstock: %s is loaded: its kept parameters cannot be used: %s", uri, str(error))
         else:
-            with initialization.no_init_weights(), torch.device("meta"):
-                model = concrete._from_config(copy.deepcopy(config), dtype=kind)
-            model.tie_weights()
-            attached.attach_into(model)
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor._is_hf_initialized = True
             # Buffers that are in no checkpoint have no memory yet; `initialize_weights` computes them.

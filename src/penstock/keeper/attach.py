@@ -27,6 +27,7 @@ from penstock.arguments import require_name, require_text_map
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
+    DestinationError,
     FormatError,
     HubUnavailable,
     IntegrityError,
@@ -36,6 +37,7 @@ from penstock.errors import (
     PermissionDenied,
     PlanError,
     SourceBusy,
+    SourceError,
     SourceStalled,
     StaleDescriptor,
 )
@@ -72,6 +74,18 @@ class _SeveralRevisions(ConfigError):
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
 """Errors worth a retry: a keeper starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
+
+NOT_USABLE: tuple[type[PenstockError], ...] = (
+    ConfigError,
+    DestinationError,
+    FormatError,
+    IntegrityError,
+    PeerLost,
+    PlanError,
+    SourceError,
+)
+"""Errors of kept weights after which an engine can still load the checkpoint: they are away, damaged, of other tensors,
+on another device, or cannot be mapped here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +256,7 @@ def attach(
 def kept_here(
     model: str, *, device: str | int | torch.device, connection: ConnectionSettings | str | None = None
 ) -> list[HoldingState]:
-    """Return everything that keepers of this host have under a model's name on a kind of device, in other tiers too.
+    """Return everything that keepers of this host have under a model's name on a device, in other tiers too.
 
     Raises:
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
@@ -268,12 +282,16 @@ class _Wanted:
         """Return whether a holding is of the wanted revision and coordinates, wherever and in whatever state."""
         return holding.is_of(self.revision) and self.parallel in (None, holding.identity.parallel)
 
-    def is_ready(self, holding: HoldingState) -> bool:
-        """Return whether a holding is kept, complete, and on the wanted kind of device."""
+    def is_complete(self, holding: HoldingState) -> bool:
+        """Return whether a holding is kept and complete, on the wanted kind of device."""
         kind = holding.device.partition(":")[0]
-        is_there = self.device is None or self.device.type == kind
         # In another tier it is not `whole` now, but the keeper brings it back for a lease.
-        return holding.kept and (holding.state == "whole" or bool(holding.tier)) and is_there
+        is_whole = holding.state == "whole" or bool(holding.tier)
+        return holding.kept and is_whole and (self.device is None or self.device.type == kind)
+
+    def is_ready(self, holding: HoldingState) -> bool:
+        """Return whether a holding is kept and complete, on the wanted device."""
+        return self.is_complete(holding) and (self.device is None or device_id(self.device) == holding.device_id)
 
 
 def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wait_s: float) -> Attached:
@@ -339,11 +357,12 @@ class _Search:
         raise last
 
     def _keepers(self) -> list[tuple[str, HoldingState]]:
-        """Return members of this host that keep the complete model on the wanted kind of device."""
+        """Return members of this host that keep the complete model on the wanted device."""
         # Others are listed in the error: a model on another device, or still loading, explains why there is none.
         others = []
         here = host_id()
         keepers = []
+        on_another_gpu = []
         num_elsewhere = 0
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
@@ -354,7 +373,11 @@ class _Search:
                     continue
                 if self._wanted.is_ready(holding):
                     keepers.append((member.member, holding))
+                elif self._wanted.is_complete(holding):
+                    on_another_gpu.append(holding)
                 others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
+        if not keepers and on_another_gpu:
+            _device_here(on_another_gpu[0], self._wanted.device)
         if not keepers:
             listed = f" (here: {'; '.join(others[:4])})" if others else ""
             if num_elsewhere:
