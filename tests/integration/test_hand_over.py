@@ -317,12 +317,20 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
         other = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, dtype=torch.float16)
         assert other.dtype == torch.float16
         assert len(keeper.models()) == 2
+        # So is one with a configuration that the user gives, as often as it is loaded.
+        config = transformers.AutoConfig.from_pretrained(directory)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 5000.0}
+        for is_handed_over in (True, False):
+            caplog.clear()
+            from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, config=config)
+            assert ("handed over" in caplog.text) is is_handed_over
+        assert len(keeper.models()) == 3
         # The same model in another place is the same.
         moved = shutil.copytree(directory, tmp_path / "elsewhere" / "model")
         caplog.clear()
         model = from_pretrained(transformers.AutoModelForCausalLM, moved, keeper=True)
         assert "handed over" not in caplog.text
-        assert len(keeper.models()) == 2
+        assert len(keeper.models()) == 3
         del model, other
         gc.collect()
 
@@ -338,6 +346,39 @@ def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
                 assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
         assert len(keeper.models()) == 2
         assert all(model.model.startswith("mine.") for model in keeper.models())
+        del state
+        gc.collect()
+
+
+def test_a_checkpoint_that_is_replaced_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = transformers.AutoModelForCausalLM
+    releases = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    for release in releases:
+        ps.manifest(str(release))
+    live = tmp_path / "live"
+
+    def deploy(release: Path) -> None:
+        shutil.rmtree(live, ignore_errors=True)
+        shutil.copytree(release, live)
+
+    def replaced(*arguments: Any, **named: Any) -> None:
+        deploy(releases[1])
+        raise NotFound("no keeper has it")
+
+    deploy(releases[0])
+    with ps.Keeper(accept=True) as keeper:
+        with monkeypatch.context() as patched:
+            # Between the look at the headers and the load.
+            patched.setattr(api, "attach", replaced)
+            from_pretrained(auto, live, keeper=True)
+        assert "the checkpoint changed during the load: model" in caplog.text
+        assert not keeper.models()
+        deploy(releases[0])
+        state = from_pretrained(auto, live, keeper=True).state_dict()
+        true = auto.from_pretrained(live).state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
         del state
         gc.collect()
 

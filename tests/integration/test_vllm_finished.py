@@ -222,6 +222,21 @@ def test_a_damaged_byte(
         gc.collect()
 
 
+def test_a_checkpoint_that_is_replaced_before_the_load(
+    directory: Path, keeper: ps.Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = checkpoint(seed=1)
+    toy = Toy(Place())
+
+    def load() -> None:
+        save_file(newer, directory / "model.safetensors")
+        toy.load_weights(newer.items())
+
+    load_finished(toy, Config("model"), Config("config of 1"), str(directory), {}, 0, 1, load, LOG)
+    assert "the checkpoint changed during the load" in caplog.text
+    assert not keeper.models()
+
+
 @pytest.mark.parametrize("kind", [ConfigError, DestinationError, PermissionDenied, SourceStalled, PeerLost])
 def test_a_keeper_that_cannot_be_used(
     kind: type[ps.PenstockError],

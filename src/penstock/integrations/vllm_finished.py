@@ -72,8 +72,7 @@ def load_finished(
         hint = 'leave out "finished": "keeper" attaches to the checkpoint'
         raise ConfigError(f'"finished" is for engines on the CPU, and this one is on {sorted(devices)}', hint=hint)
     stores = options.get("storage_options")
-    with open_weights(uri, settings=Settings.read(), storage_options=stores) as weights:
-        revision, table = revision_of(weights.manifest), weights.manifest.tensors
+    revision, table = _read_headers(uri, stores)
     # Engines of two sizes differ in more than the size: vLLM's limits of a batch depend on it. So the name is of the
     # model alone, and the rest is among the coordinates.
     described = {"model_config": model_config.compute_hash(), "model": type(model).__qualname__}
@@ -119,9 +118,17 @@ def load_finished(
     recording = start.recorded() if others else None
     if recording is None or not start.fill_from(others, recording):
         load()
+        if not start.has_loaded(revision, stores):
+            return
     if not others:
         recording = start.recorded()
     start.keep(rank, recording)
+
+
+def _read_headers(uri: str, storage_options: Mapping[str, str] | None) -> tuple[str, TensorTable]:
+    """Return the revision and the tensors of the checkpoint as it is now."""
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        return revision_of(weights.manifest), weights.manifest.tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -185,6 +192,18 @@ class _Start:
             else:
                 self.log.info("penstock: %s", report.summary())
                 return True
+        return False
+
+    def has_loaded(self, revision: str, storage_options: Mapping[str, str] | None) -> bool:
+        """Return whether the checkpoint has this revision after the load, too, so that it is what was loaded."""
+        try:
+            after, _ = _read_headers(self.uri, storage_options)
+            if after == revision:
+                return True
+            why = f"the checkpoint changed during the load: it was {revision}, now it is {after}"
+        except PenstockError as error:
+            why = f"the checkpoint cannot be read after the load: {error}"
+        self.log.warning("penstock: the parameters of %s are not kept for the next engine: %s", self.uri, why)
         return False
 
     def keep(self, rank: int, recording: Recording | None) -> None:
