@@ -145,6 +145,55 @@ def test_tied_tensors_and_buffers() -> None:
         gc.collect()
 
 
+class TiedByMemory(torch.nn.Module):
+    """Two parameters of one memory that are two objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 16)
+        self.head = torch.nn.Linear(16, 32, bias=False)
+        self.head.weight = torch.nn.Parameter(self.embed.weight.data)
+        self.flat = torch.nn.Parameter(self.embed.weight.data.view(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_that_are_tied_by_their_memory(device: str) -> None:
+    with ps.Keeper(accept=True) as keeper:
+        model = TiedByMemory()
+        wanted, objects = model.embed.weight.detach().clone(), list(model.parameters())
+        with torch.device(device):
+            other = TiedByMemory()
+        ps.hand_over(model, "finished")
+        assert keeper.models()[0].nbytes == wanted.nbytes
+        assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+        ps.attach("finished").attach_into(other)
+        for module in (model, other):
+            assert torch.equal(module.embed.weight, wanted)
+            assert torch.equal(module.flat, wanted.view(-1))
+            assert len({parameter.data_ptr() for parameter in module.parameters()}) == 1
+            assert module.head.weight.shape == wanted.shape and module.head.weight.requires_grad
+        del model, other, module, objects
+        gc.collect()
+
+
+def test_nothing_is_kept_that_could_not_be_bound() -> None:
+    class Other(torch.nn.Linear):
+        """Its state has a tensor more from the second time on."""
+
+        num_states = 0
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            self.num_states += 1
+            if self.num_states > 1:
+                destination[prefix + "late"] = torch.zeros(2)
+
+    with ps.Keeper(accept=True) as keeper:
+        with pytest.raises(PlanError, match="late: the keeper has no such tensor"):
+            ps.hand_over(Other(4, 4), "finished")
+        assert keeper.models() == []
+
+
 def test_where_no_keeper_accepts_them() -> None:
     model = made()
     own = model[0].weight.data_ptr()

@@ -568,9 +568,22 @@ def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence
 
 def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
+    pairs = match_parameters(module, tensors, strict=strict)
+    # Only after every check: an error must leave the module unchanged.
+    places = places_of(module)
+    for target, tensor in pairs:
+        _point(target, tensor, places[id(target)])
+
+
+def match_parameters(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a module's parameters and buffers, each once, with the tensor for it; see `Attached.attach_into`.
+
+    Targets of one memory are tied, as they are where weights are kept: the first of their tensors is for all of them.
+    """
     state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
-    pairs = []
-    bound: set[int] = set()
+    bound: dict[tuple[int, int, int], torch.Tensor] = {}
     faults = []
     for name, tensor in tensors.items():
         target = state.get(name)
@@ -580,21 +593,35 @@ def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
         if target.dtype != tensor.dtype or target.shape != tensor.shape:
             ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
             faults.append(f"{name}: {ours} does not fit {theirs}")
-        # A target that is bound already is tied: one parameter under several names.
-        elif id(target) not in bound:
-            pairs.append((target, tensor))
-        bound.add(id(target))
+        bound.setdefault(_memory_of(target), tensor)
     if strict:
-        left = [name for name, target in state.items() if id(target) not in bound and target.numel()]
+        left = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
         faults += [f"{name}: the keeper has no such tensor" for name in left]
     if faults:
         more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
         raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
-    # Only after every check: an error must leave the module unchanged.
-    places = places_of(module)
-    for target, tensor in pairs:
-        _point(target, tensor, places[id(target)])
+    targets = {id(target): target for target in state.values()}.values()
+    pairs = [(target, bound[place]) for target in targets if (place := _memory_of(target)) in bound]
+    return [(target, _as_target(tensor, target)) for target, tensor in pairs]
+
+
+def _as_target(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in the dtype and shape of a target: tied ones may see the same bytes differently."""
+    if (tensor.dtype, tensor.shape) == (target.dtype, target.shape):
+        return tensor
+    return tensor.reshape(-1).view(target.dtype).view(target.shape)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return a value that is equal for tensors of the same memory, which are tied."""
+    # A tensor of a class of its own may have no address, or none of its own.
+    if not tensor.numel() or type(tensor.data) is not torch.Tensor:
+        return id(tensor), 0, 0
+    if tensor.is_meta:
+        # All of these have the address 0.
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes
+    return tensor.data_ptr(), 0, tensor.nbytes
 
 
 def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:

@@ -38,7 +38,7 @@ from penstock.fetch.join import Variant, join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
-from penstock.keeper.attach import LAYOUT, Attached, attach
+from penstock.keeper.attach import LAYOUT, Attached, attach, match_parameters
 from penstock.loader.into import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault
@@ -175,6 +175,9 @@ def hand_over(
     with join(model, connection=connection, variant=Variant(parallel=coordinates)) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
+        # Before the keeper has stored anything: what cannot be bound afterwards need not be kept.
+        kept = {name: tensors[name] for name in offered.layout.table.names if name != LAYOUT}
+        match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
         _ask(door, HandOver(model=model, revision=revision, nbytes=nbytes, parallel=coordinates), connection)
