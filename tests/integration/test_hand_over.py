@@ -255,9 +255,9 @@ def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pyte
     monkeypatch.setenv("PENSTOCK_STALL_S", "4")
     code = (
         "import torch, penstock as ps; from penstock.keeper import hand_over as h; import os, signal\n"
-        "def ask(door, wanted, connection):\n"
+        "def ask(server, wanted, connection):\n"
         "    body = h.msgspec.msgpack.encode(wanted)\n"
-        "    with h.ControlConnection(h.over_unix(str(door)), 'localhost') as control:\n"
+        "    with h.ControlConnection(h.over_unix(str(server)), 'localhost') as control:\n"
         "        control.request('POST', '/v1/keep', body, timeout_s=5)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "h._ask = ask\n"
@@ -317,10 +317,10 @@ def test_what_cannot_be_kept_is_refused() -> None:
 def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.Keeper(accept=True) as keeper:
-        door = handing._keeper_of(torch.device("cpu"))
+        server = handing._keeper_of(torch.device("cpu"))
         wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
         with pytest.raises(OperationFailed, match="could not keep it"):
-            handing._ask(door, wanted, ps.ConnectionSettings())
+            handing._ask(server, wanted, ps.ConnectionSettings())
         assert keeper.models() == []
 
 

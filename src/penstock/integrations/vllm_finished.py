@@ -181,14 +181,14 @@ class _Start:
 
     def fill_from(self, others: Sequence[KeptSet], recording: Recording) -> bool:
         """Fill the model from the first of these engines from which it can be; return whether that was done."""
-        for of in others:
+        for source in others:
             try:
                 report = reshard(
-                    self.model, recording, self.table, self.name, of, connection=self.connection, verify=self.verify
+                    self.model, recording, self.table, self.name, source, connection=self.connection, verify=self.verify
                 )
             except NOT_USABLE as error:
                 message = "penstock: %s is not made of the parameters of %d kept ranks: %s"
-                self.log.warning(message, self.uri, of.size, str(error))
+                self.log.warning(message, self.uri, source.size, str(error))
             else:
                 self.log.info("penstock: %s", report.summary())
                 return True
