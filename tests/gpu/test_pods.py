@@ -92,7 +92,7 @@ def test_device_memory_crosses_pods_as_file_descriptors(llama: Path, pods: tuple
         print("stranger:", stranger)
         assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
         names = {Path(path).name for path in stranger["answers"]}
-        assert {"fds.sock", "door.sock"} <= names
+        assert {"fds.sock", "peer.sock"} <= names
         assert not any(stranger["answers"].values())
 
     assert engine.ask("check", timeout_s=LAST_S)["error"] == ""

@@ -25,10 +25,12 @@ from tests.support.keeper import KeeperProcess
 from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock as ps
+from penstock import api
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
 from penstock.integrations.transformers import from_pretrained
 from penstock.keeper import hand_over as handing
 from penstock.keeper import lease
+from penstock.keeper.attach import Attached
 from penstock.keeper.hand_over import HandOver
 
 WIDTH = 512
@@ -143,6 +145,55 @@ def test_tied_tensors_and_buffers() -> None:
         gc.collect()
 
 
+class TiedByMemory(torch.nn.Module):
+    """Two parameters of one memory that are two objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 16)
+        self.head = torch.nn.Linear(16, 32, bias=False)
+        self.head.weight = torch.nn.Parameter(self.embed.weight.data)
+        self.flat = torch.nn.Parameter(self.embed.weight.data.view(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_that_are_tied_by_their_memory(device: str) -> None:
+    with ps.Keeper(accept=True) as keeper:
+        model = TiedByMemory()
+        wanted, objects = model.embed.weight.detach().clone(), list(model.parameters())
+        with torch.device(device):
+            other = TiedByMemory()
+        ps.hand_over(model, "finished")
+        assert keeper.models()[0].nbytes == wanted.nbytes
+        assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+        ps.attach("finished").attach_into(other)
+        for module in (model, other):
+            assert torch.equal(module.embed.weight, wanted)
+            assert torch.equal(module.flat, wanted.view(-1))
+            assert len({parameter.data_ptr() for parameter in module.parameters()}) == 1
+            assert module.head.weight.shape == wanted.shape and module.head.weight.requires_grad
+        del model, other, module, objects
+        gc.collect()
+
+
+def test_nothing_is_kept_that_could_not_be_bound() -> None:
+    class Other(torch.nn.Linear):
+        """Its state has a tensor more from the second time on."""
+
+        num_states = 0
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            self.num_states += 1
+            if self.num_states > 1:
+                destination[prefix + "late"] = torch.zeros(2)
+
+    with ps.Keeper(accept=True) as keeper:
+        with pytest.raises(PlanError, match="late: the keeper has no such tensor"):
+            ps.hand_over(Other(4, 4), "finished")
+        assert keeper.models() == []
+
+
 def test_where_no_keeper_accepts_them() -> None:
     model = made()
     own = model[0].weight.data_ptr()
@@ -204,9 +255,9 @@ def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pyte
     monkeypatch.setenv("PENSTOCK_STALL_S", "4")
     code = (
         "import torch, penstock as ps; from penstock.keeper import hand_over as h; import os, signal\n"
-        "def ask(door, wanted, connection):\n"
+        "def ask(server, wanted, connection):\n"
         "    body = h.msgspec.msgpack.encode(wanted)\n"
-        "    with h.ControlConnection(h.over_unix(str(door)), 'localhost') as control:\n"
+        "    with h.ControlConnection(h.over_unix(str(server)), 'localhost') as control:\n"
         "        control.request('POST', '/v1/keep', body, timeout_s=5)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "h._ask = ask\n"
@@ -266,10 +317,10 @@ def test_what_cannot_be_kept_is_refused() -> None:
 def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.Keeper(accept=True) as keeper:
-        door = handing._keeper_of(torch.device("cpu"))
+        server = handing._keeper_of(torch.device("cpu"))
         wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
         with pytest.raises(OperationFailed, match="could not keep it"):
-            handing._ask(door, wanted, ps.ConnectionSettings())
+            handing._ask(server, wanted, ps.ConnectionSettings())
         assert keeper.models() == []
 
 
@@ -315,14 +366,116 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
         other = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, dtype=torch.float16)
         assert other.dtype == torch.float16
         assert len(keeper.models()) == 2
+        # So is one with a configuration that the user gives, as often as it is loaded.
+        config = transformers.AutoConfig.from_pretrained(directory)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 5000.0}
+        for is_handed_over in (True, False):
+            caplog.clear()
+            from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, config=config)
+            assert ("handed over" in caplog.text) is is_handed_over
+        assert len(keeper.models()) == 3
         # The same model in another place is the same.
         moved = shutil.copytree(directory, tmp_path / "elsewhere" / "model")
         caplog.clear()
         model = from_pretrained(transformers.AutoModelForCausalLM, moved, keeper=True)
         assert "handed over" not in caplog.text
-        assert len(keeper.models()) == 2
+        assert len(keeper.models()) == 3
         del model, other
         gc.collect()
+
+
+def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
+    auto = transformers.AutoModelForCausalLM
+    directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    with ps.Keeper(accept=True) as keeper:
+        for _ in range(2):
+            for directory in directories:
+                state = from_pretrained(auto, directory, keeper="mine").state_dict()
+                true = auto.from_pretrained(directory).state_dict()
+                assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
+        assert len(keeper.models()) == 2
+        assert all(model.model.startswith("mine.") for model in keeper.models())
+        del state
+        gc.collect()
+
+
+def test_a_checkpoint_that_is_replaced_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = transformers.AutoModelForCausalLM
+    releases = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    for release in releases:
+        ps.manifest(str(release))
+    live = tmp_path / "live"
+
+    def deploy(release: Path) -> None:
+        shutil.rmtree(live, ignore_errors=True)
+        shutil.copytree(release, live)
+
+    def replaced(*arguments: Any, **named: Any) -> None:
+        deploy(releases[1])
+        raise NotFound("no keeper has it")
+
+    deploy(releases[0])
+    with ps.Keeper(accept=True) as keeper:
+        with monkeypatch.context() as patched:
+            # Between the look at the headers and the load.
+            patched.setattr(api, "attach", replaced)
+            from_pretrained(auto, live, keeper=True)
+        assert "the checkpoint changed during the load: model" in caplog.text
+        assert not keeper.models()
+        deploy(releases[0])
+        state = from_pretrained(auto, live, keeper=True).state_dict()
+        true = auto.from_pretrained(live).state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
+        del state
+        gc.collect()
+
+
+@pytest.mark.parametrize("step", ["attach", "attach_into"])
+@pytest.mark.parametrize("kind", [ConfigError, PlanError])
+def test_a_keeper_that_transformers_cannot_use(
+    step: str,
+    kind: type[ps.PenstockError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Made at each call: an error that is kept would keep the model's frame, and with it the lease.
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise kind("the reason")
+
+    auto = transformers.AutoModelForCausalLM
+    directory = save_llama(tmp_path / "model")
+    true = auto.from_pretrained(directory).state_dict()
+    with ps.Keeper(accept=True) as keeper:
+        from_pretrained(auto, directory, keeper=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(api if step == "attach" else Attached, step, fail)
+            model = from_pretrained(auto, directory, keeper=True)
+        assert "its kept parameters cannot be used: the reason" in caplog.text
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
+        del model
+        gc.collect()
+        # No lease is left of the attempt.
+        keeper.drop(keeper.models()[0].model, drain_s=5)
+
+
+def test_damaged_parameters_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "3")
+    auto = transformers.AutoModelForCausalLM
+    directory = save_llama(tmp_path / "model")
+    true = auto.from_pretrained(directory).state_dict()
+    with ps.Keeper(accept=True) as keeper:
+        from_pretrained(auto, directory, keeper=True)
+        gc.collect()
+        keeper.member.weights[0].rows[0][0] ^= 1
+        # The keeper looks for another source first. It finds this process, or knows then that there is none.
+        for _ in range(2):
+            state = from_pretrained(auto, directory, keeper=True).state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
+            del state
+            gc.collect()
 
 
 def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,7 @@ def test_a_keeper_and_an_engine_in_two_pods(
         stranger = engine.ask("stranger")
         assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
         names = {Path(path).name.partition("-")[0] for path in stranger["answers"]}
-        assert {"fds.sock", "door.sock", "data.sock", "hub"} <= names
+        assert {"fds.sock", "peer.sock", "data.sock", "hub"} <= names
         assert not any(stranger["answers"].values()), stranger
 
     assert engine.ask("check")["error"] == ""

@@ -171,7 +171,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     host: Word
     """Equal for members that mount one runtime directory: they can use `shm` and `cuda_ipc`. See `net.unix_sockets`."""
     doors: PeerUrls
-    """Addresses of its server: `unix:///run/.../door.sock`, `http://10.0.0.7:41234`; in order of preference."""
+    """Addresses of its server: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`; in order of preference."""
     rack: Annotated[str, Meta(max_length=256)] = ""
     """A word that near hosts share (a rail, a rack); for the order of relays."""
     name: Annotated[str, Meta(max_length=256)] = ""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError
+from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError, SourceChanged
 from penstock.integrations.accelerated import accelerated as accelerated  # its name for users of transformers
 from penstock.integrations.accelerated import directory
 from penstock.loader.progress import ProgressOption
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from penstock.artifacts.key import Key
     from penstock.loader.start import Loading
     from penstock.sync.recording.layout import Load
     from penstock.sync.shards import Shard
@@ -81,8 +82,8 @@ def from_pretrained(
         progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
         trace: see `penstock.load`; only where the model is filled in place.
         keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
-            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). True: under
-            a name made of all these; a text: under this name.
+            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). They are
+            kept under `NAME.KEY`: a digest of all these is the key; the name is this text, or the model's (True).
         options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
             `token`, `quantization_config` and all others.
 
@@ -272,6 +273,19 @@ class _Plain:
     revision: str
     """Of the checkpoint."""
 
+    def key(self) -> Key:
+        """Return the key of its finished parameters: all that they depend on."""
+        from penstock.artifacts.key import key_of
+
+        # Without the place where it was read: the same model elsewhere has the same parameters.
+        fields = {field: value for field, value in self.config.to_dict().items() if field != "_name_or_path"}
+        described = {
+            "class": self.concrete.__qualname__,
+            "dtype": str(self.dtype),
+            "config": json.dumps(fields, sort_keys=True, default=str),
+        }
+        return key_of(self.revision, engine="transformers", config=described, device=str(self.device))
+
 
 def _plain(
     model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
@@ -364,7 +378,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
     from transformers import initialization
 
     from penstock import api
-    from penstock.artifacts.key import key_of
+    from penstock.keeper.attach import NOT_USABLE
 
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
         hint = "give a directory or a prefix of an object store"
@@ -375,24 +389,26 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         if isinstance(plain, str):
             raise ConfigError(f"its parameters are not kept: {plain}", uri=uri, hint="leave out keeper=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
-        # Without the place where it was read: the same model elsewhere has the same parameters.
-        fields = {field: value for field, value in config.to_dict().items() if field != "_name_or_path"}
-        described = {
-            "class": concrete.__qualname__,
-            "dtype": str(kind),
-            "config": json.dumps(fields, sort_keys=True, default=str),
-        }
-        key = key_of(plain.revision, engine="transformers", config=described, device=str(device))
-        name = keeper if isinstance(keeper, str) else f"{model_name(uri)}.{key.id}"
+        key = plain.key()
+        # With a name of the user's, too: another checkpoint has tensors of the same names and shapes.
+        name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
         try:
-            attached = api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+            with contextlib.ExitStack() as stack:
+                attached = stack.enter_context(
+                    api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+                )
+                with initialization.no_init_weights(), torch.device("meta"):
+                    model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+                model.tie_weights()
+                attached.attach_into(model)
+                # Only now: if the model cannot be bound, its load must not hold a lease.
+                stack.pop_all()
         except (NotFound, HubUnavailable) as error:
             _logger.info("penstock: %s is loaded: %s", uri, error.message)
+        except NOT_USABLE as error:
+            # As text: a record that a handler keeps would keep the frames of an exception, and the model.
+            _logger.warning("penstock: %s is loaded: its kept parameters cannot be used: %s", uri, str(error))
         else:
-            with initialization.no_init_weights(), torch.device("meta"):
-                model = concrete._from_config(copy.deepcopy(config), dtype=kind)
-            model.tie_weights()
-            attached.attach_into(model)
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor._is_hf_initialized = True
             # Buffers that are in no checkpoint have no memory yet; `initialize_weights` computes them.
@@ -406,9 +422,18 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
+        # The files may have been replaced between the look at them and the load. A configuration that was given cannot,
+        # but transformers may have written to it.
+        given = {} if options.get("config") is None else {"config": config}
+        with _local_files(uri, storage_options) as files:
+            now = _plain(model_class, uri, files, {**options, **given}, storage_options)
+        if isinstance(now, str) or (loaded := now.key()) != key:
+            changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
+            raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
         report = api.hand_over(model, name).report
-    # The model is loaded, and a hand-over that fails leaves it as it was.
-    except PenstockError as error:
+    # The model is loaded, and a hand-over that fails leaves it as it was. A config.json that is just being replaced may
+    # be no JSON: ValueError, or OSError by transformers.
+    except (PenstockError, OSError, ValueError) as error:
         _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
     else:
         _logger.info("penstock: handed over: %s", report.summary())

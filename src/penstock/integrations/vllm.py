@@ -126,9 +126,8 @@ def _loader_class() -> type[Any]:
                     from penstock.integrations.vllm_finished import load_finished
 
                     uri = self._objects.get(model_config.model, model_config.model)
-                    place = _rank(), _world_size()
                     configs = model_config, self._vllm_config
-                    load_finished(model, *configs, uri, self._options, *place, load, vllm_logger())
+                    load_finished(model, *configs, uri, self._options, *rank_of_engine(), load, vllm_logger())
                 else:
                     load()
             # What follows in `load_model`; nothing does in a load into a model that is there already.
@@ -152,7 +151,7 @@ def _loader_class() -> type[Any]:
                 files: str | list[str] = f"{uri.rstrip('/')}/{subfolder}" if subfolder else uri
             else:
                 files = _hub_uri(self, source, self._options) or _files(self, source)
-            place = replica.Place(rank=_rank, device=partial(_device, self.load_config), group=_group)
+            place = replica.Place(rank=_local_rank, device=partial(_device, self.load_config), group=_group)
             progress = None if getattr(self.load_config, "use_tqdm_on_load", True) else False
             tensors = replica.checkpoint(
                 files, _wanted(self, source), self._options, place, model=uri, log=vllm_logger(), progress=progress
@@ -209,7 +208,7 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
     if (
         replica.FleetOptions.read(options, source.model_or_path) is None
         and not options.get("distributed")
-        and _world_size() > 1
+        and rank_of_engine()[1] > 1
     ):
         # Each rank would read all of it from the hub.
         return 'there are several ranks, and neither "distributed" nor "fleet" is given'
@@ -248,18 +247,25 @@ def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
     return wanted
 
 
-def _rank() -> int:
+def rank_of_engine() -> tuple[int, int]:
+    """Return the rank of this process among all ranks that share one model's parameters, and their number.
+
+    Experts may be sharded over data-parallel ranks: these count, on all hosts. Data-parallel replicas of a dense model
+    are engines of their own: each counts its ranks from 0.
+    """
+    # Not of the configuration: a draft model has one of its own without data parallelism, and its numbers mean
+    # different things under an external launcher. vLLM sets up the world group by its own rules for all of these.
+    from vllm.distributed import get_world_group
+
+    world = get_world_group()
+    return int(world.rank), int(world.world_size)
+
+
+def _local_rank() -> int:
     """Return the rank of this process among those of one replica on this host, which read the same checkpoint."""
     from vllm.distributed import get_world_group
 
     return int(get_world_group().local_rank)
-
-
-def _world_size() -> int:
-    """Return the number of ranks of this engine."""
-    from vllm.distributed import get_world_group
-
-    return int(get_world_group().world_size)
 
 
 def _device(load_config: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +22,9 @@ import torch
 
 from penstock.artifacts.key import key_of
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import (
-    ConfigError,
-    FormatError,
-    HubUnavailable,
-    IntegrityError,
-    NotFound,
-    OperationFailed,
-    PeerLost,
-    PenstockError,
-    PlanError,
-    SourceBusy,
-    SourceStalled,
-    StaleDescriptor,
-)
+from penstock.errors import ConfigError, HubUnavailable, NotFound, OperationFailed, PenstockError, PlanError
 from penstock.hub.auth import first_token
-from penstock.keeper.attach import attach, kept_here
+from penstock.keeper.attach import NOT_USABLE, attach, kept_here
 from penstock.keeper.hand_over import hand_over
 from penstock.lifecycle import paused_gc
 from penstock.peer.local_weights import revision_of
@@ -47,19 +35,7 @@ from penstock.sync.recording.layout import Recording
 from penstock.sync.recording.requirements import record
 from penstock.types import TensorTable
 
-_NOT_USABLE: tuple[type[PenstockError], ...] = (
-    FormatError,
-    HubUnavailable,
-    IntegrityError,
-    NotFound,
-    PeerLost,
-    PlanError,
-    SourceBusy,
-    SourceStalled,
-    StaleDescriptor,
-)
-"""Why a keeper cannot be used, while the checkpoint can: parameters are away, damaged, or of other tensors."""
-_NOT_KEPT: tuple[type[PenstockError], ...] = (*_NOT_USABLE, OperationFailed)
+_NOT_KEPT: tuple[type[PenstockError], ...] = (*NOT_USABLE, OperationFailed)
 _OF_LOADERS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What code that loads weights raises where it gets tensors without values."""
 
@@ -96,8 +72,7 @@ def load_finished(
         hint = 'leave out "finished": "keeper" attaches to the checkpoint'
         raise ConfigError(f'"finished" is for engines on the CPU, and this one is on {sorted(devices)}', hint=hint)
     stores = options.get("storage_options")
-    with open_weights(uri, settings=Settings.read(), storage_options=stores) as weights:
-        revision, table = revision_of(weights.manifest), weights.manifest.tensors
+    revision, table = _read_headers(uri, stores)
     # Engines of two sizes differ in more than the size: vLLM's limits of a batch depend on it. So the name is of the
     # model alone, and the rest is among the coordinates.
     described = {"model_config": model_config.compute_hash(), "model": type(model).__qualname__}
@@ -114,31 +89,46 @@ def load_finished(
     )
     others: list[KeptSet] = []
     try:
-        attached = attach(
-            name,
-            connection=start.connection,
-            device="cpu",
-            parallel=start.own.coordinates(rank),
-            verify=start.verify,
-            wait_s=0,
-        )
-    except _NOT_USABLE as error:
-        # As text, here and below: a record that a handler keeps would keep the frames of an exception, and the model.
-        level = logging.INFO if isinstance(error, NotFound | HubUnavailable) else logging.WARNING
-        log.log(level, "penstock: the parameters of %s are not kept for this rank: %s", uri, str(error))
+        with ExitStack() as stack:
+            attached = stack.enter_context(
+                attach(
+                    name,
+                    connection=start.connection,
+                    device="cpu",
+                    parallel=start.own.coordinates(rank),
+                    verify=start.verify,
+                    wait_s=0,
+                )
+            )
+            attached.attach_into(model)
+            # Only now: if the model cannot be bound, its load must not hold a lease.
+            stack.pop_all()
+    # As text, here and below: a record that a handler keeps would keep the frames of an exception, and the model.
+    except (NotFound, HubUnavailable) as error:
+        log.info("penstock: the parameters of %s are not kept for this rank: %s", uri, str(error))
         if not isinstance(error, HubUnavailable):
             others = start.others()
+    except NOT_USABLE as error:
+        log.warning("penstock: the kept parameters of %s cannot be used for this rank: %s", uri, str(error))
+        others = start.others()
     else:
-        attached.attach_into(model)
         log.info("penstock: finished parameters: %s", attached.report.summary())
         return
     # Recorded before the load only if it is used at once: the loader's first run is then its own, as without a keeper.
     recording = start.recorded() if others else None
     if recording is None or not start.fill_from(others, recording):
         load()
+        if not start.has_loaded(revision, stores):
+            return
     if not others:
         recording = start.recorded()
     start.keep(rank, recording)
+
+
+def _read_headers(uri: str, storage_options: Mapping[str, str] | None) -> tuple[str, TensorTable]:
+    """Return the revision and the tensors of the checkpoint as it is now."""
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        return revision_of(weights.manifest), weights.manifest.tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -160,8 +150,8 @@ class _Start:
         """Return the other engines of this model whose ranks are all kept."""
         try:
             sets, lacking = kept_sets(kept_here(self.name, device="cpu", connection=self.connection), self.own)
-        except HubUnavailable as error:
-            self.log.info("penstock: the kept parameters of other engines are not known: %s", str(error))
+        except NOT_USABLE as error:
+            self.log.warning("penstock: the kept parameters of other engines are not known: %s", str(error))
             return []
         for why in lacking:
             self.log.warning("penstock: %s is not made of the parameters of another engine: %s", self.uri, why)
@@ -191,17 +181,29 @@ class _Start:
 
     def fill_from(self, others: Sequence[KeptSet], recording: Recording) -> bool:
         """Fill the model from the first of these engines from which it can be; return whether that was done."""
-        for of in others:
+        for source in others:
             try:
                 report = reshard(
-                    self.model, recording, self.table, self.name, of, connection=self.connection, verify=self.verify
+                    self.model, recording, self.table, self.name, source, connection=self.connection, verify=self.verify
                 )
-            except _NOT_USABLE as error:
+            except NOT_USABLE as error:
                 message = "penstock: %s is not made of the parameters of %d kept ranks: %s"
-                self.log.warning(message, self.uri, of.size, str(error))
+                self.log.warning(message, self.uri, source.size, str(error))
             else:
                 self.log.info("penstock: %s", report.summary())
                 return True
+        return False
+
+    def has_loaded(self, revision: str, storage_options: Mapping[str, str] | None) -> bool:
+        """Return whether the checkpoint has this revision after the load, too, so that it is what was loaded."""
+        try:
+            after, _ = _read_headers(self.uri, storage_options)
+            if after == revision:
+                return True
+            why = f"the checkpoint changed during the load: it was {revision}, now it is {after}"
+        except PenstockError as error:
+            why = f"the checkpoint cannot be read after the load: {error}"
+        self.log.warning("penstock: the parameters of %s are not kept for the next engine: %s", self.uri, why)
         return False
 
     def keep(self, rank: int, recording: Recording | None) -> None:

@@ -36,7 +36,7 @@ from penstock import api
 from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, NotFound, PeerLost
 from penstock.hub.auth import first_token
-from penstock.integrations.vllm import vllm_logger
+from penstock.integrations.vllm import rank_of_engine, vllm_logger
 from penstock.integrations.vllm_staging import StagingModel
 
 
@@ -128,7 +128,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
-        rank, world_size = _rank_of(self.parallel_config)
+        rank, world_size = rank_of_engine()
         with contextlib.ExitStack() as stack:
             with _agreed():
                 staging = StagingModel(self.model, self.vllm_config, device)
@@ -138,7 +138,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     connection=ConnectionSettings(
                         hub=init_info.hub,
                         token=first_token(init_info.token_file),
-                        listen=_listen(init_info.listen, rank),
+                        listen=_listen(init_info.listen, self.parallel_config),
                         stall_s=init_info.stall_s,
                     ),
                     # Direct, but into the staging model: the serving model is not touched before a version is complete.
@@ -360,17 +360,11 @@ def _gathered(mine: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
 
 
-def _rank_of(parallel: Any) -> tuple[int, int]:
-    """Return the rank of this worker among those of one engine, data-parallel replicas included, and their number."""
-    return (
-        parallel.data_parallel_index * parallel.world_size + parallel.rank,
-        parallel.data_parallel_size * parallel.world_size,
-    )
-
-
-def _listen(place: str | None, rank: int) -> str | None:
+def _listen(place: str | None, parallel: Any) -> str | None:
     """Return the address of a worker: each has a port of its own, from the first worker's on."""
     if place is None:
         return None
     host, _, port = place.rpartition(":")
-    return f"{host}:{int(port) + rank if int(port) else 0}"
+    # Data-parallel replicas of a dense model, too, which all count their ranks from 0.
+    number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return f"{host}:{int(port) + number if int(port) else 0}"

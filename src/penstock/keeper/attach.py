@@ -27,6 +27,7 @@ from penstock.arguments import require_name, require_text_map
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
+    DestinationError,
     FormatError,
     HubUnavailable,
     IntegrityError,
@@ -36,6 +37,7 @@ from penstock.errors import (
     PermissionDenied,
     PlanError,
     SourceBusy,
+    SourceError,
     SourceStalled,
     StaleDescriptor,
 )
@@ -72,6 +74,18 @@ class _SeveralRevisions(ConfigError):
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
 """Errors worth a retry: a keeper starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
+
+NOT_USABLE: tuple[type[PenstockError], ...] = (
+    ConfigError,
+    DestinationError,
+    FormatError,
+    IntegrityError,
+    PeerLost,
+    PlanError,
+    SourceError,
+)
+"""Errors of kept weights after which an engine can still load the checkpoint: they are away, damaged, of other tensors,
+on another device, or cannot be mapped here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +256,7 @@ def attach(
 def kept_here(
     model: str, *, device: str | int | torch.device, connection: ConnectionSettings | str | None = None
 ) -> list[HoldingState]:
-    """Return everything that keepers of this host have under a model's name on a kind of device, in other tiers too.
+    """Return everything that keepers of this host have under a model's name on a device, in other tiers too.
 
     Raises:
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
@@ -268,12 +282,16 @@ class _Wanted:
         """Return whether a holding is of the wanted revision and coordinates, wherever and in whatever state."""
         return holding.is_of(self.revision) and self.parallel in (None, holding.identity.parallel)
 
-    def is_ready(self, holding: HoldingState) -> bool:
-        """Return whether a holding is kept, complete, and on the wanted kind of device."""
+    def is_complete(self, holding: HoldingState) -> bool:
+        """Return whether a holding is kept and complete, on the wanted kind of device."""
         kind = holding.device.partition(":")[0]
-        is_there = self.device is None or self.device.type == kind
         # In another tier it is not `whole` now, but the keeper brings it back for a lease.
-        return holding.kept and (holding.state == "whole" or bool(holding.tier)) and is_there
+        is_whole = holding.state == "whole" or bool(holding.tier)
+        return holding.kept and is_whole and (self.device is None or self.device.type == kind)
+
+    def is_ready(self, holding: HoldingState) -> bool:
+        """Return whether a holding is kept and complete, on the wanted device."""
+        return self.is_complete(holding) and (self.device is None or device_id(self.device) == holding.device_id)
 
 
 def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wait_s: float) -> Attached:
@@ -339,11 +357,12 @@ class _Search:
         raise last
 
     def _keepers(self) -> list[tuple[str, HoldingState]]:
-        """Return members of this host that keep the complete model on the wanted kind of device."""
+        """Return members of this host that keep the complete model on the wanted device."""
         # Others are listed in the error: a model on another device, or still loading, explains why there is none.
         others = []
         here = host_id()
         keepers = []
+        on_another_gpu = []
         num_elsewhere = 0
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
@@ -354,7 +373,11 @@ class _Search:
                     continue
                 if self._wanted.is_ready(holding):
                     keepers.append((member.member, holding))
+                elif self._wanted.is_complete(holding):
+                    on_another_gpu.append(holding)
                 others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
+        if not keepers and on_another_gpu:
+            _device_here(on_another_gpu[0], self._wanted.device)
         if not keepers:
             listed = f" (here: {'; '.join(others[:4])})" if others else ""
             if num_elsewhere:
@@ -545,9 +568,22 @@ def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence
 
 def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
+    pairs = match_parameters(module, tensors, strict=strict)
+    # Only after every check: an error must leave the module unchanged.
+    places = places_of(module)
+    for target, tensor in pairs:
+        _point(target, tensor, places[id(target)])
+
+
+def match_parameters(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a module's parameters and buffers, each once, with the tensor for it; see `Attached.attach_into`.
+
+    Targets of one memory are tied, as they are where weights are kept: the first of their tensors is for all of them.
+    """
     state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
-    pairs = []
-    bound: set[int] = set()
+    bound: dict[tuple[int, int, int], torch.Tensor] = {}
     faults = []
     for name, tensor in tensors.items():
         target = state.get(name)
@@ -557,21 +593,35 @@ def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
         if target.dtype != tensor.dtype or target.shape != tensor.shape:
             ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
             faults.append(f"{name}: {ours} does not fit {theirs}")
-        # A target that is bound already is tied: one parameter under several names.
-        elif id(target) not in bound:
-            pairs.append((target, tensor))
-        bound.add(id(target))
+        bound.setdefault(_memory_of(target), tensor)
     if strict:
-        left = [name for name, target in state.items() if id(target) not in bound and target.numel()]
+        left = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
         faults += [f"{name}: the keeper has no such tensor" for name in left]
     if faults:
         more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
         raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
-    # Only after every check: an error must leave the module unchanged.
-    places = places_of(module)
-    for target, tensor in pairs:
-        _point(target, tensor, places[id(target)])
+    targets = {id(target): target for target in state.values()}.values()
+    pairs = [(target, bound[place]) for target in targets if (place := _memory_of(target)) in bound]
+    return [(target, _as_target(tensor, target)) for target, tensor in pairs]
+
+
+def _as_target(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in the dtype and shape of a target: tied ones may see the same bytes differently."""
+    if (tensor.dtype, tensor.shape) == (target.dtype, target.shape):
+        return tensor
+    return tensor.reshape(-1).view(target.dtype).view(target.shape)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return a value that is equal for tensors of the same memory, which are tied."""
+    # A tensor of a class of its own may have no address, or none of its own.
+    if not tensor.numel() or type(tensor.data) is not torch.Tensor:
+        return id(tensor), 0, 0
+    if tensor.is_meta:
+        # All of these have the address 0.
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes
+    return tensor.data_ptr(), 0, tensor.nbytes
 
 
 def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:

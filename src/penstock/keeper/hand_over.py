@@ -38,12 +38,12 @@ from penstock.fetch.join import Variant, join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
-from penstock.keeper.attach import LAYOUT, Attached, attach
+from penstock.keeper.attach import LAYOUT, Attached, attach, match_parameters
 from penstock.loader.into import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault
 from penstock.peer.local_weights import device_id
-from penstock.peer.server import MAX_BODY_BYTES, Query
+from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"
 """Name of the requests at the keeper's server."""
@@ -168,16 +168,19 @@ def hand_over(
         )
     device = devices.pop()
     connection = resolve_connection(connection)
-    door = _keeper_of(device)
+    server = _keeper_of(device)
     if layout:
         tensors = {**tensors, LAYOUT: torch.frombuffer(bytearray(layout), dtype=torch.uint8).to(device)}
     coordinates = dict(parallel or {})
     with join(model, connection=connection, variant=Variant(parallel=coordinates)) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
+        # Before the keeper has stored anything: what cannot be bound afterwards need not be kept.
+        kept = {name: tensors[name] for name in offered.layout.table.names if name != LAYOUT}
+        match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
-        _ask(door, HandOver(model=model, revision=revision, nbytes=nbytes, parallel=coordinates), connection)
+        _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes, parallel=coordinates), connection)
         attached = attach(
             model, connection=connection, device=device, revision=revision, parallel=coordinates, verify=verify
         )
@@ -202,47 +205,47 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _doors(device: torch.device) -> Iterator[Path]:
+def _servers(device: torch.device) -> Iterator[Path]:
     """Yield the sockets of keepers of this host that accept parameters for a device."""
     wanted = device_id(device)
     for marker in sorted(private_directory().glob(f"p-*/{ACCEPTS}")):
-        door = marker.with_name("door.sock")
+        socket = marker.with_name(SOCKET_NAME)
         try:
             accepts = marker.read_text(encoding="utf-8")
         except OSError:
             # The keeper ended just now.
             continue
-        if accepts == wanted and not private_socket_fault(str(door)):
-            yield door
+        if accepts == wanted and not private_socket_fault(str(socket)):
+            yield socket
 
 
 def _keeper_of(device: torch.device) -> Path:
     """Return the socket of the first keeper that accepts parameters for a device and answers."""
-    for door in _doors(device):
-        with ControlConnection(over_unix(str(door)), "localhost") as connection:
+    for socket in _servers(device):
+        with ControlConnection(over_unix(str(socket)), "localhost") as connection:
             try:
                 status, _ = connection.request("GET", "/v1/alive", timeout_s=Settings.read().stall_s)
             except OSError:
                 continue
             if status == HTTPStatus.NO_CONTENT:
-                return door
+                return socket
     hint = "start `penstock keep --accept`, with the same user and PENSTOCK_RUNTIME_DIR"
     raise NotFound(f"no keeper on this host accepts parameters for {device}", hint=hint)
 
 
-def _ask(door: Path, wanted: HandOver, connection: ConnectionSettings) -> None:
+def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None:
     """Ask a keeper to keep what this process offers, and wait until it does. Raises the reason against it."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     body = msgspec.msgpack.encode(wanted)
-    with ControlConnection(over_unix(str(door)), "localhost") as control:
+    with ControlConnection(over_unix(str(server)), "localhost") as control:
         while True:
             try:
                 status, answer = control.request("POST", f"/v1/{HANDLER}", body, timeout_s=stall_s)
             except OSError as error:
                 hint = "look at its log"
-                raise OperationFailed(f"the keeper does not answer: {error}", uri=str(door), hint=hint) from error
+                raise OperationFailed(f"the keeper does not answer: {error}", uri=str(server), hint=hint) from error
             if status != HTTPStatus.OK:
-                raise OperationFailed(f"the keeper refuses: {_fault(answer)}", uri=str(door))
+                raise OperationFailed(f"the keeper refuses: {_fault(answer)}", uri=str(server))
             said = msgspec.msgpack.decode(answer, type=HandOverState)
             if said.state == "kept":
                 return

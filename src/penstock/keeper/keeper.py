@@ -159,9 +159,9 @@ class Keeper:
         if accept:
             self._handed_over = HandOverHandler(self._take, self._reloads)
             self.member.server.handlers[HANDLER] = self._handed_over
-            door = Path(self.member.server.addresses[0].removeprefix("unix://"))
+            socket = Path(self.member.server.addresses[0].removeprefix("unix://"))
             # Last: engines look for it.
-            door.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
+            socket.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
 
     def keep(

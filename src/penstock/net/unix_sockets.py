@@ -112,7 +112,7 @@ def private_socket_fault(path: str) -> str:
     return ""
 
 
-_LONGEST_NAME = "/p-XXXXXXXX/door.sock"
+_LONGEST_NAME = "/p-XXXXXXXX/peer.sock"
 """Longest name of a socket in the runtime directory."""
 _MAX_PATH_BYTES = 107
 """Longest path of a Unix socket. Source: unix(7)."""

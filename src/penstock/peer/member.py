@@ -68,7 +68,7 @@ from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.host_links import host_links
 from penstock.peer.local_weights import LocalWeights
-from penstock.peer.server import PeerServer
+from penstock.peer.server import SOCKET_NAME, PeerServer
 from penstock.phases import Boot, boot_record
 from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.journey import Failure, recent_failures
@@ -154,7 +154,7 @@ class Member:
                 trust=self.trust,
             )
             self.server = PeerServer(
-                self._runtime_dir.path / "door.sock",
+                self._runtime_dir.path / SOCKET_NAME,
                 self.check_grant,
                 listen=listen,
                 tls=None if tls is None else tls.serving,

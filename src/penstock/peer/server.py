@@ -63,6 +63,8 @@ from penstock.net.listener import bound_socket
 from penstock.peer.local_weights import LocalWeights, to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
 
+SOCKET_NAME = "peer.sock"
+"""Name of the Unix socket in a member's directory."""
 MAX_BODY_BYTES = 64 << 10
 """Longest request body; a lease request is under 1 KiB."""
 MAX_WAIT_S = 5.0

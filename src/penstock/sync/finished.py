@@ -101,13 +101,13 @@ def kept_sets(holdings: Sequence[HoldingState], own: KeptSet) -> tuple[list[Kept
             ranks.setdefault(KeptSet(int(at[2]), parallel.get("config", "")), set()).add(int(at[1]))
     ranks.pop(own, None)
     complete, lacking = [], []
-    for one, kept in sorted(ranks.items()):
-        missing = [str(rank) for rank in range(one.size) if rank not in kept]
+    for engine, kept in sorted(ranks.items()):
+        missing = [str(rank) for rank in range(engine.size) if rank not in kept]
         if not missing:
-            complete.append(one)
+            complete.append(engine)
             continue
         listed = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
-        lacking.append(f"of {one.size} ranks, rank {listed} is not kept on this host")
+        lacking.append(f"of {engine.size} ranks, rank {listed} is not kept on this host")
     return complete, lacking
 
 
@@ -138,7 +138,7 @@ def reshard(
     recording: Recording,
     table: TensorTable,
     model: str,
-    of: KeptSet,
+    source: KeptSet,
     *,
     connection: ConnectionSettings | str | None = None,
     verify: bool = True,
@@ -150,7 +150,7 @@ def reshard(
         recording: of its loader.
         table: the checkpoint.
         model: the name under which the sets are kept.
-        of: the set to use, one of `kept_sets`.
+        source: the set to use, one of `kept_sets`.
         connection: as of `attach`.
         verify: digest all of the ranks' bytes here; see `attach`.
 
@@ -168,12 +168,12 @@ def reshard(
                     model,
                     connection=connection,
                     device="cpu",
-                    parallel=of.coordinates(rank),
+                    parallel=source.coordinates(rank),
                     verify=verify,
                     wait_s=0,
                 )
             )
-            for rank in range(of.size)
+            for rank in range(source.size)
         ]
         attached = time.perf_counter()
         filling = Filling(module, recording, table, [KeptRank(tensors=rank, layout=rank.layout) for rank in kept])
@@ -185,7 +185,7 @@ def reshard(
         copied = time.perf_counter()
     return ReshardReport(
         model=model,
-        num_ranks=of.size,
+        num_ranks=source.size,
         kept_bytes=sum(rank.report.nbytes for rank in kept),
         nbytes=filling.nbytes,
         phases={"attach": attached - begun, "plan": planned - attached, "copy": copied - planned},

@@ -1,0 +1,53 @@
+"""The choice among what keepers of one host have; the hub is a stand-in, and so are the GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.hubs import key_state
+
+from penstock.errors import ConfigError, NotFound
+from penstock.hub.messages import HoldingState
+from penstock.keeper import attach
+from penstock.keeper.attach import _Search, _SeveralRevisions, _Wanted
+from penstock.net.unix_sockets import host_id
+
+GPUS = ("GPU-a", "GPU-b")
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "device_id", lambda device: GPUS[device.index] if device.type == "cuda" else "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+
+
+def kept(gpu: int, revision: str = "w1-a", tier: str = "") -> HoldingState:
+    # Each keeper sees its own GPU only, so both call it cuda:0.
+    state: Any = "filling" if tier else "whole"
+    device = {"device": "cuda:0", "device_id": GPUS[gpu]}
+    return key_state(((0, 100),), kept=True, tier=tier, state=state, revision=revision, **device)
+
+
+def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingState]:
+    members = [SimpleNamespace(member=str(n), host=host_id(), holdings=(h,)) for n, h in enumerate(holdings)]
+    hub: Any = SimpleNamespace(member="me", status=lambda model: SimpleNamespace(members=members))
+    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0)._keepers()]
+
+
+def test_only_what_is_on_the_wanted_gpu() -> None:
+    first, second = kept(0), kept(1, "w1-b")
+    assert found(torch.device("cuda", 0), first, second) == [first]
+    assert found(torch.device("cuda", 1), first, second) == [second]
+    assert found(torch.device("cuda", 1), first, kept(1, tier="host")) == [kept(1, tier="host")]
+    with pytest.raises(_SeveralRevisions):
+        found(None, first, second)
+
+
+def test_what_is_only_elsewhere_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"kept on cuda:0, not on cuda:1"):
+        found(torch.device("cuda", 1), kept(0))
+    with pytest.raises(NotFound, match=r"here: kept, whole, on cuda:0"):
+        found(torch.device("cpu"), kept(0))
