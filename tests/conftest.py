@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,19 @@ def own_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
         gc.collect()
+
+
+@pytest.fixture
+def refuse_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function after which no thread of a name can be started, as at the system's limit of threads."""
+    start = threading.Thread.start
+
+    def refuse_named(name: str) -> None:
+        def start_others(thread: threading.Thread) -> None:
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_others)
+
+    return refuse_named

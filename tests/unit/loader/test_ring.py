@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.ring import ring_refused
 
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import HostPlace, Segment
@@ -24,24 +25,13 @@ from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import plan_load
 from penstock.storage import MemorySource, Source
 from penstock.storage.files import FileSource
-from penstock.storage.io_uring import Uring, refusal
+from penstock.storage.io_uring import Uring
 from penstock.testing.source_suite import sample
 from penstock.types import DType, TensorTable
 
 CHUNK = 64 << 10
 NUM_READS = 3
 MODEL_BYTES = 40 * CHUNK
-
-
-def ring_refused() -> str:
-    """Return why this system gives no ring; empty where it does."""
-    if why := refusal():
-        return why
-    try:
-        Uring(1, 1).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {ring_refused()}")
@@ -244,16 +234,9 @@ def error_of(run: LoadRun) -> BaseException | None:
 
 
 def test_a_read_for_threads_that_cannot_be_started_ends_the_run(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Bench], refuse_thread: Callable[[str], None]
 ) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "penstock-fetch-0":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_thread("penstock-fetch-0")
     run = make(1, memory_nbytes=10 * CHUNK).start()
     error = error_of(run)
     assert isinstance(error, DestinationError)

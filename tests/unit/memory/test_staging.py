@@ -233,15 +233,8 @@ def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) 
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
 
 
-def test_warming_does_with_the_threads_that_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "penstock-staging-1":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+def test_warming_does_with_the_threads_that_can_be_started(make: Make, refuse_thread: Callable[[str], None]) -> None:
+    refuse_thread("penstock-staging-1")
     registrar = Counting()
     pool = make(4, registrar=registrar)
     pool.warm(2)

@@ -9,20 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.support.ring import ring_refused
 
-from penstock.storage.io_uring import Uring, refusal
-
-
-def ring_refused() -> str:
-    """Return why this system gives no ring; empty where it does."""
-    if why := refusal():
-        return why
-    try:
-        Uring(1, 1).close()
-    except OSError as error:
-        return str(error)
-    return ""
-
+from penstock.storage.io_uring import Uring
 
 pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {ring_refused()}")
 

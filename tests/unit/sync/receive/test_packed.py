@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import msgspec
@@ -456,16 +456,9 @@ def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pyte
     assert len(hung) < 5
 
 
-def test_a_thread_that_cannot_be_started_is_named(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_named(http: Links, refuse_thread: Callable[[str], None]) -> None:
     world = World(http)
-    start = threading.Thread.start
-
-    def limited(self: threading.Thread) -> None:
-        if self.name == "penstock-leases":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
+    refuse_thread("penstock-leases")
     with pytest.raises(DestinationError, match="no thread can be started"):
         world.transfer().run(world.links())
 
