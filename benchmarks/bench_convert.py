@@ -67,6 +67,15 @@ for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
     save_file(found, into / path.name)
 print("moving", time.monotonic() - began)
 """
+LLMCOMPRESSOR = """
+import sys, time, torch
+from llmcompressor import model_free_ptq
+source, into, num_workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or "cpu"
+began = time.monotonic()
+model_free_ptq(source, into, scheme="FP8_BLOCK", ignore=["lm_head"], max_workers=num_workers, device=devices)
+print("moving", time.monotonic() - began)
+"""
 MERGE = """
 import sys, time, torch
 from pathlib import Path
@@ -293,6 +302,11 @@ def fp8_rows(bench: Bench) -> None:
     bench.attempt(
         work, "torch script", lambda: bench.script(work, nbytes, FP8, source, bench.home / "out", bench.device)
     )
+    if args.llmcompressor:
+        command = [args.llmcompressor, "-c", LLMCOMPRESSOR, str(source), str(bench.home / "out"), str(args.workers)]
+        bench.attempt(
+            work, "llmcompressor", lambda: bench.measured(work, "llmcompressor", nbytes, command, args.script_reps)
+        )
 
 
 def merge_rows(bench: Bench) -> None:
@@ -324,6 +338,7 @@ def main() -> int:
     parser.add_argument("--memory", default="256M", help="of each worker")
     parser.add_argument("--home", type=Path, default=Path("/dev/shm/penstock-bench-convert"))
     parser.add_argument("--mergekit", default="", help="path of mergekit-yaml")
+    parser.add_argument("--llmcompressor", default="", help="path of a Python that has llmcompressor")
     parser.add_argument("--only", choices=["fp8", "merge"])
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--script-reps", type=int, default=0, help="of the others; 0: as many as --reps")
