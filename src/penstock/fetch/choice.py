@@ -1,4 +1,4 @@
-"""The choice of what a fetch reads from whom: its upstreams in the hub's orders, and the missing chunks.
+"""The choice of the chunks that a fetch reads from each upstream, by the hub's orders and by what is missing.
 
 In: the hub's answers, readers that know what their upstreams have. Out: the chunks to read from each now; upstreams to
 ask for news, and to leave.

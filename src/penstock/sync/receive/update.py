@@ -143,7 +143,7 @@ class UpdateLoop:
         options: Options,
         *,
         stall_s: float,
-        before_free: Callable[[], None] = lambda: None,
+        before_free: Callable[[], None],
     ) -> None:
         self._before_free = before_free
         self._membership = membership
