@@ -56,6 +56,10 @@ READS_AT_ONCE = 16
 """Steps under way of all sources."""
 READS_OF_ONE = 4
 """Steps under way of one source: two or more, so that its link is not idle while one is posted."""
+NEAR_READS = 2
+"""Reads under way of all devices of this host together. Receivers that read the same sources at once share their links:
+two of them get 320 GB/s each of 393, and 365 where each reads one source after the other and begins with another one.
+With four reads under way they drift into each other's turns: 345. Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
 """Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
@@ -87,6 +91,14 @@ class Part:
     num_rows: I64
     src_pitch: I64
     dst_pitch: I64
+    first_source: int = 0
+    """The source with which the receiver begins, the others following in their order: each receiver has another one, so
+    that not all read the first at once. Publishers of earlier releases do not send it."""
+
+    def turn_of(self, source: I64) -> I64:
+        """Return the place of sources in the receiver's order."""
+        turn: I64 = (source - self.first_source) % max(len(self.sources), 1)
+        return turn
 
     def check(self, *, src_nbytes: Sequence[int], dst_nbytes: int) -> None:
         """Raise PlanError unless it keeps to memories of these sizes: a part may come from another process."""
@@ -225,7 +237,6 @@ class SyncPlan:
         source = self.team_source[slot]
         # By bucket first, since a bucket is read when its source has made it; then by source, for long reads.
         bucket = self.want_bucket[want]
-        # Each receiver begins with another source, so that not all fall upon the first.
         begin = receiver * len(self.sources) // len(self.receivers)
         order = np.argsort(bucket * len(self.sources) + (source - begin) % len(self.sources), kind="stable")
         strip, want = strip[order], want[order]
@@ -242,6 +253,7 @@ class SyncPlan:
             num_rows=self.strip_rows[strip],
             src_pitch=self.strip_src_pitch[strip],
             dst_pitch=self.strip_dst_pitch[strip],
+            first_source=begin,
         )
 
     def _slots(self, receiver: int, strip: I64) -> I64:

@@ -93,8 +93,8 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piec
     # A part can have millions of segments: everything here is columns, and the loop below runs once per step.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
-    # By window, then by source, and within those in the part's own order.
-    order = np.lexsort((np.arange(len(segment_window)), part.source, segment_window))
+    # By window, then by source in the receiver's order, and within those in the part's own order.
+    order = np.lexsort((np.arange(len(segment_window)), part.turn_of(part.source), segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
     # A step begins where the window or the source changes, and within those after every `piece_bytes`.

@@ -8,6 +8,9 @@ use of progress reports (`sync.publish.rank_group`).
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
+Sources that are devices of this host share one queue, one source after the other: receivers that read several of them
+at once share their links, which then carry less. Every other source has a queue of its own.
+
 From a source that had all rows at the start, the digests of many steps are requested together (`ask`) while the steps
 are read; from any other source, the digests of each step are requested before it is read.
 
@@ -24,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -34,7 +38,15 @@ from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.lifecycle import quick_handover
-from penstock.plan.sync import AHEAD_WINDOWS, ASK_BYTES, READS_AT_ONCE, READS_OF_ONE, WATERMARK_BYTES, Part
+from penstock.plan.sync import (
+    AHEAD_WINDOWS,
+    ASK_BYTES,
+    NEAR_READS,
+    READS_AT_ONCE,
+    READS_OF_ONE,
+    WATERMARK_BYTES,
+    Part,
+)
 from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Progress
@@ -250,6 +262,14 @@ class Transfer:
         return self._windows
 
 
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Steps that wait for their turn, and the number of those that were posted and have not arrived."""
+
+    steps: deque[Step]
+    num_flying: int = 0
+
+
 class _TransferRun(Run):
     """A run of a transfer: it requests ready rows and digests, reads, verifies, and counts.
 
@@ -270,16 +290,15 @@ class _TransferRun(Run):
         self._delta = transfer.delta
         # From every source, also one that had all rows at the start.
         self._asks_first = self._delta is not None and self._delta.asks_first
-        # A queue per source: a slow source must not keep the steps of the others waiting behind its own.
-        self._queues: dict[int, deque[Step]] = {}
-        for step in windows.steps:
-            self._queues.setdefault(step.source, deque()).append(step)
         self._leases = BufferLeases(lambda: self.ticket.stopped)
         self._reads = {
-            i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases) for i in self._queues
+            i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
+            for i in dict.fromkeys(step.source for step in windows.steps)
         }
+        self._queues = self._queued(windows.steps)
+        self._near_reads = threading.BoundedSemaphore(NEAR_READS)
         self.stats = TransferStats(self._reads)
-        num_sources = max(1, len(self._queues))
+        num_sources = max(1, len(self._reads))
         self._ask = self.executor("ask", min(READS_AT_ONCE, num_sources))
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_sources))
         # Two, so that one can queue launches while the other waits for the device's digests.
@@ -295,9 +314,26 @@ class _TransferRun(Run):
         """Steps with strips that were not read."""
         self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
         """Steps of each window that are not verified yet."""
-        self._flying = dict.fromkeys(self._queues, 0)
         self._under_way_bytes = 0
         self._next_window = 0
+
+    def _queued(self, steps: Sequence[Step]) -> dict[int, _Queue]:
+        """Return the queue of each source."""
+        # By the first step of each source: its regions are nearly always on one device.
+        near: dict[int, bool] = {}
+        for step in steps:
+            if step.source not in near:
+                near[step.source] = self._reads[step.source].is_near(step)
+        # A slow source must not keep the steps of the others waiting behind its own: those of devices of this host are
+        # as fast as each other, and read one after the other.
+        shared = _Queue(deque())
+        queues = {source: shared if is_near else _Queue(deque()) for source, is_near in near.items()}
+        part = self._transfer.part
+        sources = np.array([step.source for step in steps], np.int64)
+        windows = np.array([step.window for step in steps], np.int64)
+        for i in np.lexsort((np.arange(len(steps)), part.turn_of(sources), windows)).tolist():
+            queues[steps[i].source].steps.append(steps[i])
+        return queues
 
     def carry_out(self) -> None:
         """Read and verify every step. Raises what stopped the run."""
@@ -324,17 +360,17 @@ class _TransferRun(Run):
         # Three bounds: reads per source, so that a slow one does not take all threads; unverified bytes, which is the
         # user's memory bound; and windows ahead, so that the first tensors are complete early.
         items = []
-        for number, queue in self._queues.items():
-            while queue and self._flying[number] < READS_OF_ONE:
-                step = queue[0]
+        for queue in dict.fromkeys(self._queues.values()):
+            while queue.steps and queue.num_flying < READS_OF_ONE:
+                step = queue.steps[0]
                 room = self._transfer.watermark_bytes - self._under_way_bytes
                 if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:
                     break
-                queue.popleft()
-                self._flying[number] += 1
+                queue.steps.popleft()
+                queue.num_flying += 1
                 self._under_way_bytes += step.nbytes
                 self.stats.peak_bytes = max(self.stats.peak_bytes, self._under_way_bytes)
-                source = self._reads[number]
+                source = self._reads[step.source]
                 items.append(
                     Item(
                         step.window,
@@ -412,7 +448,7 @@ class _TransferRun(Run):
         if self._delta is not None:
             self._delta.reading(step)
         try:
-            with self.stats.reading(source.member):
+            with self._turn(source, step), self.stats.reading(source.member):
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
             # Also where the read failed: a partial read has written bytes.
             if is_touched:
@@ -424,10 +460,23 @@ class _TransferRun(Run):
             raise
         self.stats.took(source.member, strips.nbytes)
 
+    @contextlib.contextmanager
+    def _turn(self, source: SourceRead, step: Step) -> Iterator[None]:
+        """Wait for a turn to read where a step is read from a device of this host. Cancelled: the run is over."""
+        # Not before the source's rows are ready: a step that waits for them must not keep the link from another.
+        if not source.is_near(step):
+            yield
+            return
+        # Each read that has a turn ends by its own deadline, so this wait is bounded too.
+        with self._near_reads:
+            if self.ticket.stopped:
+                raise Cancelled("the run is over")
+            yield
+
     def _arrived(self, step: Step) -> None:
         """Note that a step's bytes have arrived, and are not verified yet."""
         with self._lock:
-            self._flying[step.source] -= 1
+            self._queues[step.source].num_flying -= 1
             self._here.add(step)
             self._assign()
             self._post_verification(step)
