@@ -72,8 +72,8 @@ print(json.dumps({
 """
 
 
-def save(kind: str, directory: Path, num_bytes: int) -> None:
-    """Save a model of about so many bytes of BF16, with random weights and a manifest."""
+def save(kind: str, directory: Path, num_bytes: int, device: str) -> None:
+    """Save a model of about so many bytes of BF16, with random weights, which the device draws, and a manifest."""
     import torch
     import transformers
 
@@ -83,13 +83,16 @@ def save(kind: str, directory: Path, num_bytes: int) -> None:
     if kind == "llama":
         layers = max(2, num_bytes // (2 * 12 * hidden * hidden))
         config = transformers.LlamaConfig(intermediate_size=hidden * 8 // 3, num_hidden_layers=layers, **shape)
-        model: Any = transformers.LlamaForCausalLM(config)
+        make: Any = transformers.LlamaForCausalLM
     else:
         layers = max(2, num_bytes // (2 * 28 * hidden * hidden))
         experts = {"num_local_experts": 8, "intermediate_size": hidden}
         config = transformers.MixtralConfig(num_hidden_layers=layers, **experts, **shape)
-        model = transformers.MixtralForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+        make = transformers.MixtralForCausalLM
+    with torch.device(device):
+        make(config).to(torch.bfloat16).save_pretrained(directory)
+    if device != "cpu":
+        torch.cuda.empty_cache()
     ps.manifest(str(directory))
 
 
@@ -118,7 +121,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         os.environ["PENSTOCK_RUNTIME_DIR"] = sockets
         for kind in ("llama", "mixtral"):
             directory = Path(root) / kind
-            save(kind, directory, num_bytes)
+            save(kind, directory, num_bytes, asked.device)
             with ps.Keeper(device=asked.device, accept=True) as keeper:
                 keeper.keep(kind, str(directory), progress=False)
                 # The first process with `finished` loads, and hands over.

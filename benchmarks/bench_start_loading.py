@@ -60,8 +60,8 @@ def storage(directory: Path, bytes_per_s: int) -> Iterator[str]:
         process.join(WAIT_S)
 
 
-def save_text(directory: Path, num_bytes: int) -> None:
-    """Save a Llama of about so many bytes of BF16."""
+def save_text(directory: Path, num_bytes: int, device: str) -> None:
+    """Save a Llama of about so many bytes of BF16, whose weights the device draws."""
     hidden = 1024 if num_bytes > 1 << 28 else 128
     layers = max(2, num_bytes // (2 * 12 * hidden * hidden))
     config = transformers.LlamaConfig(
@@ -72,11 +72,12 @@ def save_text(directory: Path, num_bytes: int) -> None:
         num_key_value_heads=hidden // 64,
         vocab_size=8192,
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    with torch.device(device):
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     ps.manifest(str(directory))
 
 
-def save_vision(directory: Path, num_bytes: int) -> None:
+def save_vision(directory: Path, num_bytes: int, device: str) -> None:
     """Save a Llava whose vision tower has about half of so many bytes of BF16."""
     hidden = 1024 if num_bytes > 1 << 28 else 128
     layers = max(2, num_bytes // 2 // (2 * 12 * hidden * hidden))
@@ -97,7 +98,8 @@ def save_vision(directory: Path, num_bytes: int) -> None:
         patch_size=14,
     )
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=8000)
-    transformers.LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    with torch.device(device):
+        transformers.LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
     ps.manifest(str(directory))
 
 
@@ -123,7 +125,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         ]
         for name, save, model_class, first in kinds:
             directory = Path(root) / name.replace(" ", "-")
-            save(directory, num_bytes)
+            save(directory, num_bytes, asked.device)
             for rate in map(float, rates.split(",")):
                 rows.append(_row(name, directory, model_class, first, rate, asked.device, asked.tokens, runs))
                 if asked.json:

@@ -31,6 +31,7 @@ from penstock.plan.sync import (
     WATERMARK_BYTES,
     Part,
     SyncPlan,
+    step_bytes,
 )
 from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64
@@ -109,7 +110,7 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     short_bytes = np.where(is_short, nbytes, 0)
     # By window and source, then cut where a step would be too large.
     order = np.lexsort((bucket, part.source, window))
-    piece_bytes = max(watermark_bytes // 16, 1)
+    piece_bytes = step_bytes(watermark_bytes)
     cuts = -(-nbytes[order] // piece_bytes)
     window, source, bucket = (np.repeat(column[order], cuts) for column in (window, part.source, bucket))
     turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)

@@ -47,9 +47,13 @@ BUCKET_BYTES = 256 * MIB
 128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/004-sync.md."""
 
 # How `sync.receive.transfer` runs a part; the simulation uses the same constants.
-WATERMARK_BYTES = 16 * GIB
-"""Bytes under way by default: steps of 1 to 2 GiB, some milliseconds of NVLink each, so that the threads' own work for
-each is small in comparison. They are read into their final places, so this bounds no memory of its own."""
+WATERMARK_BYTES = 64 * GIB
+"""Bytes under way by default. They are read into their final places, so this bounds no memory of its own. Half of it is
+a window, in which a receiver reads all it needs of a device of its host before it turns to the next: with few turns,
+receivers seldom read the same device at once."""
+STEP_BYTES = GIB
+"""Bytes after which a step ends. It has at most twice as many: some milliseconds of NVLink, so that the threads' own
+work for it is small in comparison."""
 ASK_BYTES = 16 * GIB
 """Digests of this many bytes are requested at once from a source that has them: half a second of a host's core."""
 READS_AT_ONCE = 16
@@ -64,6 +68,11 @@ AHEAD_WINDOWS = 2
 """Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
 """Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
+
+
+def step_bytes(watermark_bytes: int) -> int:
+    """Return the bytes after which a receiver begins another step."""
+    return max(min(STEP_BYTES, watermark_bytes // 16), 1)
 
 
 @decodable

@@ -120,6 +120,16 @@ class Copy:
         Order: after the work queued on the device's current stream; the caller keeps other streams away.
         """
         begun = time.perf_counter()
+        events = self.queue()
+        meanwhile()
+        wait_events(events, stall_s, work="copy", mutated=True)
+        return time.perf_counter() - begun
+
+    def queue(self) -> list[torch.cuda.Event]:
+        """Queue the copies on streams of their own, and return an event behind each region; on the host, copy.
+
+        Order: as for `run`.
+        """
         events: list[torch.cuda.Event] = []
         for name, stream in self._streams.items():
             # The copies run on their own stream, which knows nothing of the kernels that write the source: without
@@ -136,9 +146,7 @@ class Copy:
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
-        meanwhile()
-        wait_events(events, stall_s, work="copy", mutated=True)
-        return time.perf_counter() - begun
+        return events
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:

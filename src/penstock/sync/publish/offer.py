@@ -11,27 +11,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from penstock.digest.strip import Strips
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.lifecycle import Closing
 from penstock.memory.arena import Arena, populate
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
+from penstock.plan.sync import layer_order
 from penstock.sync.copy_plan import Copy, allocate_like
 from penstock.sync.local_version import Foreseen, LocalVersion, digesters_of
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
+from penstock.sync.publish.fill import fill
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.shards import Row, regions_of
 from penstock.transform.formats import format_of
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
-from penstock.types import I64
+from penstock.types import GIB, I64
 
 
 class Offer:
@@ -147,12 +151,60 @@ class Offer:
             self._boundary_exchange.close()
 
 
+COPY_BYTES = GIB
+"""Bytes of parameters that a device copies at once: half a millisecond at 2 TB/s."""
+GAP_BYTES = 256 << 10
+"""Shorter gaps between rows are copied too: starting another copy takes as long. Source: `copy_plan.SHORT_BYTES`."""
 MOST_FORESEEN = 64
 """Most regions whose digests the device computes during the copy: each takes half a millisecond, whatever its size."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _CopyBatch:
+    """Rows that are copied at once."""
+
+    rows: I64
+    copy: Copy
+
+    def queue(self) -> list[torch.cuda.Event]:
+        """See `fill.Batch`."""
+        return self.copy.queue()
+
+
+def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[_CopyBatch]:
+    """Yield the copies of the rows that lie in `src`, the layout's first regions, in the order receivers read them."""
+    first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
+    span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
+    order = layer_order(layout.names)[0]
+    # Rows beyond are of regions that the caller fills.
+    order = order[layout.offset[order] + span[order] <= first[-1]]
+    batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
+    for number in np.unique(batch).tolist():
+        rows = order[batch == number]
+        yield _CopyBatch(rows, Copy(dst, src, _spans(layout.offset[rows], span[rows], first)))
+
+
+def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
+    """Return the bytes of rows as contiguous strips, each within one region; short gaps between rows are included."""
+    at, nbytes = at[nbytes > 0], nbytes[nbytes > 0]
+    if not len(at):
+        return Strips(at=at, run_bytes=at, num_rows=at, pitch=at)
+    # Rows may overlap: column slices of one tensor are spans that interleave.
+    by_offset = np.argsort(at, kind="stable")
+    at, stop = at[by_offset], np.maximum.accumulate((at + nbytes)[by_offset])
+    region = np.searchsorted(first, at, side="right")
+    fresh = np.ones(len(at), bool)
+    fresh[1:] = (at[1:] > stop[:-1] + GAP_BYTES) | (np.diff(region) != 0)
+    begin = at[fresh]
+    size = stop[np.append(np.flatnonzero(fresh)[1:], len(at)) - 1] - begin
+    return Strips(at=begin, run_bytes=size, num_rows=np.ones(len(begin), np.int64), pitch=size)
+
+
 class VersionSnapshot(Closing):
     """A copy of a rank's regions with the same layout; a context manager.
+
+    Receivers read a copy on the device while it is made, layer after layer. A host copy they read once it is complete:
+    its digests are computed along with it.
 
     Attributes:
         local_version: the copy, as readers see it.
@@ -200,7 +252,8 @@ class VersionSnapshot(Closing):
         except BaseException:
             self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
             raise
-        self._copy = Copy(memories, live)
+        self._copy = Copy(memories, live) if on_host else None
+        self._batches = () if on_host else tuple(_copy_batches(layout, memories, live))
 
     def _on_host(self, memory: Memory) -> Memory:
         """Allocate host memory for a copy, pinned where the copied memory is on a device."""
@@ -219,6 +272,7 @@ class VersionSnapshot(Closing):
         *,
         rows: I64 | None = None,
         metadata: Mapping[str, str] | None = None,
+        announce: Callable[[], None] = lambda: None,
         stall_s: float = 30.0,
     ) -> float:
         """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
@@ -227,21 +281,35 @@ class VersionSnapshot(Closing):
             version: its number.
             metadata: see `LocalVersion.begin`.
             rows: the rows of the layout that are ready after the copy; None: all.
+            announce: called once, as soon as readers may ask for the version: before a copy on the device, after one to
+                the host.
             stall_s: the deadline for progress.
 
         Raises:
-            DestinationError: the device failed; there is no version until the next snapshot.
+            DestinationError: the device failed. Until a `fence`, readers of a version that was announced wait for rows
+                that do not come.
 
         Order: after the work queued on the current stream. Reads of the version before that are still under way end
             with StaleDescriptor.
         """
         # Before the copy: it overwrites the version that readers may be reading now.
         self.local_version.fence()
-        # `meanwhile`: the device digests from its own memory while the copy engine moves the bytes to the host.
-        seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
+        if self._copy is not None:
+            # `meanwhile`: the device digests from its own memory while the copy engine moves the bytes to the host.
+            seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
+            self.local_version.begin(version, metadata)
+            self.local_version.ready(rows)
+            announce()
+            return seconds
+        begun = time.perf_counter()
         self.local_version.begin(version, metadata)
+        announce()
+        # All are queued at once: requests of readers, which begin meanwhile, would keep the next copy waiting.
+        num_ahead = len(self._batches)
+        fill(self._batches, self.local_version.ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
+        # Those without a byte too, which may lie anywhere.
         self.local_version.ready(rows)
-        return seconds
+        return time.perf_counter() - begun
 
     def _digest_requested(self, stall_s: float) -> None:
         for digests in self._foreseen:

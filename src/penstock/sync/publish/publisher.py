@@ -462,13 +462,16 @@ class Publisher(Closing):
         # device, and receivers may read the plain rows meanwhile.
         if offer.is_copied:
             offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
-            copy_s = snapshot.snapshot(version, metadata=self._metadata, stall_s=self._stall_s)
-            self._announce(version)
-            return copy_s
-        copy_s = snapshot.snapshot(version, rows=offer.plain_rows, metadata=self._metadata, stall_s=self._stall_s)
-        self._announce(version)
         try:
-            offer.fill(version, self._run, self._local_version.ready, stall_s=self._stall_s)
+            copy_s = snapshot.snapshot(
+                version,
+                rows=None if offer.is_copied else offer.plain_rows,
+                metadata=self._metadata,
+                announce=partial(self._announce, version),
+                stall_s=self._stall_s,
+            )
+            if not offer.is_copied:
+                offer.fill(version, self._run, self._local_version.ready, stall_s=self._stall_s)
         except BaseException:
             # Rows that are never ready would keep receivers waiting until their stall deadline.
             self._withdraw()

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.cuda.events import wait_events
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.plan.intersect import common_box
 from penstock.plan.sync import layer_order
+from penstock.sync.publish.fill import fill
 from penstock.sync.recording.layout import cut
 from penstock.sync.shards import Row, row_of
 from penstock.transform.formats import Format, Output, alignment, fault, foreign, format_of, outputs, owned
@@ -60,12 +60,19 @@ class _Batch:
     """Copies of this rank's elements into boundary buffers."""
     fusions: tuple[Fusion, ...]
 
-    def run(self) -> None:
-        """Queue the copies and kernels on the current stream."""
+    def queue(self) -> list[torch.cuda.Event]:
+        """Queue the copies and kernels on the current stream; return an event behind them for each device."""
         for to, of in self.copies:
             to.copy_(of)
         for fusion in self.fusions:
             fusion.run()
+        events = []
+        devices = {job.source.device for fusion in self.fusions for job in fusion.jobs[:1]}
+        for device in sorted(str(device) for device in devices if device.type == "cuda"):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return events
 
 
 def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
@@ -168,19 +175,7 @@ class Transformed:
 
         Order: after the boundary buffers were filled, and after the work queued on the current stream.
         """
-        before: tuple[_Batch, list[torch.cuda.Event]] | None = None
-        for batch in self._batches:
-            batch.run()
-            events = _events(batch)
-            # Always one batch queued behind the one that is waited for: the device has no gap between batches, and
-            # receivers get each batch as early as possible.
-            if before is not None:
-                wait_events(before[1], stall_s, work="batch of quantising")
-                ready(before[0].rows)
-            before = batch, events
-        if before is not None:
-            wait_events(before[1], stall_s, work="batch of quantising")
-            ready(before[0].rows)
+        fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
 
 
 def required_bytes(chosen: Sequence[Chosen]) -> tuple[int, int]:
@@ -311,14 +306,3 @@ def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Te
     parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
     return Job(source=source, outputs=places)
-
-
-def _events(batch: _Batch) -> list[torch.cuda.Event]:
-    """Record one event per device, after the work that was queued."""
-    events = []
-    devices = {job.source.device for fusion in batch.fusions for job in fusion.jobs[:1]}
-    for device in sorted(str(device) for device in devices if device.type == "cuda"):
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events

@@ -46,6 +46,7 @@ from penstock.plan.sync import (
     READS_OF_ONE,
     WATERMARK_BYTES,
     Part,
+    step_bytes,
 )
 from penstock.sync.local_version import Regions
 from penstock.sync.membership import Membership
@@ -256,7 +257,7 @@ class Transfer:
                 first,
                 self.into.first,
                 window_bytes=self.watermark_bytes // AHEAD_WINDOWS,
-                piece_bytes=self.watermark_bytes // 16,
+                piece_bytes=step_bytes(self.watermark_bytes),
             )
             self._sizes = sizes
         return self._windows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,8 +16,11 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
+from penstock.plan.layout import decode, encode
+from penstock.plan.sync import NEAR_READS, READS_OF_ONE, Part
 from penstock.sync.local_version import Answer, LocalVersion
-from penstock.sync.receive.sources import LocalLink
+from penstock.sync.receive.batches import Step
+from penstock.sync.receive.sources import LocalLink, SourceRead
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
 from penstock.transport.choose import Links, open_links
 from penstock.types import MIB
@@ -103,6 +107,82 @@ def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
     made.transfer(watermark_bytes=MIB).run(given)
     assert np.array_equal(whole(made.receiver), expected)
     assert len(asked) == len(made.sources) and min(asked) > 1
+
+
+@dataclass
+class Reads:
+    """The steps in the order in which their reads began, and the most that were under way at once."""
+
+    begun: list[Step]
+    most: int = 0
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Record the reads of every source, and give each time to overlap with the others."""
+    reads, lock, under_way = Reads([]), threading.Lock(), [0]
+    read = SourceRead.read
+
+    def slow(self: SourceRead, step: Step, *, stall_s: float):
+        with lock:
+            reads.begun.append(step)
+            under_way[0] += 1
+            reads.most = max(reads.most, under_way[0])
+        time.sleep(0.002)
+        try:
+            return read(self, step, stall_s=stall_s)
+        finally:
+            with lock:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(SourceRead, "read", slow)
+    return reads
+
+
+@pytest.mark.parametrize("receiver", [0, 1])
+@pytest.mark.parametrize("is_filling", [False, True])
+def test_devices_of_the_host_are_read_in_turns(
+    links: Links, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Columns of rows: each receiver takes half of its bytes from each source.
+    holdings, wants = sharded("p", [(1024, 4096)] * 8, 0, 2, 1), sharded("s", [(1024, 4096)] * 8, 1, 2, 1)
+    sources = [held(one, links) for one in holdings]
+    for one in sources:
+        one.begin(1)
+        one.ready()
+    part = parts(holdings, wants, MIB)[receiver]
+    made = World(sources, held(wants[receiver], links, seed=1), part)
+    monkeypatch.setattr(SourceRead, "is_near", lambda self, step: True)
+    reads = recorded(monkeypatch)
+    near = "loopback" in links.transports
+    given = {one.layout.member: (Filling if is_filling else LocalLink)(one, same_process=near) for one in sources}
+    expected = made.expected()
+    made.transfer(watermark_bytes=8 * MIB).run(given)
+    assert np.array_equal(whole(made.receiver), expected)
+    assert 1 <= reads.most <= NEAR_READS
+    # Each receiver begins with another source.
+    assert part.first_source == receiver
+    turns = [(step.window, int(part.turn_of(np.array(step.source)))) for step in reads.begun]
+    assert len(set(turns)) == 2 * len({step.window for step in reads.begun}) > 2
+    # Steps that were posted may begin in any order; only so many are.
+    order = sorted(turns)
+    assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
+
+
+def test_other_sources_are_read_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
+    reads = recorded(monkeypatch)
+    expected = made.expected()
+    made.transfer(watermark_bytes=16 * MIB).run(made.links())
+    assert np.array_equal(whole(made.receiver), expected)
+    assert reads.most > NEAR_READS
+
+
+def test_a_part_of_an_earlier_release_has_no_first_source() -> None:
+    holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
+    part = parts(holdings, wants, 4096)[1]
+    known = msgspec.msgpack.decode(encode(part))
+    assert known.pop("first_source") == 1
+    assert decode(msgspec.msgpack.encode(known), Part).first_source == 0
 
 
 def test_again_for_the_next_version(links: Links) -> None:

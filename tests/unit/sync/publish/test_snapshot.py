@@ -1,0 +1,193 @@
+"""A snapshot: rows that receivers read while others are copied, every byte of every row, nothing after a failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.sync.parts import held, sharded, whole
+
+import penstock as ps
+from penstock.digest.strip import Strips, strip_digests
+from penstock.errors import DestinationError
+from penstock.sync.copy_plan import Copy
+from penstock.sync.publish import offer
+from penstock.sync.publish.fill import fill
+from penstock.sync.publish.offer import VersionSnapshot
+from penstock.transport.choose import Links, open_links
+from penstock.types import I64
+
+SHAPES = [(64, 64)] * 6
+ROW_BYTES = 64 * 64 * 4
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    with open_links(only=["shm"]) as opened:
+        yield opened
+
+
+def strips_at(at: int, nbytes: int) -> Strips:
+    one = np.array([nbytes])
+    return Strips(at=np.array([at]), run_bytes=one, num_rows=np.array([1]), pitch=one)
+
+
+def paused(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None]) -> None:
+    """Call a function before the copy of this number begins."""
+    queue, count = Copy.queue, [0]
+
+    def one(self: Copy) -> list[torch.cuda.Event]:
+        count[0] += 1
+        if count[0] == before:
+            then()
+        return queue(self)
+
+    monkeypatch.setattr(Copy, "queue", one)
+
+
+@pytest.mark.parametrize("num_regions", [1, 2])
+def test_rows_are_read_before_the_copy_is_over(links: Links, num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "COPY_BYTES", ROW_BYTES)
+    monkeypatch.setattr(offer, "GAP_BYTES", 0)
+    live = held(sharded("p", SHAPES, 0, 1, num_regions)[0], links)
+    layout = live.layout
+    announced: list[int] = []
+    with VersionSnapshot(layout, live.regions.memories, links) as snapshot:
+        served = snapshot.local_version
+
+        def look() -> None:
+            # Layers 0 to 2 are copied, in this order, and no other.
+            assert announced == [7]
+            version_map = served.map()
+            assert not version_map.is_ready
+            answers = [
+                served.digests(
+                    strips_at(int(at), ROW_BYTES), version=7, generation=version_map.generation, wait_s=0.0
+                ).digests
+                for at in layout.offset
+            ]
+            assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3
+            wanted = strip_digests(whole(live), strips_at(int(layout.offset[1]), ROW_BYTES))
+            assert np.array_equal(answers[1], wanted)
+
+        paused(monkeypatch, 4, look)
+        snapshot.snapshot(7, announce=lambda: announced.append(7))
+        assert np.array_equal(whole(served), whole(live))
+        assert served.map().is_ready
+
+
+def test_a_copy_on_the_host_of_a_device_is_announced_at_its_end(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = held(sharded("p", SHAPES, 0, 1, 1)[0], links)
+    announced: list[bool] = []
+    with VersionSnapshot(live.layout, live.regions.memories, links, on_host=True) as snapshot:
+        snapshot.snapshot(1, announce=lambda: announced.append(snapshot.local_version.map().is_ready))
+    assert announced == [True]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 900), st.integers(0, 300)), max_size=20),
+    gap=st.sampled_from([0, 10, 1000]),
+)
+def test_every_byte_of_every_row_is_in_one_strip_of_its_region(rows: list[tuple[int, int, int]], gap: int) -> None:
+    size = 1200
+    first: I64 = np.cumsum([0, size, size, size])
+    at = np.array([region * size + start for region, start, _ in rows], np.int64)
+    nbytes = np.array([length for _, _, length in rows], np.int64)
+    before = offer.GAP_BYTES
+    offer.GAP_BYTES = gap
+    try:
+        strips = offer._spans(at, nbytes, first)
+    finally:
+        offer.GAP_BYTES = before
+    covered = np.zeros(3 * size, bool)
+    for start, stop in zip(strips.at.tolist(), strips.stop.tolist(), strict=True):
+        assert start // size == (stop - 1) // size and not covered[start:stop].any()
+        covered[start:stop] = True
+    wanted = np.zeros(3 * size, bool)
+    for start, length in zip(at.tolist(), nbytes.tolist(), strict=True):
+        wanted[start : start + length] = True
+    assert not (wanted & ~covered).any()
+    assert gap or covered.sum() == wanted.sum()
+
+
+class Recorded:
+    """A batch on a device that never ends, or on the host."""
+
+    def __init__(self, number: int, log: list[str], *, on_device: bool) -> None:
+        self.rows = np.array([number])
+        self._log = log
+        self._on_device = on_device
+
+    def queue(self) -> list[torch.cuda.Event]:
+        self._log.append(f"queue {self.rows[0]}")
+        return [Passed()] if self._on_device else []  # type: ignore[list-item]
+
+
+class Passed:
+    """An event that the device has passed."""
+
+    def query(self) -> bool:
+        return True
+
+
+def test_batches_of_a_device_are_queued_ahead_and_those_of_the_host_are_ready_at_once() -> None:
+    log: list[str] = []
+    batches = [Recorded(i, log, on_device=True) for i in range(4)]
+    fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
+    assert log == [
+        *("queue 0", "queue 1", "queue 2", "ready 0", "queue 3", "ready 1"),
+        *("ready 2", "ready 3"),
+    ]
+    log.clear()
+    batches = [Recorded(i, log, on_device=False) for i in range(2)]
+    fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
+    assert log == ["queue 0", "ready 0", "queue 1", "ready 1"]
+
+
+def test_a_copy_that_fails_leaves_no_version_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "COPY_BYTES", 1024)
+    trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
+    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+    with ps.publisher("failing", trained, mode="snapshot") as publisher, ps.subscriber("failing", served) as subscriber:
+        publisher.publish(1)
+        assert subscriber.update(1).version == 1
+        before = {name: value.clone() for name, value in served.items()}
+        for value in trained.values():
+            value += 1
+
+        def fail() -> None:
+            raise DestinationError("the device failed")
+
+        with monkeypatch.context() as patched:
+            paused(patched, 3, fail)
+            with pytest.raises(DestinationError):
+                publisher.publish(2)
+        assert all(torch.equal(served[name], value) for name, value in before.items())
+        publisher.publish(3)
+        assert subscriber.update(3).version == 3
+        assert all(torch.equal(served[name], value) for name, value in trained.items())
+
+
+def test_a_receiver_reads_while_the_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "COPY_BYTES", 1024)
+    trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
+    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+    with ps.publisher("early", trained, mode="snapshot") as publisher, ps.subscriber("early", served) as subscriber:
+        said: list[int] = []
+        reader = threading.Thread(target=lambda: said.append(subscriber.update(1, timeout_s=30.0).version))
+
+        def begin() -> None:
+            reader.start()
+            # The version is there already, and most of its rows are not.
+            assert subscriber.wait_version(1, timeout_s=10.0) == 1
+
+        paused(monkeypatch, 2, begin)
+        publisher.publish(1)
+        reader.join(30.0)
+        assert said == [1]
+        assert all(torch.equal(served[name], value) for name, value in trained.items())
