@@ -42,8 +42,6 @@ _NEAR = (
     "near_post_s",
     "copy_s",
     "gap_s",
-    "shared_gb_per_s",
-    "shared_gap_s",
     "gather_s",
     "gather_gb_per_s",
     "worker_gb_per_s",

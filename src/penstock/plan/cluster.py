@@ -97,10 +97,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Within the node: time that posting a long run takes the reader's host."""
     gap_s: float = 0.0
     """Within the node: time that the link is idle after a long run."""
-    shared_gb_per_s: float = 0.0
-    """Within the node: rate of a link whose reader reads several sources, each with several readers; 0: the link's."""
-    shared_gap_s: float = 0.0
-    """On such a link: time that it is idle for each long run; 0: `gap_s`."""
     gather_s: float = 0.0
     """Within the node: time to start a kernel that copies short runs."""
     gather_gb_per_s: float = 0.0
@@ -124,8 +120,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"{self.name}: the rates of operations must be above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
-        shared = (self.shared_gb_per_s, self.shared_gap_s)
-        if min(*costs, *near, *shared, self.worker_gb_per_s, self.pack_gb_per_s) < 0:
+        if min(*costs, *near, self.worker_gb_per_s, self.pack_gb_per_s) < 0:
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
 
@@ -147,8 +142,6 @@ H200_RATES = Rates(
     near_post_s=0.6e-3,
     copy_s=0.59e-6,
     gap_s=0.13e-6,
-    shared_gb_per_s=325.0,
-    shared_gap_s=0.7e-6,
     gather_s=0.2e-3,
     gather_gb_per_s=350.0,
     pack_gb_per_s=1140.0,
@@ -170,14 +163,6 @@ H200_RATES = Rates(
         ),
         ("copy_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments: what posting them took, each"),
         ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
-        (
-            "shared_gb_per_s",
-            "benchmarks/results/h200x4_202611/sync.md: 320 to 330 into an engine, traced, two trainers to two engines",
-        ),
-        (
-            "shared_gap_s",
-            "benchmarks/results/h200x2_202611/transport.md: 0.7 us a copy of a batch; assumed: nothing hides it there",
-        ),
         ("gather_s", "penstock.transport.cuda_ipc.MANY"),
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
         (
@@ -310,25 +295,11 @@ class Links:
         )
         return is_near
 
-    def stretch(
-        self,
-        nbytes: I64,
-        num_copies: I64,
-        short_bytes: I64,
-        is_shared: npt.NDArray[np.bool_],
-        rates: Rates,
-    ) -> npt.NDArray[np.float64]:
-        """Return by which factor reads take NVLink longer than their bytes do: gaps between copies, and short runs.
-
-        Args:
-            is_shared: whether both ends of each read have several peers.
-        """
+    def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
+        """Return by which factor reads take NVLink longer than their bytes do: gaps between copies, and short runs."""
         link = self._cluster.nvlink_gb_per_s
-        gathered = rates.gather_gb_per_s or link
-        long_rate = np.where(is_shared, min(rates.shared_gb_per_s or link, link), link)
-        short_rate = np.minimum(min(gathered, link), long_rate)
-        gap_s = np.where(is_shared, rates.shared_gap_s or rates.gap_s, rates.gap_s)
-        took = (nbytes - short_bytes) / long_rate + short_bytes / short_rate + num_copies * gap_s * GB
+        short_rate = min(rates.gather_gb_per_s or link, link)
+        took = (nbytes - short_bytes) / link + short_bytes / short_rate + num_copies * rates.gap_s * GB
         factor: npt.NDArray[np.float64] = np.where(nbytes > 0, took * link / np.maximum(nbytes, 1), 1.0)
         return factor
 

@@ -3,10 +3,11 @@
 In: the plan, what each source transforms in which bucket, a cluster, rates. Out: a `Prediction`.
 Not here: the plan (`sync`), the sharing of links (`simulate`).
 
-    source:    transform b0 | b1 | b2 ...                  one after the other; requested digests, in turn
+    source:    transform b0 | b1 | b2 ...                  one after the other; requested digests, in turn, before it
     receiver:  part, maps -> post -> wire -> digest, compare -> done   windows in order, two at a time, below a
-                               '<- next buffer <-'         watermark, as `sync.receive.transfer` does; reads in
-                                                           parallel, but their work in Python one after the other
+                               '<- next buffer <-'         watermark, as `sync.receive.transfer` does: sources of its
+                                                           node one after the other, others in parallel; their work
+                                                           in Python one after the other
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.plan.cluster import SHORT_RUN_BYTES, SLAB_BYTES, Cluster, Links, Rates, slowdowns
 from penstock.plan.layout import Layout
@@ -26,6 +29,7 @@ from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
     GROUP_BYTES,
+    NEAR_READS,
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
@@ -34,12 +38,14 @@ from penstock.plan.sync import (
     step_bytes,
 )
 from penstock.segments import Rectangles, spread
-from penstock.types import GB, I64
+from penstock.types import GB, I64, MIB
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
 """Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
+BATCH_BYTES = 1024 * MIB
+"""BF16 that a source transforms at once. Source: `sync.publish.transformed.BATCH_BYTES`, of codes."""
 
 _STEPS = 4000
 """Least number of steps: reads that begin or end within one of this many parts of a run are taken together."""
@@ -55,6 +61,8 @@ class Work:
     window: I64
     """Number of the joined buckets that it belongs to, counted over all receivers."""
     source: I64
+    turn: I64
+    """Place of the source in the receiver's order."""
     bucket: I64
     """The last bucket that it has bytes of: it can begin when the source has made that one."""
     nbytes: I64
@@ -73,7 +81,7 @@ class Work:
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
         """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
-        names = ("window", "source", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
+        names = ("window", "source", "turn", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         collected |= {"far_s": [np.zeros(0)], "packed_s": [np.zeros(0)]}
         num_windows = 0
@@ -109,17 +117,18 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
     short_bytes = np.where(is_short, nbytes, 0)
     # By window and source, then cut where a step would be too large.
-    order = np.lexsort((bucket, part.source, window))
+    turn = part.turn_of(part.source)
+    order = np.lexsort((bucket, turn, window))
     piece_bytes = step_bytes(watermark_bytes)
     cuts = -(-nbytes[order] // piece_bytes)
-    window, source, bucket = (np.repeat(column[order], cuts) for column in (window, part.source, bucket))
-    turn, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
+    window, source, turn, bucket = (np.repeat(column[order], cuts) for column in (window, part.source, turn, bucket))
+    piece, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
 
     def share(column: np.ndarray) -> np.ndarray:
         """Return what each piece has of a strip's bytes or copies."""
         each = np.repeat(column[order], cuts)
         # As differences of rounded sums, so that the pieces add up to the whole exactly.
-        return each * (turn + 1) // of - each * turn // of
+        return each * (piece + 1) // of - each * piece // of
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
     amounts["packed_bytes"] = share(packed_bytes)
@@ -134,12 +143,13 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     fresh[1:] |= np.diff((stop - begin - 1) // piece_bytes) != 0
     head = np.flatnonzero(fresh)
     last = np.append(head[1:], len(window)) - 1
-    pair = window[head] * (int(source.max()) + 1) + source[head]
+    pair = window[head] * (int(turn.max()) + 1) + turn[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    # The first read of every source, then the second of each: so receivers post, that no link is left idle.
-    turns = np.lexsort((number, window[head]))
-    columns = {"window": window[head][turns], "source": source[head][turns], "bucket": bucket[last][turns]}
-    return columns | {name: np.add.reduceat(column, head)[turns] for name, column in amounts.items()}
+    # The first read of every source, then the second of each, as `sync.receive.batches.cut` orders them.
+    order = np.lexsort((number, window[head]))
+    columns = {"window": window[head], "source": source[head], "turn": turn[head], "bucket": bucket[last]}
+    columns |= {name: np.add.reduceat(column, head) for name, column in amounts.items()}
+    return {name: column[order] for name, column in columns.items()}
 
 
 def _rectangles(part: Part) -> Rectangles:
@@ -191,7 +201,7 @@ def simulate_sync(
         rates: of the stages.
         transformed: bytes each source transforms in each bucket (`transformed_bytes`); None: nothing is.
         watermark_bytes: most that a receiver has asked for and not verified.
-        reads_of_one: reads of one source under way.
+        reads_of_one: reads of one source under way; sources of the receiver's node count as one.
         staged: the flip at the end counts: a copy of all bytes on the device.
         one_node: receivers take the next GPUs, be they of the sources' node.
         seed: chooses the slow members and those that fail.
@@ -203,7 +213,7 @@ def simulate_sync(
     cluster = cluster.with_gpus(first + len(plan.receivers))
     links = Links(cluster, slowdowns(cluster, seed))
     work = Work.of(plan, rates, watermark_bytes=watermark_bytes)
-    ready, source_s = _ready(work, plan, rates, transformed)
+    ready = _ready(plan, rates, transformed)
     run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
     # Nothing is transformed: all digests are there from the start, and are requested ahead of the reads.
     if transformed is None or not transformed.any():
@@ -213,7 +223,7 @@ def simulate_sync(
     done = np.where(run.nbytes_of > 0, run.done + ANSWERS_AFTER * rates.answer_s, 0.0) + flip_s
     total_s = float(done.max(initial=0.0))
     nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
-    stages = _stages(run, source_s, flip_s, plan)
+    stages = _stages(run, ready[:, -1] - ready[:, 0], flip_s, plan)
     loads = run.meter.loads(total_s)
     return Prediction(
         kind="sync",
@@ -245,8 +255,6 @@ _USED = (
     "near_post_s",
     "copy_s",
     "gap_s",
-    "shared_gb_per_s",
-    "shared_gap_s",
     "gather_s",
     "gather_gb_per_s",
     "pack_gb_per_s",
@@ -254,18 +262,19 @@ _USED = (
 )
 
 
-def _ready(work: Work, plan: SyncPlan, rates: Rates, transformed: I64 | None) -> tuple[F64, F64]:
-    """Return [num_sources, num_buckets] when a bucket is transformed and digested; and the seconds of each source."""
-    shape = len(plan.sources), max(plan.num_buckets, 1)
-    nbytes, num_reads = np.zeros(shape), np.zeros(shape)
-    np.add.at(nbytes, (work.source, work.bucket), work.nbytes)
-    np.add.at(num_reads, (work.source, work.bucket), 1)
-    took = nbytes / rates.digest_gb_per_s / GB + num_reads * rates.step_s
+def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
+    """Return [num_sources, num_buckets + 1] when each source begins, and when readers may have each of its buckets.
+
+    Digests that are asked for meanwhile are not in it: see `_Run._answer`.
+    """
+    ready = np.full((len(plan.sources), plan.num_buckets + 1), ANSWERS_BEFORE * rates.answer_s)
     if transformed is not None:
-        took += transformed / rates.quantise_gb_per_s / GB + (transformed > 0) * rates.step_s
-    # One bucket after the other, in the order in which receivers read them.
-    ready = ANSWERS_BEFORE * rates.answer_s + np.cumsum(took, axis=1)
-    return ready, took.sum(axis=1)
+        # One bucket after the other, in the order in which receivers read them, in batches.
+        nbytes = np.cumsum(transformed, axis=1)
+        # A batch is queued behind each before its rows are ready, and digests wait for all that is queued.
+        made = np.minimum(-(-nbytes // BATCH_BYTES) * BATCH_BYTES + BATCH_BYTES, nbytes[:, -1:])
+        ready[:, 1:] += np.where(nbytes > 0, rates.step_s + made / rates.quantise_gb_per_s / GB, 0.0)
+    return ready
 
 
 def _answered(work: Work, rates: Rates) -> F64:
@@ -286,11 +295,18 @@ def _answered(work: Work, rates: Rates) -> F64:
     return answered_s
 
 
-def _num_peers(of: I64, others: I64) -> I64:
-    """Return for each read the number of different `others` of its `of`."""
-    pairs = np.unique(np.stack((of, others)), axis=1)
-    num: I64 = np.bincount(pairs[0], minlength=int(of.max(initial=-1)) + 1)[of]
-    return num
+def queued(work: Work, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
+    """Return each receiver's reads within the node and those from beyond, in the order in which it asks for them.
+
+    Args:
+        near: whether each read is within the node.
+    """
+    # As `sync.receive.transfer` has them: those within the node window after window, one source after the other.
+    queues: list[tuple[deque[int], deque[int]]] = [(deque(), deque()) for _ in range(num_receivers)]
+    order = np.lexsort((np.arange(len(near)), np.where(near, work.turn, 0), work.window))
+    for read, r, is_near in zip(order.tolist(), work.receiver[order].tolist(), near[order].tolist(), strict=True):
+        queues[r][not is_near].append(read)
+    return queues
 
 
 class _Run:
@@ -353,10 +369,14 @@ class _Run:
         self._wait_buffer: dict[int, deque[int]] = {}
         # When the source's device has packed what it was asked to so far.
         self._packer_free: dict[int, float] = {}
-        is_shared = near & (_num_peers(work.receiver, work.source) > 1) & (_num_peers(work.source, work.receiver) > 1)
-        stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, is_shared, rates)
+        stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates)
         self._stretch = np.where(near, stretch, 1.0)
-        self._ready: list[float] = ready[work.source, work.bucket].tolist() if count else []
+        self._ready: list[float] = ready[work.source, work.bucket + 1].tolist()
+        self._transformed: list[float] = ready[:, -1].tolist()
+        """When each source has transformed all, undisturbed."""
+        # How long digests have held up each source's transform, and when its device has made those asked for so far.
+        self._delay = [0.0] * len(ready)
+        self._digest_free = [0.0] * len(ready)
         self.answered: F64 | None = None
         """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
         # Reads that are not verified yet, by window; a receiver's windows are whole up to `_whole`.
@@ -365,9 +385,12 @@ class _Run:
         self._window_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
         self._window_stop = [self._window[stop - 1] + 1 if stop else 0 for stop in self._window_stop]
         self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
-        self._next = self.first[:-1].tolist()
-        self._stop = self.first[1:].tolist()
-        # Reads and bytes under way, which the limits of a receiver are held to.
+        self._near = near.tolist()
+        self._queues = queued(work, near, num_receivers)
+        # Reads within the node that may begin at once, and those that wait for it.
+        self._turns = [NEAR_READS] * num_receivers
+        self._wait_turn: list[deque[int]] = [deque() for _ in range(num_receivers)]
+        # Reads and bytes under way, which the limits of a receiver are held to. Sources of the node count as one: -1.
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._unverified = [0] * num_receivers
@@ -423,35 +446,37 @@ class _Run:
 
     def _ask(self, r: int, at: float) -> None:
         """Have a receiver ask for the reads that it may."""
-        while self._next[r] < self._stop[r] and self._flying[r] < READS_AT_ONCE:
-            read = self._next[r]
-            pair = r, self._source[read]
-            room = self._watermark - self._unverified[r]
-            # A read larger than the watermark alone may go when nothing else is under way, or it never would.
-            late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
-                self._unverified[r] and self._nbytes[read] > room
-            )
-            if late or self._of_one.get(pair, 0) >= self._reads_of_one:
-                return
-            self._next[r] += 1
-            self._flying[r] += 1
-            self._of_one[pair] = self._of_one.get(pair, 0) + 1
-            self._unverified[r] += self._nbytes[read]
-            self.asked[read] = at
-            may_post_s = at if self.answered is not None else max(at, self._ready[read]) + self.rates.answer_s
-            heapq.heappush(self._events, (may_post_s, read, 0))
+        for queue in self._queues[r]:
+            while queue and self._flying[r] < READS_AT_ONCE:
+                read = queue[0]
+                pair = self._pair(read)
+                room = self._watermark - self._unverified[r]
+                # A read larger than the watermark alone may go when nothing else is under way, or it never would.
+                late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
+                    self._unverified[r] and self._nbytes[read] > room
+                )
+                if late or self._of_one.get(pair, 0) >= self._reads_of_one:
+                    break
+                queue.popleft()
+                self._flying[r] += 1
+                self._of_one[pair] = self._of_one.get(pair, 0) + 1
+                self._unverified[r] += self._nbytes[read]
+                self.asked[read] = at
+                heapq.heappush(self._events, (at, read, 0 if self.answered is not None else 7))
+
+    def _pair(self, read: int) -> tuple[int, int]:
+        """Return what the limit of reads of one source is counted by."""
+        return self._receiver[read], -1 if self._near[read] else self._source[read]
 
     def _happen(self, at: float, read: int, what: int) -> None:
         """Handle an event. 0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified.
 
         Of a read from buffers: 4: one of them is packed, 5: it is posted, 6: one is free again, after this read.
+        Of a read from a source that transforms: 7: its digests are asked for.
         """
         r = self._receiver[read]
         if what == 0:
-            self.posted[read] = start = max(self._host_free[r], at)
-            # Python posts one read at a time: reads share the wire, not the host.
-            self._host_free[r] = start + self._cost_s[read]
-            heapq.heappush(self._events, (self._host_free[r], read, 1))
+            self._post(read, at)
         elif what == 1 and not self._flow_bytes[read] and self._batches_left[read]:
             self._ask_packed(read, at)
         elif what in (1, 5):
@@ -461,6 +486,8 @@ class _Run:
             heapq.heappush(self._events, (self._host_free[r], read, 5))
         elif what == 6:
             self._give_buffer(self._source[read], at)
+        elif what == 7:
+            self._answer(read, at)
         elif what == 2:
             # The host starts a kernel a slab, so a long read costs it more than a short one.
             slabs = self._nbytes[read] // SLAB_BYTES
@@ -470,6 +497,35 @@ class _Run:
             heapq.heappush(self._events, (self._device_free[r], read, 3))
         else:
             self._check(r, read, at)
+
+    def _answer(self, read: int, at: float) -> None:
+        """Have a source digest what a read will bring, once it is transformed."""
+        source = self._source[read]
+        ready_s = self._ready[read] + self._delay[source]
+        if at < ready_s:
+            # Looked at again then: digests that others ask for meanwhile hold the transform up.
+            heapq.heappush(self._events, (ready_s, read, 7))
+            return
+        begun = max(at, self._digest_free[source])
+        took = self.rates.step_s + self._nbytes[read] / self.rates.digest_gb_per_s / GB
+        self._digest_free[source] = begun + took
+        # On a stream of a higher priority than the transform's.
+        if begun < self._transformed[source] + self._delay[source]:
+            self._delay[source] += took
+        heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 0))
+
+    def _post(self, read: int, at: float) -> None:
+        """Post a read; within the node, once fewer than `NEAR_READS` others are under way."""
+        r = self._receiver[read]
+        if self._near[read]:
+            if not self._turns[r]:
+                self._wait_turn[r].append(read)
+                return
+            self._turns[r] -= 1
+        self.posted[read] = start = max(self._host_free[r], at)
+        # Python posts one read at a time: reads share the wire, not the host.
+        self._host_free[r] = start + self._cost_s[read]
+        heapq.heappush(self._events, (self._host_free[r], read, 1))
 
     def _sent(self, read: int, at: float) -> None:
         """Note that what a read had on the wire is there: the rest, from buffers of the source, or all of it."""
@@ -511,7 +567,11 @@ class _Run:
         r = self._receiver[read]
         self.landed[read] = at
         self._flying[r] -= 1
-        self._of_one[r, self._source[read]] -= 1
+        self._of_one[self._pair(read)] -= 1
+        if self._near[read]:
+            self._turns[r] += 1
+            if self._wait_turn[r]:
+                self._post(self._wait_turn[r].popleft(), at)
         digests_s = at if self.answered is None else float(self.answered[read])
         heapq.heappush(self._events, (max(at, digests_s), read, 2))
         self._ask(r, at)
@@ -527,15 +587,17 @@ class _Run:
         self._ask(r, at)
 
 
-def _stages(run: _Run, source_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
+def _stages(run: _Run, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
     """Return the time that the busiest member of each stage spent on it."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
     digest_s = reads * run.rates.step_s + run.nbytes_of / run.rates.digest_gb_per_s / GB
+    given = (np.bincount(work.source, column, minlength=len(plan.sources)) for column in (None, work.nbytes))
+    given_s = next(given) * run.rates.step_s + next(given) / run.rates.digest_gb_per_s / GB
     stages = []
     for name, times, members in (
-        ("transform and digest", source_s, plan.sources),
+        ("transform and digest", transform_s + given_s, plan.sources),
         ("posting reads", post_s, plan.receivers),
         ("digest and compare", digest_s, plan.receivers),
         ("flip", flip_s, plan.receivers),
@@ -554,10 +616,9 @@ def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span,
     last = int((run.done + flip_s).argmax())
     given_bytes = np.bincount(run.work.source, weights=run.work.nbytes, minlength=len(plan.sources))
     most = int(given_bytes.argmax())
-    starts = np.concatenate(([0.0], ready[most, :-1]))
     spans = [
         Span(lane=plan.sources[most], stage="transform", start_s=float(a), stop_s=float(b))
-        for a, b in zip(starts, ready[most], strict=True)
+        for a, b in pairwise(ready[most])
         if b > a
     ]
     name = plan.receivers[last]

@@ -458,17 +458,22 @@ class LocalVersion:
             self._count()
             self.changed.notify_all()
 
-    def ready(self, rows: I64 | Sequence[int] | None = None) -> None:
+    def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
         """Mark rows of the layout (None: all) as filled with the version's bytes, so that readers may read them.
 
-        Order: after the kernels that fill them were queued on the current stream; readers wait for those kernels.
+        Args:
+            is_written: the device has passed the kernels that fill them. Else readers wait for all that is queued on
+                the current stream.
+
+        Order: after the kernels that fill them were queued on the current stream.
         """
         with self.changed:
             self._check_open()
             if self.version is None:
                 raise PlanError("cannot mark rows as ready: no version was begun", hint="begin() one")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
-            for name in {memory.device for memory in self.regions.memories} - {"cpu"}:
+            devices = set() if is_written else {memory.device for memory in self.regions.memories} - {"cpu"}
+            for name in devices:
                 # The rows are ready for the host, not for the device: the kernels that fill them may still be queued.
                 # Digests, and through them reads, wait for this event instead of a synchronize here, which would
                 # stall the trainer.

@@ -306,7 +306,8 @@ class VersionSnapshot(Closing):
         announce()
         # All are queued at once: requests of readers, which begin meanwhile, would keep the next copy waiting.
         num_ahead = len(self._batches)
-        fill(self._batches, self.local_version.ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
+        ready = partial(self.local_version.ready, is_written=True)
+        fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
         # Those without a byte too, which may lie anywhere.
         self.local_version.ready(rows)
         return time.perf_counter() - begun

@@ -447,7 +447,9 @@ class Publisher(Closing):
         local_version.settle(self._stall_s)
         self._announce(version)
         # After the announcement, so that the plain rows are read while the tagged ones are quantised.
-        self._offer.fill(version, self._run, local_version.ready, stall_s=self._stall_s)
+        # By then the device has written them; the batches queued behind are no reason to wait.
+        ready = partial(local_version.ready, is_written=True)
+        self._offer.fill(version, self._run, ready, stall_s=self._stall_s)
 
     def _publish_snapshot(self, snapshot: VersionSnapshot, version: int, terms: rank_group.Together | None) -> float:
         """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
@@ -471,7 +473,8 @@ class Publisher(Closing):
                 stall_s=self._stall_s,
             )
             if not offer.is_copied:
-                offer.fill(version, self._run, self._local_version.ready, stall_s=self._stall_s)
+                ready = partial(self._local_version.ready, is_written=True)
+                offer.fill(version, self._run, ready, stall_s=self._stall_s)
         except BaseException:
             # Rows that are never ready would keep receivers waiting until their stall deadline.
             self._withdraw()

@@ -168,7 +168,7 @@ class Transformed:
         """Quantise the parameters' current values, layer after layer.
 
         Args:
-            ready: called with the numbers of rows once they are complete, or queued on the current stream.
+            ready: called with the numbers of rows once the device has written them.
 
         Raises:
             DestinationError: the device finished no batch for `stall_s`.
