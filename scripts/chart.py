@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def slowest_rank(answers: Sequence[dict[str, Any]], field: str) -> float:
 
 def cold_row() -> Row:
     """Return four workers that start at once: a fetch together, beside a load by each."""
-    lines = [line for line in records("h200x4_202611/fetch-all.jsonl") if "arguments" in line]
+    lines = [line for line in records("h200x4_202611/fetch.jsonl") if "arguments" in line]
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if "'fallback'" in line["arguments"]]
     loads = [
         slowest_rank(line["said"], "seconds")
@@ -80,7 +81,8 @@ def cold_row() -> Row:
 
 def fetch_row() -> Row:
     """Return one holder to three receivers, beside NCCL's broadcast."""
-    lines = records("h200x4_202611/fetch.jsonl")
+    # Until the holder decodes beside the fetches.
+    lines = list(takewhile(lambda line: line.get("asked") != "prepare_decode", records("h200x4_202611/fetch.jsonl")))
     # The first fetch of a process connects to its peers.
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if line["asked"] == "fetch"][1:]
     broadcasts = next(line["said"] for line in lines if line["asked"] == "broadcast")

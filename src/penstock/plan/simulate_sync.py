@@ -271,8 +271,7 @@ def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
     if transformed is not None:
         # One bucket after the other, in the order in which receivers read them, in batches.
         nbytes = np.cumsum(transformed, axis=1)
-        # A batch is queued behind each before its rows are ready, and digests wait for all that is queued.
-        made = np.minimum(-(-nbytes // BATCH_BYTES) * BATCH_BYTES + BATCH_BYTES, nbytes[:, -1:])
+        made = np.minimum(-(-nbytes // BATCH_BYTES) * BATCH_BYTES, nbytes[:, -1:])
         ready[:, 1:] += np.where(nbytes > 0, rates.step_s + made / rates.quantise_gb_per_s / GB, 0.0)
     return ready
 
