@@ -253,7 +253,7 @@ def test_paths_and_methods_that_the_hub_does_not_have(serve) -> None:
         assert (slash.status_code, slash.headers["location"]) == (307, f"{http.base_url}/v1/status?model=llama")
 
 
-def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch) -> None:
+def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch, caplog) -> None:
     directory = Directory(MemoryStore(), fresh=True)
     hub = HubThread(directory, bind("127.0.0.1:0", guarded), guarded)
     hub.start()
@@ -266,6 +266,7 @@ def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch) -> None:
         assert httpx.get(f"{hub.url}/healthz", timeout=20).status_code == 200
     finally:
         hub.stop()
+    assert "the hub failed at GET '/v1/status'" in caplog.text and "IndexError" in caplog.text
 
 
 def test_metrics_count_what_happened(serve) -> None:

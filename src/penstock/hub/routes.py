@@ -10,6 +10,7 @@ this app 4. A beat takes 65 us in the app, and took 104. Source: benchmarks/resu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -36,6 +37,7 @@ try:
 except ImportError as error:
     raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
 
+_log = logging.getLogger("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[object], AbstractAsyncContextManager[None]]
 
@@ -110,6 +112,8 @@ class HubApp:
         except (Refused, PenstockError) as error:
             response = self._fault(error)
         except Exception:
+            # Here, because uvicorn's log of it is silenced (`connection`): that has a line for every malformed request.
+            _log.exception("the hub failed at %s %r", request.method, scope["path"])
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
             # uvicorn then closes the connection.
             raise
