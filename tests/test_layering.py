@@ -141,7 +141,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "h11": frozenset(),
     "httptools": frozenset({"http", "hub"}),
     "httpx": frozenset(),
-    "fastapi": frozenset({"hub"}),
+    "fastapi": frozenset(),
     "starlette": frozenset({"hub"}),
     "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})

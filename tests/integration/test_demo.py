@@ -14,7 +14,7 @@ import pytest
 from tests.support.drills import drill
 
 pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer

@@ -61,7 +61,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
 
 
 def test_the_second_terminal_starts_from_the_first(environ: dict[str, str]) -> None:
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     command = [sys.executable, str(SERVES)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     alarm = threading.Timer(LAST_S, first.kill)

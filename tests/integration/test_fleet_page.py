@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("selenium", reason="selenium is not installed")
 
 if not shutil.which("chromium") or not shutil.which("chromedriver"):

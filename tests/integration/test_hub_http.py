@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
@@ -229,8 +229,44 @@ def test_bodies_have_a_bound_and_a_schema(serve) -> None:
         assert http.put("/v1/members/a%2Fb", content=b"{}").status_code in {404, 422}
         assert http.put("/v1/members/%C3%A9", content=b"{}").status_code == 422
         assert http.get("/v1/status", params={"model": "x" * 300}).status_code == 422
-        assert http.get("/nothing").json()["error"] == "Not Found"
-        assert http.delete("/v1/hello").status_code == 405
+
+
+def test_paths_and_methods_that_the_hub_does_not_have(serve) -> None:
+    member = "0" * 32
+    with httpx.Client(base_url=serve(), timeout=20, headers=AUTHORIZED) as http:
+        unknown = http.get("/nothing")
+        assert unknown.status_code == 404
+        assert unknown.json() == {"error": "Not Found", "hint": "", "alternatives": []}
+        for method, path, allowed in (
+            ("DELETE", "/v1/hello", "POST"),
+            ("POST", f"/v1/members/{member}", "DELETE, PUT"),
+            ("POST", "/v1/status", "GET, HEAD"),
+            ("HEAD", "/healthz", "GET"),
+        ):
+            answer = http.request(method, path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+            assert method == "HEAD" or answer.json()["error"] == "Method Not Allowed"
+        whole, head = http.get("/openapi.json"), http.head("/openapi.json")
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+        slash = http.get("/v1/status/?model=llama")
+        assert (slash.status_code, slash.headers["location"]) == (307, f"{http.base_url}/v1/status?model=llama")
+
+
+def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch, caplog) -> None:
+    directory = Directory(MemoryStore(), fresh=True)
+    hub = HubThread(directory, bind("127.0.0.1:0", guarded), guarded)
+    hub.start()
+    try:
+        monkeypatch.setattr(directory, "status", lambda *_: [][0])
+        answer = httpx.get(f"{hub.url}/v1/status", timeout=20, headers=AUTHORIZED)
+        assert (answer.status_code, answer.text) == (500, "Internal Server Error")
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        # Over another connection: the hub closes the one whose request failed.
+        assert httpx.get(f"{hub.url}/healthz", timeout=20).status_code == 200
+    finally:
+        hub.stop()
+    assert "the hub failed at GET '/v1/status'" in caplog.text and "IndexError" in caplog.text
 
 
 def test_metrics_count_what_happened(serve) -> None:

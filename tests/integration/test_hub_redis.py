@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("redis")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
 from tests.support import redis_server

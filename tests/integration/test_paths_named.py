@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 import penstock as ps  # noqa: E402
 from penstock.cli.main import app  # noqa: E402

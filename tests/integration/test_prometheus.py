@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("yaml")
 
 if not shutil.which("prometheus") or not shutil.which("promtool"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from penstock.integrations import replica  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402

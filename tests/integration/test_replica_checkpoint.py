@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 import penstock as ps  # noqa: E402
 from penstock.errors import ConfigError, SourceTruncated  # noqa: E402

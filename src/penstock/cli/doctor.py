@@ -170,7 +170,7 @@ def find_engines() -> list[Fact]:
         "triton": ("triton", "digests on the device; comes with torch's CUDA builds"),
         "safetensors": ("safetensors", "only a baseline for penstock bench"),
         "nixl": ("nixl", f"RDMA, and GPU memory between hosts; {install_hint('nixl')}"),
-        "fastapi": ("fastapi", f"hosting a hub; {install_hint('hub')}"),
+        "starlette": ("starlette", f"hosting a hub; {install_hint('hub')}"),
         "gguf": ("gguf", f"values of K-quants and IQ types in convert; {install_hint('gguf')}"),
         "huggingface_hub": ("huggingface_hub", f"hf:// and org/name; {install_hint('hf')}"),
         "redis": ("redis", f"several hubs that act as one; {install_hint('redis')}"),

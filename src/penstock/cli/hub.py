@@ -48,7 +48,7 @@ def hub(
     from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
 
-    # FastAPI and its server are an extra: members of a fleet need none of them.
+    # Starlette and its server are an extra: members of a fleet need none of them.
     try:
         from penstock.hub.directory import Directory
         from penstock.hub.local_hub import own_address

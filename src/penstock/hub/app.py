@@ -1,7 +1,8 @@
-"""The hub over HTTP: its operations, a `Directory` as an app of FastAPI, and the OpenAPI document.
+"""The hub over HTTP: its operations, a `Directory` as an ASGI app, and the OpenAPI document.
 
 In: a directory, the authentication. Out: the app, with metrics and health.
-Not here: sockets and threads (`server`), the answers (`directory`), the caller's side (`client`).
+Not here: the app itself, and the answers to errors (`routes`), sockets and threads (`server`), the answers
+(`directory`), the caller's side (`client`).
 
 `OPERATIONS` is the one list of what the hub answers: the app makes its routes of it, and the document its paths. Bodies
 are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. An answer that is not 2xx has a
@@ -13,24 +14,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from penstock.entry_points import install_hint
-from penstock.errors import (
-    MALFORMED,
-    HubUnavailable,
-    MissingExtra,
-    PenstockError,
-    PermissionDenied,
-    PlanError,
-    SourceBusy,
-    UnknownMember,
-)
+from penstock.errors import MALFORMED, HubUnavailable, MissingExtra
 from penstock.hub.audit import CALLER, STRANGER
 from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
@@ -63,19 +55,17 @@ from penstock.hub.messages import (
     Word,
     version_fault,
 )
+from penstock.hub.routes import Handler, HubApp, Lifespan, Refused
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import JobState
 from penstock.types import MIB
 
 try:
-    from fastapi import FastAPI, Request, Response
-    from fastapi.concurrency import run_in_threadpool
-    from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.routing import Match, Route
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
 except ImportError as error:
-    raise MissingExtra(f"the hub needs FastAPI, whose import failed: {error}", hint=install_hint("hub")) from error
+    raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
 
 if TYPE_CHECKING:
     from penstock.hub.metrics import Metrics
@@ -85,9 +75,6 @@ MAX_BODY_BYTES = 8 * MIB
 """A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
 BODY_S = 20.0
 """A body that takes longer to arrive is refused."""
-_QUIET: dict[str, Any] = {"telemetry": {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}}
-"""No spans of single requests: a host's own hub runs in an engine's process, and each heartbeat would be one in the
-engine's traces. Older releases of FastAPI have none, and ignore the argument."""
 _ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
 _log = logging.getLogger("penstock.hub")
 audit = logging.getLogger("penstock.audit")
@@ -220,26 +207,7 @@ _OF_A_MODEL = frozenset({"status", "phases"})
 """Operations with the parameter `model`."""
 
 
-class _Refused(Exception):
-    """An answer that is not 2xx."""
-
-    def __init__(self, status: int, error: str, hint: str = "") -> None:
-        super().__init__(error)
-        self.status = status
-        self.fault = Fault(error=error, hint=hint)
-
-
-# In this order: the first kind that fits. Whatever is not listed is the hub's own fault, 500.
-_STATUS: tuple[tuple[type[PenstockError], int], ...] = (
-    (UnknownMember, 410),
-    (PermissionDenied, 403),
-    (PlanError, 409),
-    (SourceBusy, 429),
-    (HubUnavailable, 503),
-)
-
-
-def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
+def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
     """Create the hub's app.
 
     Args:
@@ -247,7 +215,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         auth: authentication; the default admits every caller, so the socket itself must be private.
 
     Raises:
-        MissingExtra: FastAPI or prometheus-client is not installed.
+        MissingExtra: Starlette or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
     from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
@@ -262,19 +230,19 @@ def create_app(directory: Directory, auth: Auth | None = None) -> FastAPI:
         CALLER.set(STRANGER)
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
-    life = _running(lambda: _beat(directory, auth), lambda: keep_sampling(feed))
-    app = FastAPI(title="Penstock hub", version="1", lifespan=life, docs_url=None, redoc_url=None, **_QUIET)
+    app = HubApp(
+        _running(lambda: _beat(directory, auth), lambda: keep_sampling(feed)),
+        count_refusal=metrics.refused,
+        on_unauthorized=on_unauthorized,
+    )
     for operation in OPERATIONS:
-        # Starlette's route: FastAPI's own would decode parameters a second time, which msgspec does already.
         endpoint = _endpoint(operation, directory, auth, metrics)
         if operation.name == "phases":
             endpoint = or_stream(endpoint, replicas, lambda request: _check_caller(request, auth))
-        app.add_route(operation.path, endpoint, methods=[operation.method])
+        methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
+        app.add_route(operation.path, endpoint, *methods)
     _add_pages(app, directory, auth, metrics)
     add_page(app, feed, lambda request: _check_caller(request, auth))
-    app.state.on_unauthorized = on_unauthorized
-    app.openapi = lambda: _document(auth)  # type: ignore[method-assign]
-    _map_faults(app, metrics.refused)
     return app
 
 
@@ -294,7 +262,7 @@ class FleetClient(Protocol):
         ...
 
 
-def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
+def create_page_app(hub: FleetClient, auth: Auth) -> HubApp:
     """Create an app that serves the fleet page, and passes on what its user may ask of the hub.
 
     Args:
@@ -302,32 +270,26 @@ def create_page_app(hub: FleetClient, auth: Auth) -> FastAPI:
         auth: authenticates the page's requests.
 
     Raises:
-        MissingExtra: FastAPI is not installed.
+        MissingExtra: Starlette is not installed.
     """
     from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
     from penstock.hub.replicas import ReplicaFeed
 
     feed = FleetFeed(hub.status)
-    life = _running(lambda: keep_sampling(feed))
-    app = FastAPI(
-        title="Penstock fleet", version="1", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None, **_QUIET
-    )
+    app = HubApp(_running(lambda: keep_sampling(feed)))
     add_page(app, feed, lambda request: _check_caller(request, auth))
-    app.add_route("/v1/drains/{member}", _drain_at(hub, auth), methods=["PUT", "DELETE"])
+    app.add_route("/v1/drains/{member}", _drain_at(hub, auth), "PUT", "DELETE")
 
     async def phases(request: Request) -> Response:
         _check_caller(request, auth)
         return Response(msgspec.json.encode(await run_in_threadpool(hub.phases)), media_type="application/json")
 
-    app.add_route(
-        "/v1/phases", or_stream(phases, ReplicaFeed(hub.phases), lambda request: _check_caller(request, auth))
-    )
-    app.state.on_unauthorized = lambda path, client: None
-    _map_faults(app, lambda status: None)
+    answer = or_stream(phases, ReplicaFeed(hub.phases), lambda request: _check_caller(request, auth))
+    app.add_route("/v1/phases", answer, "GET", "HEAD")
     return app
 
 
-def _drain_at(hub: FleetClient, auth: Auth) -> Callable[[Request], Awaitable[Response]]:
+def _drain_at(hub: FleetClient, auth: Auth) -> Handler:
     """Return the function that passes on a request to drain a member; the hub decides by the client's token."""
     decoder = msgspec.json.Decoder(Drain)
 
@@ -338,18 +300,18 @@ def _drain_at(hub: FleetClient, auth: Auth) -> Callable[[Request], Awaitable[Res
             member = msgspec.convert(request.path_params["member"], MemberId)
             order = decoder.decode(await _body(request)) if request.method == "PUT" else None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise _Refused(422, f"drain: {error}"[:1000]) from error
+            raise Refused(422, f"drain: {error}"[:1000]) from error
         await run_in_threadpool(hub.drain, member, order)
         return Response(status_code=204)
 
     return endpoint
 
 
-def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
     """Return a lifespan in which this work runs: in the server's own event loop, cancelled when the app ends."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: object) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(start()) for start in work]
         yield
         for task in tasks:
@@ -376,14 +338,14 @@ async def _beat(directory: Directory, auth: Auth) -> None:
         await asyncio.sleep(directory.beat_s)
 
 
-def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics) -> None:
-    """Add `/healthz` (the process answers), `/readyz` (its store answers too) and `/metrics`."""
+def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) -> None:
+    """Add `/healthz` (the process answers), `/readyz` (its store answers too), `/metrics` and `/openapi.json`."""
 
     # Public: what watches over the hub has no token, and learns nothing of the fleet here.
-    async def healthz() -> Response:
+    async def healthz(_: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
 
-    async def readyz() -> Response:
+    async def readyz(_: Request) -> Response:
         # Any entry will do: a store that does not answer raises HubUnavailable, which is 503.
         await run_in_threadpool(directory.store.read, "hub/life")
         return Response("ok\n", media_type="text/plain")
@@ -393,13 +355,15 @@ def _add_pages(app: FastAPI, directory: Directory, auth: Auth, metrics: Metrics)
         _check_caller(request, auth)
         return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
 
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(_document(auth))
+
     for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
-        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
+        app.add_route(path, endpoint, "GET")
+    app.add_route("/openapi.json", openapi, "GET", "HEAD")
 
 
-def _endpoint(
-    operation: Operation, directory: Directory, auth: Auth, metrics: Metrics
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(operation: Operation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
     """Return the function that answers requests of an operation."""
     # Made once: a decoder is compiled from the message's type.
     decoder: msgspec.json.Decoder[Any] | None = None
@@ -430,7 +394,7 @@ def _endpoint(
                         _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
                     message = decoder.decode(body)
                 except MALFORMED as error:
-                    raise _Refused(422, f"{operation.name}: {error}"[:1000]) from error
+                    raise Refused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, message)
             speaker = None if operation.speaker is None else operation.speaker(parameter, message)
             if speaker is not None:
@@ -462,7 +426,7 @@ def _check_version(request: Request, protocol: str, them: str) -> None:
     fault = version_fault(protocol, them, "the hub")
     if fault:
         audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
-        raise _Refused(400, fault, UPGRADE_HINT)
+        raise Refused(400, fault, UPGRADE_HINT)
 
 
 def _check_caller(request: Request, auth: Auth) -> Caller:
@@ -473,7 +437,7 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     if caller is None:
         # A token that was revoked after the connection was accepted; requests without a token do not get this far.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
-        raise _Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
+        raise Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
 
 
@@ -482,7 +446,7 @@ def _check_operator(operation: str, request: Request, caller: Caller) -> None:
     _check_site(operation, request)
     if not caller.is_operator:
         audit.warning("event=forbidden operation=%s caller=%s", operation, caller.name)
-        raise _Refused(403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file")
+        raise Refused(403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file")
 
 
 def _check_site(operation: str, request: Request) -> None:
@@ -491,7 +455,7 @@ def _check_site(operation: str, request: Request) -> None:
     # that says where a request comes from is believed all the same.
     if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
         audit.warning("event=forbidden operation=%s site=%r", operation, request.headers["sec-fetch-site"])
-        raise _Refused(403, "a page of another site sent this request", "use the hub's own page, or `penstock drain`")
+        raise Refused(403, "a page of another site sent this request", "use the hub's own page, or `penstock drain`")
 
 
 def _client(request: Request) -> str:
@@ -508,14 +472,14 @@ def _check_models(operation: Operation, caller: Caller, parameter: str, body: An
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         about = ", ".join(filter(None, sorted(set(models)))) or "all models"
-        raise _Refused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
+        raise Refused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
 
 
 def _check_life(request: Request, member: str) -> None:
     """Refuse a request with status 403 unless the caller knows the secret of the member that it speaks for."""
     if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
         audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
-        raise _Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
+        raise Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
 
 
 def _parameter(operation: Operation, request: Request) -> str:
@@ -526,7 +490,7 @@ def _parameter(operation: Operation, request: Request) -> str:
         if operation.name in _OF_A_MODEL and "model" in request.query_params:
             return msgspec.convert(request.query_params["model"], Word)
     except msgspec.ValidationError as error:
-        raise _Refused(422, f"{operation.name}: {error}") from error
+        raise Refused(422, f"{operation.name}: {error}") from error
     return ""
 
 
@@ -535,57 +499,22 @@ async def _body(request: Request) -> bytes:
     # Starlette's `request.body()` has neither limit: one caller could fill the memory, or hold a request open for ever.
     parts: list[bytes] = []
     total = 0
+    is_whole = False
     try:
         async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
+            while not is_whole:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the caller closed the connection")
+                part = message.get("body", b"")
                 total += len(part)
                 if total > MAX_BODY_BYTES:
-                    raise _Refused(413, f"more than {MAX_BODY_BYTES} bytes")
+                    raise Refused(413, f"more than {MAX_BODY_BYTES} bytes")
                 parts.append(part)
+                is_whole = not message.get("more_body", False)
     except TimeoutError as error:
-        raise _Refused(408, f"the body took more than {BODY_S} s") from error
-    except ClientDisconnect as error:
-        raise _Refused(400, "the caller closed the connection") from error
+        raise Refused(408, f"the body took more than {BODY_S} s") from error
     return b"".join(parts)
-
-
-def _map_faults(app: FastAPI, count_refusal: Callable[[int], None]) -> None:
-    """Register handlers that answer every error with a `Fault` and its status."""
-
-    # Every refusal comes through here, so that the metrics count it and its body is always a fault.
-    def answer(status: int, fault: Fault, headers: dict[str, str] | None = None) -> Response:
-        count_refusal(status)
-        return Response(msgspec.json.encode(fault), status, headers, "application/json")
-
-    async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, _Refused)
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-        return answer(error.status, error.fault, headers)
-
-    async def ours(_: Request, error: Exception) -> Response:
-        assert isinstance(error, PenstockError)
-        status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-        # For proxies and foreign clients; ours tries again by itself.
-        headers = {"Retry-After": "1"} if status == 503 else None
-        return answer(status, Fault(error=error.message, hint=error.hint or ""), headers)
-
-    async def framework(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
-        # Starlette names the methods of one route; a path may have several, which together are what is allowed.
-        if error.status_code == 405:
-            routes = [route for route in app.routes if isinstance(route, Route)]
-            there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-            headers["Allow"] = ", ".join(sorted({method for route in there for method in route.methods or ()}))
-        return answer(error.status_code, Fault(error=str(error.detail)), headers)
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        return answer(422, Fault(error=str(error)[:1000]))
-
-    app.add_exception_handler(_Refused, refused)
-    app.add_exception_handler(PenstockError, ours)
-    app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(RequestValidationError, invalid)
 
 
 _REF = "#/components/schemas/{name}"
@@ -593,7 +522,6 @@ _REF = "#/components/schemas/{name}"
 
 def _document(auth: Auth) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document; its schemas are made by msgspec from the messages."""
-    # Not FastAPI's own, which knows only the types that it decodes itself.
     named = [kind for operation in OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}

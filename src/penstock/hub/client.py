@@ -70,7 +70,7 @@ TIMEOUT_S = 10.0
 ATTEMPT_S = 5.0
 """One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
-"""A process that starts to host the hub of a host imports FastAPI before it listens; `connect` waits for that."""
+"""A process that starts to host the hub of a host imports Starlette before it listens; `connect` waits for that."""
 REST = 4.0
 """A polling loop pauses this many times as long as the last answer took, so that a slow hub gets fewer requests: one
 that shared two cores with 64 copying processes fell behind until its clients took it for silent."""
@@ -235,7 +235,7 @@ class HubClient(Closing):
         Default certificates are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
-            ConfigError: the URL is not valid. MissingExtra: None, and FastAPI is not installed.
+            ConfigError: the URL is not valid. MissingExtra: None, and Starlette is not installed.
             HubUnavailable: None, and the hub cannot be hosted.
         """
         endpoint: HubEndpoint

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -32,13 +32,14 @@ from penstock.http.phases import wants_stream
 from penstock.hub.auth import Caller
 from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
 from penstock.hub.replicas import ReplicaFeed
+from penstock.hub.routes import Handler, HubApp
 
 try:
-    from fastapi import FastAPI, Request, Response
-    from fastapi.concurrency import run_in_threadpool
-    from starlette.responses import StreamingResponse
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
 except ImportError as error:
-    raise MissingExtra("the fleet page needs FastAPI", hint=install_hint("hub")) from error
+    raise MissingExtra("the fleet page needs Starlette", hint=install_hint("hub")) from error
 
 INTERVAL_S = 1.0
 """Between two looks at the status while somebody watches."""
@@ -311,9 +312,7 @@ async def keep_sampling(feed: FleetFeed) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
-def or_stream(
-    answer: Callable[[Request], Awaitable[Response]], feed: ReplicaFeed, caller_of: Callable[[Request], Caller]
-) -> Callable[[Request], Awaitable[Response]]:
+def or_stream(answer: Handler, feed: ReplicaFeed, caller_of: Callable[[Request], Caller]) -> Handler:
     """Return an endpoint of `/v1/phases` that streams events to requests that ask for them.
 
     Args:
@@ -356,7 +355,7 @@ def or_stream(
     return endpoint
 
 
-def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:
+def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:
     """Add the page's files and its stream to an app.
 
     Args:
@@ -367,10 +366,11 @@ def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Calle
     assets = files("penstock.hub") / "assets"
     viewers = 0
 
-    async def index() -> Response:
+    async def index(_: Request) -> Response:
         return Response((assets / "index.html").read_bytes(), media_type="text/html", headers=SECURITY_HEADERS)
 
-    async def asset(name: str) -> Response:
+    async def asset(request: Request) -> Response:
+        name = request.path_params["name"]
         if name not in _ASSETS:
             return Response(status_code=404, headers=SECURITY_HEADERS)
         return Response((assets / name).read_bytes(), media_type=_ASSETS[name], headers=SECURITY_HEADERS)
@@ -405,6 +405,6 @@ def add_page(app: FastAPI, feed: FleetFeed, caller_of: Callable[[Request], Calle
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=SECURITY_HEADERS)
 
-    app.add_api_route("/", index, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/assets/{name}", asset, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/v1/events", events, methods=["GET"], include_in_schema=False)
+    app.add_route("/", index, "GET")
+    app.add_route("/assets/{name}", asset, "GET")
+    app.add_route("/v1/events", events, "GET")

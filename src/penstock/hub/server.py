@@ -35,11 +35,11 @@ from penstock.net.unix_sockets import connect_unix
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
 
     from penstock.hub.app import FleetClient
+    from penstock.hub.routes import HubApp
 
-# Deadline of a start: importing FastAPI on a busy machine takes some seconds.
+# Deadline of a start: importing Starlette and uvicorn on a busy machine takes some seconds.
 _START_S = 20.0
 # A running request has 2 s to end (`timeout_graceful_shutdown`), and its connection some more.
 _STOP_S = 5.0
@@ -151,9 +151,9 @@ def _refusal(auth: Auth) -> bytes:
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
+def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
     """Return the server of a listener, which is not started yet."""
-    # Imported here, with FastAPI: every member imports this file for its local hub, and most never host it.
+    # Imported here, as Starlette is: every member imports this file for its local hub, and most never host it.
     try:
         import uvicorn
     except ImportError as error:
@@ -191,7 +191,7 @@ def _server(make_app: Callable[[], FastAPI], auth: Auth, listener: GuardedListen
     return Server(config)
 
 
-def _uvicorn_config(app: FastAPI, auth: Auth, listener: GuardedListener) -> uvicorn.Config:
+def _uvicorn_config(app: HubApp, auth: Auth, listener: GuardedListener) -> uvicorn.Config:
     """Return uvicorn's settings: the app, the protocol with our limits, TLS."""
     import uvicorn
 
@@ -201,7 +201,7 @@ def _uvicorn_config(app: FastAPI, auth: Auth, listener: GuardedListener) -> uvic
         app,
         # Not uvloop, even if it is installed: it accepts by itself, past the listener's limits.
         loop="asyncio",
-        http=protocol_for(listener, auth, app.state.on_unauthorized),
+        http=protocol_for(listener, auth, app.on_unauthorized),
         # The process' own logging stays as it is: a local hub is a thread of somebody's program.
         log_config=None,
         log_level="warning",
@@ -225,10 +225,10 @@ def _uvicorn_config(app: FastAPI, auth: Auth, listener: GuardedListener) -> uvic
     return config
 
 
-def _hub_app(directory: Directory, auth: Auth) -> Callable[[], FastAPI]:
-    """Return a function that creates the hub's app: the import of FastAPI is the server's to report."""
+def _hub_app(directory: Directory, auth: Auth) -> Callable[[], HubApp]:
+    """Return a function that creates the hub's app: the import of Starlette is the server's to report."""
 
-    def create() -> FastAPI:
+    def create() -> HubApp:
         from penstock.hub.app import create_app
 
         return create_app(directory, auth)
@@ -256,7 +256,7 @@ def run_page(hub: FleetClient, port: int, *, ready: Callable[[str], None]) -> No
         token_file.write_text(f"{token}\n", encoding="utf-8")
         auth = Auth.of(token_file=token_file)
 
-        def create() -> FastAPI:
+        def create() -> HubApp:
             from penstock.hub.app import create_page_app
 
             return create_page_app(hub, auth)
@@ -282,7 +282,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     _run(_hub_app(directory, auth), listen, auth, ready=ready)
 
 
-def _run(make_app: Callable[[], FastAPI], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
+def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
     """Serve an app until a signal, as `run_hub` says."""
     bound = bind(listen, auth)
     limits = ConnectionLimits.for_descriptors(raise_descriptor_limit(), idle_s=_KEEP_ALIVE_S)

@@ -234,7 +234,7 @@ ANSWER_S = 2.0
 _COMPARE_S = 5.0
 # The scripts below cut them off too.
 _VERSION_BYTES = 16
-# More than FastAPI's 40 threads, each of which waits for one answer at a time.
+# More than the 40 threads of Starlette's pool, each of which waits for one answer at a time.
 _MAX_CONNECTIONS = 64
 
 # Redis drops expired values by itself, but not their names from the two sorted sets: each write drops a few. A name

@@ -14,10 +14,10 @@ Not here: weight bytes (`transport`), connections (`http.server`), the client (`
     GET    /v1/alive                        204
            /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
 
-Members do not run the hub's ASGI stack. For a request without work (2 cores, Python 3.11), FastAPI on uvicorn in a
-thread takes 460 ms of processor time to import and start, 19 MiB of memory, and for each request 85 us of processor
-time, or 190 us in its thread pool, where handlers that wait for news must run. This server takes 6 ms, 0.1 MiB and
-28 us, in a process whose engine or trainer needs the memory and the interpreter lock.
+Members do not run the hub's ASGI stack. Starlette and uvicorn in a thread take 70 to 90 ms of processor time to import
+and start and 4 MiB of memory (2 cores, Python 3.11). A request without work took 85 us there under FastAPI, or 190 us
+in the thread pool, where handlers that wait for news must run. This server takes 6 ms, 0.1 MiB and 28 us, in a process
+whose engine or trainer needs the memory and the interpreter lock.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 import uvicorn
-from fastapi import FastAPI
 
 from penstock.errors import HubUnavailable
 from penstock.hub import page
@@ -34,6 +33,7 @@ from penstock.hub.messages import (
 )
 from penstock.hub.page import FleetFeed, row_of, shares, totals
 from penstock.hub.replicas import ReplicaFeed, reply_of
+from penstock.hub.routes import HubApp
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import JobState, WorkerState
@@ -262,7 +262,7 @@ class _Away(FleetFeed):
 
 
 def test_a_store_that_is_away_is_said_in_the_stream() -> None:
-    app = FastAPI()
+    app = HubApp()
     page.add_page(app, _Away(Status), lambda request: ALL)
     bound = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))

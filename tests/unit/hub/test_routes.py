@@ -1,0 +1,183 @@
+"""Routes of the hub's app: which function gets a request, and what errors become."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("starlette")
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.hub.messages import Fault
+from penstock.hub.routes import HubApp, Refused
+
+COUNTED: list[int] = []
+
+
+@pytest.fixture
+def app() -> HubApp:
+    COUNTED.clear()
+
+    async def read(request: Request) -> Response:
+        return Response(f"read {request.path_params}", media_type="text/plain")
+
+    async def write(request: Request) -> Response:
+        return Response(f"write {request.path_params}", media_type="text/plain")
+
+    app = HubApp(count_refusal=COUNTED.append)
+    app.add_route("/", read, "GET")
+    app.add_route("/v1/status", read, "GET", "HEAD")
+    app.add_route("/v1/members/{member}", write, "PUT")
+    app.add_route("/v1/members/{member}", read, "DELETE")
+    return app
+
+
+def ask(app: HubApp, method: str, path: str, sent: list[Any] | None = None) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body; `sent` gets the messages also if the app raises."""
+    sent = [] if sent is None else sent
+
+    async def receive() -> Any:
+        # A caller that sends no more and stays connected.
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"hub:1")]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"a=b", "headers": headers}
+    asyncio.run(app({**scope, "scheme": "http", "server": ("hub", 1)}, receive, send))
+    start = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], start, b"".join(message["body"] for message in sent[1:])
+
+
+def fails(error: Exception) -> HubApp:
+    async def fail(_: Request) -> Response:
+        raise error
+
+    COUNTED.clear()
+    app = HubApp(count_refusal=COUNTED.append)
+    app.add_route("/", fail, "GET")
+    return app
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "answer"),
+    [
+        ("GET", "/", b"read {}"),
+        ("GET", "/v1/status", b"read {}"),
+        ("HEAD", "/v1/status", b"read {}"),
+        ("PUT", "/v1/members/m", b"write {'member': 'm'}"),
+        ("DELETE", "/v1/members/a b\n", b"read {'member': 'a b\\n'}"),
+    ],
+)
+def test_method_and_path_choose_the_function(app, method, path, answer) -> None:
+    assert ask(app, method, path) == (
+        200,
+        {"content-length": str(len(answer)), "content-type": "text/plain; charset=utf-8"},
+        answer,
+    )
+
+
+@pytest.mark.parametrize("path", ["", "//", "/v1", "/V1/status", "/v1/members", "/v1/members/", "/v1/members/a/b"])
+def test_an_unknown_path_is_404(app, path) -> None:
+    status, headers, body = ask(app, "GET", path)
+    assert (status, headers["content-type"], COUNTED) == (404, "application/json", [404])
+    assert msgspec.json.decode(body, type=Fault) == Fault(error="Not Found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("HEAD", "/", "GET"),
+        ("OPTIONS", "/v1/status", "GET, HEAD"),
+        ("get", "/v1/status", "GET, HEAD"),
+        ("GET", "/v1/members/m", "DELETE, PUT"),
+    ],
+)
+def test_a_method_that_a_path_does_not_have_is_405_and_names_those_it_has(app, method, path, allowed) -> None:
+    status, headers, body = ask(app, method, path)
+    assert (status, headers["allow"], COUNTED) == (405, allowed, [405])
+    assert msgspec.json.decode(body, type=Fault) == Fault(error="Method Not Allowed")
+
+
+def test_a_slash_too_many_is_redirected(app) -> None:
+    for method in ("GET", "POST"):
+        status, headers, body = ask(app, method, "/v1/status//")
+        assert (status, headers["location"], body) == (307, "http://hub:1/v1/status?a=b", b"")
+    assert ask(app, "PUT", "/v1/members/m/")[1]["location"] == "http://hub:1/v1/members/m?a=b"
+    assert not COUNTED
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "header"),
+    [
+        (Refused(401, "no token", "give one"), 401, ("www-authenticate", "Bearer")),
+        (Refused(413, "too large", "give one"), 413, None),
+        (UnknownMember("m", hint="give one"), 410, None),
+        (PermissionDenied("m", hint="give one"), 403, None),
+        (PlanError("m", hint="give one"), 409, None),
+        (SourceBusy("m", hint="give one"), 429, None),
+        (HubUnavailable("m", hint="give one"), 503, ("retry-after", "1")),
+        (PenstockError("m", hint="give one"), 500, None),
+    ],
+)
+def test_errors_are_faults_with_a_status_and_are_counted(error, status, header) -> None:
+    shown, headers, body = ask(fails(error), "GET", "/")
+    assert (shown, COUNTED) == (status, [status])
+    fault = msgspec.json.decode(body, type=Fault)
+    assert fault.error and fault.hint == "give one"
+    assert set(headers.items()) - {("content-length", str(len(body))), ("content-type", "application/json")} == (
+        {header} if header else set()
+    )
+
+
+def test_any_other_exception_is_500_and_reaches_the_server() -> None:
+    sent: list[Any] = []
+    with pytest.raises(ZeroDivisionError):
+        ask(fails(ZeroDivisionError("secret")), "GET", "/", sent)
+    assert (sent[0]["status"], sent[1]["body"]) == (500, b"Internal Server Error")
+    assert (b"content-type", b"text/plain; charset=utf-8") in sent[0]["headers"]
+    assert not COUNTED
+
+
+@pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError()])
+def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error) -> None:
+    async def parts():
+        yield b"part"
+        raise error
+
+    async def stream(_: Request) -> Response:
+        return StreamingResponse(parts())
+
+    app, sent = HubApp(), list[Any]()
+    app.add_route("/", stream, "GET")
+    with pytest.raises(BaseException):  # noqa: B017 (older releases of Starlette raise a group of it)
+        ask(app, "GET", "/", sent)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_the_lifespan_surrounds_the_requests() -> None:
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(_: object):
+        events.append("begins")
+        yield
+        events.append("ends")
+
+    async def send(message: Any) -> None:
+        events.append(message["type"])
+
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    asyncio.run(HubApp(lifespan)({"type": "lifespan", "state": {}}, receive, send))
+    assert events == ["begins", "lifespan.startup.complete", "ends", "lifespan.shutdown.complete"]
