@@ -299,9 +299,10 @@ class _TransferRun(Run):
         self._queues = self._queued(windows.steps)
         self._near_reads = threading.BoundedSemaphore(NEAR_READS)
         self.stats = TransferStats(self._reads)
-        num_sources = max(1, len(self._reads))
-        self._ask = self.executor("ask", min(READS_AT_ONCE, num_sources))
-        self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_sources))
+        num_queues = max(1, len(set(self._queues.values())))
+        self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
+        # No more threads than steps can be under way: each costs a tenth of a millisecond to start and to end.
+        self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
         # Two, so that one can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
