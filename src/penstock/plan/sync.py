@@ -59,11 +59,13 @@ ASK_BYTES = 16 * GIB
 READS_AT_ONCE = 16
 """Steps under way of all sources."""
 READS_OF_ONE = 4
-"""Steps under way of one source: two or more, so that its link is not idle while one is posted."""
+"""Steps under way of one queue, which is a source, or all devices of this host: two or more, so that a link is not idle
+while one is posted."""
 NEAR_READS = 2
-"""Reads under way of all devices of this host together. Receivers that read the same sources at once share their links:
-two of them get 320 GB/s each of 393, and 365 where each reads one source after the other and begins with another one.
-With four reads under way they drift into each other's turns: 345. Source: benchmarks/results/h200x4_202611/sync.md."""
+"""Reads under way into one device, of all devices of its host together. Receivers that read the same sources at once
+share their links: two of them get 305 to 325 GB/s each of 393, and 373 where each reads one source after the other and
+begins with another one. With four reads under way they drift into each other's turns.
+Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
 """Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
@@ -113,6 +115,8 @@ class Part:
         """Raise PlanError unless it keeps to memories of these sizes: a part may come from another process."""
         columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
         first, num = self.bucket_first, len(self.source)
+        if not 0 <= self.first_source < max(len(self.sources), 1):
+            raise PlanError(f"{self.receiver}: it begins with source {self.first_source} of {len(self.sources)}")
         if len(src_nbytes) != len(self.sources) or any(len(column) != num for column in columns):
             raise PlanError(
                 f"{self.receiver}: columns of the part differ in length, or it is not of {len(self.sources)} sources"

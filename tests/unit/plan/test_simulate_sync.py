@@ -400,16 +400,14 @@ def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) 
         for near in ({0, 1, 2, 3}, {0, 3}, set()):
             asked = queued(work, np.isin(work.source, list(near)), 2)[receiver]
             run = SimpleNamespace(
-                _reads={
-                    source: SimpleNamespace(is_near=lambda _, is_near=source in near: is_near) for source in range(4)
-                },
+                _key_of=lambda step, near=near: "cuda:0" if step.source in near else step.source,
                 _transfer=SimpleNamespace(part=part),
             )
             queues = _TransferRun._queued(cast("_TransferRun", run), windows.steps)
-            for source, queue in queues.items():
+            for key, queue in queues.items():
                 expected = [windows.steps.index(step) for step in queue.steps]
-                found = [read - reads[0] for read in asked[source not in near]]
-                assert expected == [i for i in found if source in near or windows.steps[i].source == source]
+                found = [read - reads[0] for read in asked[key != "cuda:0"]]
+                assert expected == [i for i in found if key == "cuda:0" or windows.steps[i].source == key]
 
 
 def test_shapes_are_the_models_and_both_sides_fit() -> None:

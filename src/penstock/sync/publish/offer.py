@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from penstock.cuda.events import wait_events
 from penstock.digest.strip import Strips
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
@@ -252,6 +253,7 @@ class VersionSnapshot(Closing):
         except BaseException:
             self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
             raise
+        self._devices = sorted({memory.device for memory in live} - {"cpu"})
         self._copy = Copy(memories, live) if on_host else None
         self._batches = () if on_host else tuple(_copy_batches(layout, memories, live))
 
@@ -302,6 +304,7 @@ class VersionSnapshot(Closing):
             announce()
             return seconds
         begun = time.perf_counter()
+        self._settle(stall_s)
         self.local_version.begin(version, metadata)
         announce()
         # All are queued at once: requests of readers, which begin meanwhile, would keep the next copy waiting.
@@ -311,6 +314,17 @@ class VersionSnapshot(Closing):
         # Those without a byte too, which may lie anywhere.
         self.local_version.ready(rows)
         return time.perf_counter() - begun
+
+    def _settle(self, stall_s: float) -> None:
+        """Wait until the devices have passed what the caller queued. DestinationError: not for `stall_s`."""
+        # The copy waits for it in any case. A receiver in direct mode pauses its engine before it asks for the first
+        # byte, and must not do so for a training step that still runs.
+        events = []
+        for device in self._devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        wait_events(events, stall_s, work="kernel queued before the snapshot")
 
     def _digest_requested(self, stall_s: float) -> None:
         for digests in self._foreseen:

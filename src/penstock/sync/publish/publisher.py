@@ -214,6 +214,7 @@ class Publisher(Closing):
             HubUnavailable: together: the hub did not record the decision; subscribers keep the version before, or learn
                 from the hub that it was committed.
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
+            DestinationError: a device failed. A snapshot on the device may have been shown, and its number is used up.
             Cancelled: it was closed.
 
         Order: all ranks call this with the same arguments; `check` counts on rank 0.
@@ -455,8 +456,14 @@ class Publisher(Closing):
         """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
         if terms is not None and self.rank == 0:
             self._expect(version, terms)
-        with self._dropped_on_error(version, terms):
-            return self._copy_snapshot(snapshot, version)
+        try:
+            with self._dropped_on_error(version, terms):
+                return self._copy_snapshot(snapshot, version)
+        except BaseException:
+            # Rows that are never ready would keep receivers waiting until their stall deadline. After a decision on the
+            # version, which the news then carry.
+            self._withdraw()
+            raise
 
     def _copy_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
         offer = self._offer
@@ -464,21 +471,16 @@ class Publisher(Closing):
         # device, and receivers may read the plain rows meanwhile.
         if offer.is_copied:
             offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
-        try:
-            copy_s = snapshot.snapshot(
-                version,
-                rows=None if offer.is_copied else offer.plain_rows,
-                metadata=self._metadata,
-                announce=partial(self._announce, version),
-                stall_s=self._stall_s,
-            )
-            if not offer.is_copied:
-                ready = partial(self._local_version.ready, is_written=True)
-                offer.fill(version, self._run, ready, stall_s=self._stall_s)
-        except BaseException:
-            # Rows that are never ready would keep receivers waiting until their stall deadline.
-            self._withdraw()
-            raise
+        copy_s = snapshot.snapshot(
+            version,
+            rows=None if offer.is_copied else offer.plain_rows,
+            metadata=self._metadata,
+            announce=partial(self._announce, version),
+            stall_s=self._stall_s,
+        )
+        if not offer.is_copied:
+            ready = partial(self._local_version.ready, is_written=True)
+            offer.fill(version, self._run, ready, stall_s=self._stall_s)
         return copy_s
 
     def _announce(self, version: int) -> None:

@@ -208,7 +208,7 @@ def _joined(some: Sequence[Strips]) -> Strips:
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Order the steps by window; within a window the sources alternate."""
-    # Steps start in this order: without turns the first source would be read alone, and its link would be the bound.
+    # Requests for digests follow this order, and the queues of sources; see `transfer`.
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:

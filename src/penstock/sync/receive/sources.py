@@ -252,11 +252,15 @@ class SourceRead:
         """Return whether the source had all rows when it sent its map, so that reads need not wait for its digests."""
         return self.link.map.is_ready
 
-    def is_near(self, step: Step) -> bool:
-        """Return whether a step is read by this device from another device of this host, as far as both ends offer."""
+    def near_device(self, step: Step) -> str | None:
+        """Return the device that reads a step from a device of this host, as far as both ends offer; None: none does.
+
+        A step's regions are nearly always on one device; the first one counts.
+        """
         theirs, ours, _ = step.reads[0]
         offers = self.link.map.regions[theirs], self._into.handles(ours)
-        return self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
+        is_near = self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
+        return self._into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """Return the source's digests of its strips, once they are ready.

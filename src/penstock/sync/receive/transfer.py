@@ -8,8 +8,9 @@ use of progress reports (`sync.publish.rank_group`).
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
-Sources that are devices of this host share one queue, one source after the other: receivers that read several of them
-at once share their links, which then carry less. Every other source has a queue of its own.
+Sources that are devices of this host share one queue of the device that reads them, one source after the other:
+receivers that read several of them at once share their links, which then carry less. Every other source has a queue of
+its own.
 
 From a source that had all rows at the start, the digests of many steps are requested together (`ask`) while the steps
 are read; from any other source, the digests of each step are requested before it is read.
@@ -27,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -136,13 +137,19 @@ class Delta:
         self._digests[step] = digests
         self._unsure.discard(step)
 
-    def ended(self, report: TransferReport) -> None:
-        """Note the figures of a run that completed, for the decision of the next."""
+    def ended(self, report: TransferReport, *, were_ready: bool) -> None:
+        """Note the figures of a run that completed, for the decision of the next.
+
+        Args:
+            were_ready: whether all sources had all rows at the start. Else their answers took as long as they filled
+                rows, which says nothing about the time of digests.
+        """
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
         if report.moved_bytes and report.wire_s > 0:
             self._bytes_per_s = report.moved_bytes / report.wire_s
-        self._ask_s = max((link.ready_s for link in report.links), default=0.0)
+        if were_ready:
+            self._ask_s = max((link.ready_s for link in report.links), default=0.0)
 
     def summary(self, report: TransferReport) -> str:
         """Return a line of text about the last run."""
@@ -230,7 +237,7 @@ class Transfer:
             raise
         report = run.stats.report(self.part.nbytes)
         if self.delta is not None:
-            self.delta.ended(report)
+            self.delta.ended(report, were_ready=all(link.map.is_ready for link in sources.values()))
         return report
 
     def summary(self, report: TransferReport) -> str:
@@ -265,9 +272,14 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Steps that wait for their turn, and the number of those that were posted and have not arrived."""
+    """Steps that wait for their turn, and the number of those that were posted and have not arrived.
 
-    steps: deque[Step]
+    Attributes:
+        turns: what bounds the reads at once, if they are of several sources; None: they are of one.
+    """
+
+    turns: threading.BoundedSemaphore | None
+    steps: deque[Step] = field(default_factory=deque)
     num_flying: int = 0
 
 
@@ -297,9 +309,8 @@ class _TransferRun(Run):
             for i in dict.fromkeys(step.source for step in windows.steps)
         }
         self._queues = self._queued(windows.steps)
-        self._near_reads = threading.BoundedSemaphore(NEAR_READS)
         self.stats = TransferStats(self._reads)
-        num_queues = max(1, len(set(self._queues.values())))
+        num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
         # No more threads than steps can be under way: each costs a tenth of a millisecond to start and to end.
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
@@ -319,23 +330,25 @@ class _TransferRun(Run):
         self._under_way_bytes = 0
         self._next_window = 0
 
-    def _queued(self, steps: Sequence[Step]) -> dict[int, _Queue]:
-        """Return the queue of each source."""
-        # By the first step of each source: its regions are nearly always on one device.
-        near: dict[int, bool] = {}
-        for step in steps:
-            if step.source not in near:
-                near[step.source] = self._reads[step.source].is_near(step)
+    def _queued(self, steps: Sequence[Step]) -> dict[int | str, _Queue]:
+        """Return the queue of each source, and of each device of ours that reads devices of this host."""
         # A slow source must not keep the steps of the others waiting behind its own: those of devices of this host are
         # as fast as each other, and read one after the other.
-        shared = _Queue(deque())
-        queues = {source: shared if is_near else _Queue(deque()) for source, is_near in near.items()}
+        queues: dict[int | str, _Queue] = {}
         part = self._transfer.part
         sources = np.array([step.source for step in steps], np.int64)
         windows = np.array([step.window for step in steps], np.int64)
         for i in np.lexsort((np.arange(len(steps)), part.turn_of(sources), windows)).tolist():
-            queues[steps[i].source].steps.append(steps[i])
+            key = self._key_of(steps[i])
+            if key not in queues:
+                queues[key] = _Queue(threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None)
+            queues[key].steps.append(steps[i])
         return queues
+
+    def _key_of(self, step: Step) -> int | str:
+        """Return the key of a step's queue."""
+        device = self._reads[step.source].near_device(step)
+        return step.source if device is None else device
 
     def carry_out(self) -> None:
         """Read and verify every step. Raises what stopped the run."""
@@ -359,10 +372,10 @@ class _TransferRun(Run):
 
     def _assign(self) -> None:
         """Post the reads that may start now."""
-        # Three bounds: reads per source, so that a slow one does not take all threads; unverified bytes, which is the
+        # Three bounds: reads per queue, so that a slow source does not take all threads; unverified bytes, which is the
         # user's memory bound; and windows ahead, so that the first tensors are complete early.
         items = []
-        for queue in dict.fromkeys(self._queues.values()):
+        for queue in self._queues.values():
             while queue.steps and queue.num_flying < READS_OF_ONE:
                 step = queue.steps[0]
                 room = self._transfer.watermark_bytes - self._under_way_bytes
@@ -450,7 +463,7 @@ class _TransferRun(Run):
         if self._delta is not None:
             self._delta.reading(step)
         try:
-            with self._turn(source, step), self.stats.reading(source.member):
+            with self._turn(step), self.stats.reading(source.member):
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
             # Also where the read failed: a partial read has written bytes.
             if is_touched:
@@ -463,14 +476,15 @@ class _TransferRun(Run):
         self.stats.took(source.member, strips.nbytes)
 
     @contextlib.contextmanager
-    def _turn(self, source: SourceRead, step: Step) -> Iterator[None]:
-        """Wait for a turn to read where a step is read from a device of this host. Cancelled: the run is over."""
+    def _turn(self, step: Step) -> Iterator[None]:
+        """Wait for a turn to read where the queue has turns. Cancelled: the run is over."""
         # Not before the source's rows are ready: a step that waits for them must not keep the link from another.
-        if not source.is_near(step):
+        turns = self._queues[self._key_of(step)].turns
+        if turns is None:
             yield
             return
         # Each read that has a turn ends by its own deadline, so this wait is bounded too.
-        with self._near_reads:
+        with turns:
             if self.ticket.stopped:
                 raise Cancelled("the run is over")
             yield
@@ -478,7 +492,7 @@ class _TransferRun(Run):
     def _arrived(self, step: Step) -> None:
         """Note that a step's bytes have arrived, and are not verified yet."""
         with self._lock:
-            self._queues[step.source].num_flying -= 1
+            self._queues[self._key_of(step)].num_flying -= 1
             self._here.add(step)
             self._assign()
             self._post_verification(step)

@@ -14,7 +14,7 @@ from tests.unit.sync.parts import held, sharded, whole
 
 import penstock as ps
 from penstock.digest.strip import Strips, strip_digests
-from penstock.errors import DestinationError
+from penstock.errors import DestinationError, VersionRefused
 from penstock.sync.copy_plan import Copy
 from penstock.sync.publish import offer
 from penstock.sync.publish.fill import fill
@@ -168,6 +168,30 @@ def test_a_copy_that_fails_leaves_no_version_to_read(monkeypatch: pytest.MonkeyP
             with pytest.raises(DestinationError):
                 publisher.publish(2)
         assert all(torch.equal(served[name], value) for name, value in before.items())
+        publisher.publish(3)
+        assert subscriber.update(3).version == 3
+        assert all(torch.equal(served[name], value) for name, value in trained.items())
+
+
+def test_a_copy_that_fails_withdraws_a_version_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer, "COPY_BYTES", 1024)
+    trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
+    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+    with ps.publisher("fleet", trained, mode="snapshot") as publisher, ps.subscriber("fleet", served) as subscriber:
+        publisher.wait_subscribers(1)
+        publisher.publish(1)
+        assert subscriber.update(1).version == 1
+
+        def fail() -> None:
+            raise DestinationError("the device failed")
+
+        with monkeypatch.context() as patched:
+            paused(patched, 3, fail)
+            with pytest.raises(DestinationError):
+                publisher.publish(2, commit="together")
+        # Not the version itself, which nobody can read any more.
+        with pytest.raises(VersionRefused):
+            subscriber.wait_version(2, timeout_s=10.0)
         publisher.publish(3)
         assert subscriber.update(3).version == 3
         assert all(torch.equal(served[name], value) for name, value in trained.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -151,7 +151,7 @@ def test_devices_of_the_host_are_read_in_turns(
         one.ready()
     part = parts(holdings, wants, MIB)[receiver]
     made = World(sources, held(wants[receiver], links, seed=1), part)
-    monkeypatch.setattr(SourceRead, "is_near", lambda self, step: True)
+    monkeypatch.setattr(SourceRead, "near_device", lambda self, step: "cuda:0")
     reads = recorded(monkeypatch)
     near = "loopback" in links.transports
     given = {one.layout.member: (Filling if is_filling else LocalLink)(one, same_process=near) for one in sources}
@@ -168,6 +168,17 @@ def test_devices_of_the_host_are_read_in_turns(
     assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
 
+def test_each_device_of_the_receiver_has_turns_of_its_own(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
+    monkeypatch.setattr(SourceRead, "near_device", lambda self, step: f"cuda:{step.reads[0][1]}")
+    reads = recorded(monkeypatch)
+    expected = made.expected()
+    made.transfer(watermark_bytes=16 * MIB).run(made.links())
+    assert np.array_equal(whole(made.receiver), expected)
+    assert {step.reads[0][1] for step in reads.begun} == {0, 1}
+    assert reads.most > NEAR_READS
+
+
 def test_other_sources_are_read_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     reads = recorded(monkeypatch)
@@ -180,6 +191,9 @@ def test_other_sources_are_read_at_once(links: Links, monkeypatch: pytest.Monkey
 def test_a_part_of_an_earlier_release_has_no_first_source() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
     part = parts(holdings, wants, 4096)[1]
+    for wrong in (-1, 2, 1 << 63):
+        with pytest.raises(PlanError, match="begins with source"):
+            replace(part, first_source=wrong).check(src_nbytes=[1 << 30] * 2, dst_nbytes=1 << 30)
     known = msgspec.msgpack.decode(encode(part))
     assert known.pop("first_source") == 1
     assert decode(msgspec.msgpack.encode(known), Part).first_source == 0
