@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_finished                 2 GiB of BF16; 5 runs of each way, in turn
     python -m benchmarks.bench_finished --small         a few MB
-    python -m benchmarks.bench_finished --device cuda:0 --gib 8
+    python -m benchmarks.bench_finished --device cuda:0 --gib 8 --models llama     13 processes
 
 Each run is a process of its own: imports, then the model until it has its weights, then one token for a prompt of 16.
 Files are in memory (tmpfs). `stock` is transformers' from_pretrained, `files` is Penstock's. `attach` maps the
@@ -113,13 +113,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--directory", default="/dev/shm", help="where the models are written")
+    parser.add_argument("--models", default="llama,mixtral")
     parser.add_argument("--json", type=Path, help="file to which each row is added")
     asked = parser.parse_args(arguments)
     num_bytes, runs = (2 << 20, 1) if asked.small else (int(asked.gib * (1 << 30)), asked.runs)
     rows = []
     with tempfile.TemporaryDirectory(dir=asked.directory) as root, tempfile.TemporaryDirectory(prefix="ps-") as sockets:
         os.environ["PENSTOCK_RUNTIME_DIR"] = sockets
-        for kind in ("llama", "mixtral"):
+        for kind in asked.models.split(","):
             directory = Path(root) / kind
             save(kind, directory, num_bytes, asked.device)
             with ps.Keeper(device=asked.device, accept=True) as keeper:
