@@ -317,6 +317,7 @@ class RedisStore:
         except ValueError as error:
             raise ConfigError(f"{without_password(url)!r} is not an address of Redis: {error}") from error
         self._where = without_password(url)
+        self._closed = False
         # One thread reads Redis' time while the others wait: without it all of them would at every `_COMPARE_S`.
         self._comparing = threading.Lock()
         self._compared = float("-inf")
@@ -365,6 +366,7 @@ class RedisStore:
 
     def close(self) -> None:
         """See `Store`."""
+        self._closed = True
         self._client.close()
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -378,6 +380,10 @@ class RedisStore:
         except self._redis.RedisError as error:
             hint = "is it running, and can the hub's host reach it? `redis-cli -u URL ping`"
             raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
+        finally:
+            if self._closed:
+                # A call that was under way when the store was closed may have opened a connection since.
+                self._client.close()
 
 
 def _entry(raw: bytes) -> Entry:
