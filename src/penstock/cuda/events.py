@@ -1,6 +1,6 @@
 """Waits for CUDA events that end at a deadline, which torch's `synchronize` does not have.
 
-In: events of torch that were recorded. Out: whether the device has passed them.
+In: devices, or events of torch that were recorded. Out: events; whether the device has passed them.
 Not here: streams and events of the driver (`driver`).
 """
 
@@ -16,6 +16,16 @@ from penstock.errors import DestinationError
 # A flip or a batch takes milliseconds or less, while the engine is paused or the device has nothing else queued: a
 # longer sleep would be a measurable part of it.
 _NAP_S = 0.0001
+
+
+def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Event]:
+    """Return an event for each device, recorded on its current stream: passed after the work queued there so far."""
+    events = []
+    for device in devices:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
 
 
 def is_passed(event: torch.cuda.Event, timeout_s: float) -> bool:

@@ -10,7 +10,7 @@ Not here: the moment of a copy (`receive.subscriber`, `publish.offer`), memory o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,12 +86,20 @@ class Copy:
         dst, src: memories, region by region of equal sizes; each pair on one device, or one of the two on the host, in
             pinned memory.
         strips: the strips to copy, with offsets as if the regions lay end to end; None: everything.
+        streams: by device, as of `streams_of`: copies of one stream run in the order in which they were queued; None:
+            streams of its own.
 
     Raises:
         PlanError: the sizes differ, or a strip lies outside of a region.
     """
 
-    def __init__(self, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips | None = None) -> None:
+    def __init__(
+        self,
+        dst: Sequence[Memory],
+        src: Sequence[Memory],
+        strips: Strips | None = None,
+        streams: Mapping[str, torch.cuda.Stream] | None = None,
+    ) -> None:
         sizes = [memory.nbytes for memory in src]
         if sizes != [memory.nbytes for memory in dst]:
             raise PlanError(f"cannot copy: the source has memories of {sizes} bytes, the destination has others")
@@ -104,7 +112,7 @@ class Copy:
         strips.check(int(first[-1]))
         region = locate(first, strips.at, strips.stop)
         self._regions = [_split(dst[i], src[i], strips[region == i], int(first[i])) for i in np.unique(region).tolist()]
-        self._streams = {name: torch.cuda.Stream(name) for name in {r.device for r in self._regions} - {"cpu"}}
+        self._streams = streams_of([*dst, *src]) if streams is None else streams
         self.nbytes = int(strips.nbytes.sum())
 
     def run(self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None) -> float:
@@ -126,7 +134,7 @@ class Copy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies on streams of their own, and return an event behind each region; on the host, copy.
+        """Queue the copies on their streams, and return an event behind each region; on the host, copy.
 
         Order: as for `run`.
         """
@@ -147,6 +155,11 @@ class Copy:
                 event.record(stream)
                 events.append(event)
         return events
+
+
+def streams_of(memories: Iterable[Memory]) -> dict[str, torch.cuda.Stream]:
+    """Return a stream for each device of the memories."""
+    return {name: torch.cuda.Stream(name) for name in {memory.device for memory in memories} - {"cpu"}}
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:

@@ -28,7 +28,7 @@ import torch
 from blake3 import blake3
 from msgspec import Meta
 
-from penstock.cuda.events import is_passed
+from penstock.cuda.events import is_passed, record_events
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
@@ -472,15 +472,12 @@ class LocalVersion:
             if self.version is None:
                 raise PlanError("cannot mark rows as ready: no version was begun", hint="begin() one")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
-            devices = set() if is_written else {memory.device for memory in self.regions.memories} - {"cpu"}
-            for name in devices:
+            if not is_written:
                 # The rows are ready for the host, not for the device: the kernels that fill them may still be queued.
-                # Digests, and through them reads, wait for this event instead of a synchronize here, which would
-                # stall the trainer.
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(name))
-                # Finished events are dropped here, else a version of many buckets collects hundreds.
-                self._events = [pending for pending in self._events if not pending.query()] + [event]
+                # Digests, and through them reads, wait for these events instead of a synchronize here, which would
+                # stall the trainer. Finished events are dropped, else a version of many buckets collects hundreds.
+                self._events = [pending for pending in self._events if not pending.query()]
+                self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
             self.changed.notify_all()
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.cuda.events import wait_events
+from penstock.cuda.events import record_events, wait_events
 from penstock.digest.strip import Strips
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
@@ -27,7 +27,7 @@ from penstock.memory.arena import Arena, populate
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.plan.sync import layer_order
-from penstock.sync.copy_plan import Copy, allocate_like
+from penstock.sync.copy_plan import Copy, allocate_like, streams_of
 from penstock.sync.local_version import Foreseen, LocalVersion, digesters_of
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.fill import fill
@@ -179,10 +179,12 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     order = layer_order(layout.names)[0]
     # Rows beyond are of regions that the caller fills.
     order = order[layout.offset[order] + span[order] <= first[-1]]
+    # One stream for all, so that the first rows are there first.
+    streams = streams_of(src)
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
         rows = order[batch == number]
-        yield _CopyBatch(rows, Copy(dst, src, _spans(layout.offset[rows], span[rows], first)))
+        yield _CopyBatch(rows, Copy(dst, src, _spans(layout.offset[rows], span[rows], first), streams))
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
@@ -304,7 +306,9 @@ class VersionSnapshot(Closing):
             announce()
             return seconds
         begun = time.perf_counter()
-        self._settle(stall_s)
+        # The copy waits for what the caller queued in any case. A receiver in direct mode pauses its engine before it
+        # asks for the first byte, and must not do so for a training step that still runs.
+        wait_events(record_events(self._devices), stall_s, work="kernel queued before the snapshot")
         self.local_version.begin(version, metadata)
         announce()
         # All are queued at once: requests of readers, which begin meanwhile, would keep the next copy waiting.
@@ -312,19 +316,8 @@ class VersionSnapshot(Closing):
         ready = partial(self.local_version.ready, is_written=True)
         fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
         # Those without a byte too, which may lie anywhere.
-        self.local_version.ready(rows)
+        ready(rows)
         return time.perf_counter() - begun
-
-    def _settle(self, stall_s: float) -> None:
-        """Wait until the devices have passed what the caller queued. DestinationError: not for `stall_s`."""
-        # The copy waits for it in any case. A receiver in direct mode pauses its engine before it asks for the first
-        # byte, and must not do so for a training step that still runs.
-        events = []
-        for device in self._devices:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            events.append(event)
-        wait_events(events, stall_s, work="kernel queued before the snapshot")
 
     def _digest_requested(self, stall_s: float) -> None:
         for digests in self._foreseen:

@@ -447,8 +447,8 @@ class Publisher(Closing):
         # before every read.
         local_version.settle(self._stall_s)
         self._announce(version)
-        # After the announcement, so that the plain rows are read while the tagged ones are quantised.
-        # By then the device has written them; the batches queued behind are no reason to wait.
+        # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
+        # waits for no more than its own: the device has written them when `fill` says so.
         ready = partial(local_version.ready, is_written=True)
         self._offer.fill(version, self._run, ready, stall_s=self._stall_s)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.cuda.events import record_events
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.arena import Arena, needed_bytes
@@ -66,13 +67,8 @@ class _Batch:
             to.copy_(of)
         for fusion in self.fusions:
             fusion.run()
-        events = []
         devices = {job.source.device for fusion in self.fusions for job in fusion.jobs[:1]}
-        for device in sorted(str(device) for device in devices if device.type == "cuda"):
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            events.append(event)
-        return events
+        return record_events(sorted(str(device) for device in devices if device.type == "cuda"))
 
 
 def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
