@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Hosts:
         monkeypatch.setattr("penstock.fetch.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)
         self.is_asked_once = False
-        """Whether the hub's first answer is all that receivers hear of it."""
+        """Whether receivers hear of no other upstreams than in the hub's first answer."""
         self._note_orders(monkeypatch)
         self._note_reads(monkeypatch)
 
@@ -60,8 +61,13 @@ class Hosts:
 
         def upstreams(member: Member, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
             if member.id in first:
-                is_same = self.is_asked_once
-                return first[member.id] if is_same else ask(member, weights, can_read_storage=can_read_storage)
+                now = ask(member, weights, can_read_storage=can_read_storage)
+                if not self.is_asked_once:
+                    return now
+                # With grants of now: each is for one connection, and a busy machine can lose one.
+                granted = {upstream.member: upstream for upstream in now.upstreams}
+                same = tuple(granted.get(upstream.member, upstream) for upstream in first[member.id].upstreams)
+                return msgspec.structs.replace(first[member.id], upstreams=same)
             # The hub answers nobody, not even with a layout, between the first one that it knows and the last one.
             self._all_here.wait(timeout=30)
             member.report_now()
