@@ -3,6 +3,7 @@
     python -m benchmarks.bench_tiers [--total-gb 1] [--reps 3] [--dir DIR]...            host arena <-> file
     python -m benchmarks.bench_tiers --device cuda:0 --total-gb 60 --load-gb 6 --dir /dev/shm   pinned host <-> GPU
     ... --keeper --models 12 --dir DIR      models of that size, room for one: `attach` of those that rest, by turns
+    ... --keeper --models 12 --largest-gb 64 --total-gb 2    one of them is larger; the others take turns with it
 
 A block moves down and up `reps` times by the calls that the keeper makes; the first way down, on which new memory is
 touched and pinned, is told apart. The limit of a link is measured in the same run: 256 MiB copies for the GPU, for a
@@ -148,6 +149,42 @@ def fresh_load(directory: Path, device: str, nbytes: int, reps: int) -> list[flo
     return rates
 
 
+def below(directory: Path, device: str, nbytes: int) -> list[str]:
+    """Return a keeper's options for the tier below its device."""
+    return ["--disk", str(directory / "spill")] if device == "cpu" else ["--host-bytes", str(nbytes)]
+
+
+def larger_swaps(
+    directory: Path, device: str, nbytes: int, largest_nbytes: int, reps: int, num_models: int
+) -> dict[str, list[float]]:
+    """Seconds to attach to a large model that rests while a small one makes room, and the other way round."""
+    large, small = directory / "large", directory / "small"
+    write_llama(large, total_bytes=largest_nbytes, fp8=False, shards=8)
+    write_llama(small, total_bytes=nbytes, fp8=False, shards=1)
+    names = [f"model-{number}" for number in range(num_models)]
+    # Room for the large one, and not for a small one beside it.
+    bounds = ["--device", device, "--memory-bytes", str(int(largest_nbytes + 0.9 * nbytes))]
+    bounds += below(directory, device, int(1.05 * largest_nbytes + (num_models + 1) * nbytes))
+    models = [argument for name in names for argument in ("--model", name)]
+    made: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as runtime:
+        os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
+        paths = [str(large), *[str(small)] * (num_models - 1)]
+        with KeeperProcess([*paths, *models, *bounds], timeout_s=300):
+            for verify in (False, True):
+                how = ", compared" if verify else ""
+                for turn in range(reps * (num_models - 1)):
+                    for what, name in (("small", names[1 + turn % (num_models - 1)]), ("large", names[0])):
+                        begun = time.perf_counter()
+                        with ps.attach(name, wait_s=60, verify=verify):
+                            seconds = time.perf_counter() - begun
+                        # The first two move each kind down once, to memory that may not be pinned yet.
+                        if verify or turn > 1:
+                            made.setdefault(f"attach, swapped back, {what}{how}", []).append(seconds)
+    shutil.rmtree(large)
+    return made
+
+
 def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int, num_models: int) -> dict[str, list[float]]:
     """Seconds to attach to models that rest, another making room, and to load one afresh; a budget for one."""
     made: dict[str, list[float]] = {
@@ -160,9 +197,8 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int, num_model
     write_llama(checkpoint, total_bytes=nbytes, fp8=False, shards=4)
     # Models of one content: each is kept by itself, as models of different ones are.
     names = [f"model-{number}" for number in range(num_models)]
-    room = int((num_models + 1) * nbytes)
-    below = ["--disk", str(directory / "spill")] if device == "cpu" else ["--host-bytes", str(room)]
-    bounds = ["--device", device, "--memory-bytes", str(int(1.5 * nbytes)), *below]
+    bounds = ["--device", device, "--memory-bytes", str(int(1.5 * nbytes))]
+    bounds += below(directory, device, (num_models + 1) * nbytes)
     models = [argument for name in names for argument in ("--model", name)]
     with tempfile.TemporaryDirectory() as runtime:
         os.environ["PENSTOCK_RUNTIME_DIR"] = runtime
@@ -216,6 +252,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, action="append", default=[])
     parser.add_argument("--keeper", action="store_true")
     parser.add_argument("--models", type=int, default=2, help="models of the keeper, one of which is resident")
+    parser.add_argument("--largest-gb", type=float, default=0.0, help="one of the keeper's models has this size")
     arguments = parser.parse_args()
     nbytes, reps = int(arguments.total_gb * GB) // 4096 * 4096, arguments.reps
     load_nbytes = int((arguments.load_gb or arguments.total_gb) * GB)
@@ -235,14 +272,21 @@ def main() -> None:
     for directory in arguments.dir or [Path(tempfile.gettempdir())]:
         with contextlib.ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+            rows: dict[str, list[float]]
             print(f"\n{directory}")
             if arguments.keeper:
                 if arguments.device != "cpu":
                     rate = limits.h2d(arguments.device)
-                    print(f"limit of one way: {rate:.1f} GB/s, {load_nbytes / GB / rate:.3f} s")
-                show(keeper_swaps(place, arguments.device, load_nbytes, reps, arguments.models), {}, "s")
+                    moved_gb = arguments.largest_gb or load_nbytes / GB
+                    print(f"limit of one way: {rate:.1f} GB/s, {moved_gb / rate:.3f} s")
+                if arguments.largest_gb:
+                    largest = int(arguments.largest_gb * GB)
+                    rows = larger_swaps(place, arguments.device, load_nbytes, largest, reps, arguments.models)
+                else:
+                    rows = keeper_swaps(place, arguments.device, load_nbytes, reps, arguments.models)
+                show(rows, {}, "s")
                 continue
-            rows: dict[str, list[float]] = {}
+            rows = {}
             bounds: dict[str, float] = {}
             if arguments.device == "cpu":
                 rates = [file_limits(place, nbytes) for _ in range(reps)]
