@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.cuda.kernel_cache import launch
+from penstock.cuda.kernel_cache import Launch
 from penstock.types import I64
 
 TILE_BYTES = 16 << 10
@@ -27,24 +27,18 @@ _LONGEST_RUN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Launch:
-    table: torch.Tensor
-    tiles: torch.Tensor
-    width: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackTable:
     """Rectangles laid out for the kernel, to be copied any number of times. Made by `plan_pack` or `plan_copy`."""
 
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
 
     def run(self) -> None:
-        """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it."""
+        """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it.
+
+        One thread at a time.
+        """
         for part in self.launches:
-            arguments = part.table, part.tiles, part.table.shape[1]
-            constants = {"TILE_BYTES": TILE_BYTES * part.width // 16, "WIDTH": part.width}
-            launch("penstock.cuda.pack_triton", "copy_tiles", len(part.tiles), arguments, constants)
+            part.run()
 
 
 def plan_pack(
@@ -109,5 +103,7 @@ def _plan(
         # Made on the device: a tile for each 16 KiB is many times the table.
         which = torch.arange(len(mine), dtype=torch.int32, device=device)
         tiles = torch.repeat_interleave(which, on[8], output_size=int(counts.sum()))
-        launches.append(_Launch(table=on, tiles=tiles, width=width))
+        constants = {"TILE_BYTES": TILE_BYTES * width // 16, "WIDTH": width}
+        arguments = on, tiles, on.shape[1]
+        launches.append(Launch("penstock.cuda.pack_triton", "copy_tiles", len(tiles), arguments, constants))
     return PackTable(launches=tuple(launches))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.cuda.kernel_cache import launch
+from penstock.cuda.kernel_cache import Launch
 from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest import xxh3_constants
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
@@ -76,15 +76,15 @@ class LeafTable:
 
     device: torch.device
     num_leaves: int
-    columns: torch.Tensor
-    """int64, on the device: address, length, first tile, result row (`num_leaves` each); then each tile's leaf."""
-    slabs: tuple[_Slab, ...]
-    first_short: int
-    """Leaves from here on take the short algorithms."""
-    tuning: Tuning
+    slabs: tuple[tuple[Launch, Launch], ...]
+    """Per slab: the parallel pass, which takes the sums, and the serial one, which takes them and the result."""
+    short: Launch | None
+    """Digests of the leaves that take the short algorithms; takes the result."""
+    num_sums: int
+    """Rows of the sums of the largest slab."""
 
     def digest(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Digest every leaf from its current bytes.
+        """Digest every leaf from its current bytes. One thread at a time.
 
         Args:
             out: [num_leaves] int64, or as many as the rows planned, on the table's device, contiguous; made if None.
@@ -100,50 +100,16 @@ class LeafTable:
             out = torch.empty(self.num_leaves, dtype=torch.int64, device=self.device)
         if self.num_leaves == 0:
             return out
-        tuning = self.tuning
-        constants = _constants(self.device)
-        rows = max((slab.num_tiles for slab in self.slabs), default=0) * tuning.tile_blocks
         # One scratch for all slabs: the launches of a stream run in order, so a slab's sums are used before the next
         # slab overwrites them.
-        sums = torch.empty((rows, 8), dtype=torch.uint64, device=self.device)
+        sums = torch.empty((self.num_sums, 8), dtype=torch.uint64, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            for slab in self.slabs:
-                self._digest_slab(slab, constants, sums, out)
-            if self.first_short < self.num_leaves:
-                per_program = 32 * tuning.short_warps
-                num_programs = -(-(self.num_leaves - self.first_short) // per_program)
-                launch(
-                    _KERNELS,
-                    "short_leaves",
-                    num_programs,
-                    (self.columns, self.num_leaves, self.first_short, self.num_leaves, constants, out),
-                    {"LEAVES": per_program},
-                    num_warps=tuning.short_warps,
-                )
+            for add_blocks, finish in self.slabs:
+                add_blocks.run(sums)
+                finish.run(sums, out)
+            if self.short is not None:
+                self.short.run(out)
         return out
-
-    def _digest_slab(self, slab: _Slab, constants: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
-        tuning = self.tuning
-        launch(
-            _KERNELS,
-            "block_sums",
-            slab.num_tiles,
-            (self.columns, self.num_leaves, 4 * self.num_leaves + slab.first_tile, constants, sums),
-            {
-                "TILE_BLOCKS": tuning.tile_blocks,
-                "ALIGNED": slab.aligned,
-                "RUN": tuning.run_stripes if slab.aligned else 1,
-            },
-            num_warps=tuning.tile_warps,
-        )
-        launch(
-            _KERNELS,
-            "finish_leaves",
-            -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
-            (self.columns, self.num_leaves, slab.first_leaf, slab.stop_leaf, constants, sums, out),
-            {"TILE_BLOCKS": tuning.tile_blocks, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll},
-            num_warps=1,
-        )
 
 
 def plan_leaves(
@@ -197,14 +163,52 @@ def plan_leaves(
         relative[span] = first_tile[span] - slab.first_tile
     columns[3 * num_leaves : 4 * num_leaves] = rows if into is None else into[rows]
     columns[4 * num_leaves :] = np.repeat(np.arange(first_short), tiles)
+    on_device = host.to(device, non_blocking=True)
+    short = None
+    if first_short < num_leaves:
+        per_program = 32 * tuning.short_warps
+        short = Launch(
+            _KERNELS,
+            "short_leaves",
+            -(-(num_leaves - first_short) // per_program),
+            (on_device, num_leaves, first_short, num_leaves, _constants(device)),
+            {"LEAVES": per_program},
+            num_warps=tuning.short_warps,
+        )
     return LeafTable(
         device=device,
         num_leaves=num_leaves,
-        columns=host.to(device, non_blocking=True),
-        slabs=slabs,
-        first_short=first_short,
-        tuning=tuning,
+        slabs=tuple(_launches(slab, on_device, num_leaves, tuning) for slab in slabs),
+        short=short,
+        num_sums=max((slab.num_tiles for slab in slabs), default=0) * tuning.tile_blocks,
     )
+
+
+def _launches(slab: _Slab, columns: torch.Tensor, num_leaves: int, tuning: Tuning) -> tuple[Launch, Launch]:
+    """Return the two passes over a slab.
+
+    Args:
+        columns: int64, on the device: address, length, first tile, result row (`num_leaves` each); then each tile's
+            leaf.
+    """
+    constants = _constants(columns.device)
+    add_blocks = Launch(
+        _KERNELS,
+        "block_sums",
+        slab.num_tiles,
+        (columns, num_leaves, 4 * num_leaves + slab.first_tile, constants),
+        {"TILE_BLOCKS": tuning.tile_blocks, "ALIGNED": slab.aligned, "RUN": tuning.run_stripes if slab.aligned else 1},
+        num_warps=tuning.tile_warps,
+    )
+    finish = Launch(
+        _KERNELS,
+        "finish_leaves",
+        -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
+        (columns, num_leaves, slab.first_leaf, slab.stop_leaf, constants),
+        {"TILE_BLOCKS": tuning.tile_blocks, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll},
+        num_warps=1,
+    )
+    return add_blocks, finish
 
 
 def _slabs(stop_tile: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
