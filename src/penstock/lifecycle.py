@@ -241,8 +241,8 @@ def paused_gc() -> Iterator[None]:
 
 
 HANDOVER_S = 5e-5
-"""Longest that one thread keeps the GIL while another asks for it, during a load onto a device; Python's own 5 ms are
-30 chunks of 8 MiB at 55 GB/s. Source: benchmarks/results/h200x1_202611/load.md."""
+"""Longest that one thread keeps the GIL while another asks for it, while bytes move to a device; Python's own 5 ms are
+60 chunks of 4 MiB at 55 GB/s. Source: benchmarks/results/h200x1_202611/load.md."""
 
 _num_quick = 0
 _interval_s = 0.0

@@ -24,13 +24,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from penstock import lifecycle
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closing, quick_handover
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class Run(Closing):
         nbytes: bytes the work is to move.
         trace: where spans go.
         stall_s: deadline by progress of every wait.
+        is_quick: until the run is closed, the process's threads hand over the GIL quickly; see `quick_handover`.
 
     Attributes:
         ticket: progress and outcome; stopped by the first error of an item.
@@ -70,12 +72,15 @@ class Run(Closing):
             which the caller had before, for the `mutated` of their errors.
     """
 
-    def __init__(self, nbytes: int, *, trace: Trace, stall_s: float) -> None:
+    def __init__(self, nbytes: int, *, trace: Trace, stall_s: float, is_quick: bool = False) -> None:
         self.trace = trace
         self.stall_s = stall_s
         self.ticket = Ticket(nbytes, self.is_busy, received=self.received_bytes)
         self.is_touched = False
         self._executors: list[AnyExecutor] = []
+        self._ends = ExitStack()
+        if is_quick:
+            self._ends.enter_context(quick_handover())
 
     def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
         """Return a new executor of this run. Order: those that post to others come before them; see `end`."""
@@ -119,6 +124,7 @@ class Run(Closing):
     def close(self) -> None:
         """`end` the run, and drop what would keep its memory alive. Idempotent."""
         self.end()
+        self._ends.close()
         # The ticket refers to this run, and its error to the frames of an item. Both cycles hold memory of the size of
         # the weights, which would otherwise wait for Python's cyclic collector.
         self.ticket.release()

@@ -25,7 +25,7 @@ from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled, ConfigError
-from penstock.lifecycle import Closing, paused_gc, quick_handover
+from penstock.lifecycle import Closing, paused_gc
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.run import LoadRun
@@ -235,9 +235,7 @@ def _load(
     uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
 ) -> Weights:
     """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
-    # To a GPU, reader threads and the placing thread pass the GIL for every chunk; to the CPU there is no such traffic.
-    quick = quick_handover() if options.device.type == "cuda" else nullcontext()
-    with paused_gc(), quick, open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)

@@ -73,7 +73,9 @@ class LoadRun(Run):
         window_bytes: int = 0,
         order: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(plan.nbytes, trace=trace, stall_s=stall_s)
+        # To a device, reader threads and the placing thread pass the GIL for every chunk; to the CPU there is no such
+        # traffic.
+        super().__init__(plan.nbytes, trace=trace, stall_s=stall_s, is_quick=place.registrar is not None)
         self.plan = plan
         self.sources = sources
         self.place = place

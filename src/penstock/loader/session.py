@@ -14,7 +14,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,8 +273,12 @@ class Session(Closing):
         first = "cache" if options.cache else "open"
         self.phases = Phases(first, journey=journey, model=next(iter(texts_of(uri)), ""))
         self.intake = Intake(settings, options.device, local_world_size)
+        self._ends = ExitStack()
         # From here on every error ends the phase: one that goes on would keep the process from being ready for ever.
         try:
+            # Headers are parsed by some threads while others pin staging.
+            if options.device.type == "cuda":
+                self._ends.enter_context(lifecycle.quick_handover())
             self.trace = open_trace(options.trace)
             # Before the headers are read, so that both take their time together.
             if not in_group:
@@ -293,6 +297,7 @@ class Session(Closing):
         except BaseException as error:
             self.phases.fail(error)
             self.intake.close()
+            self._ends.close()
             raise
         self.intake.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.run: LoadRun | None = None
@@ -332,6 +337,7 @@ class Session(Closing):
             self._mappings.close()
         if self._is_owner:
             self.weights.close()
+        self._ends.close()
         self.phases.close()
 
     def __exit__(self, *raised: object) -> None:

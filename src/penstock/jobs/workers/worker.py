@@ -93,7 +93,8 @@ class Worker(Run):
         trace: Trace,
     ) -> None:
         job.check_budget(memory_bytes, "one task")
-        super().__init__(int(job.memory_bytes.sum()), trace=trace, stall_s=stall_s)
+        is_quick = device.type != "cpu"
+        super().__init__(int(job.memory_bytes.sum()), trace=trace, stall_s=stall_s, is_quick=is_quick)
         self._memory_bytes = memory_bytes
         self.num_reports = 0
         self.job = job
