@@ -101,7 +101,7 @@ class Fetch(Run):
         trace: Trace,
         on_first: Callable[[], None],
     ) -> None:
-        super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s)
+        super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s, is_quick=weights.device.type == "cuda")
         self._member = member
         self._weights = weights
         self._storage = storage
@@ -202,8 +202,17 @@ class Fetch(Run):
             if full_s < wait_s:
                 # With a new grant: the holder has used up the present one, though it refused.
                 self._hub_now.wait(full_s)
-            elif not self._hub_now.wait(wait_s / 4) and not self._is_idle():
-                self._hub_now.wait(wait_s * 3 / 4)
+            elif not self._hub_now.wait(wait_s / 4):
+                self._wait_while_fed(wait_s * 3 / 4)
+
+    def _wait_while_fed(self, wait_s: float) -> None:
+        """Wait until the hub is wanted, or no upstream has a chunk for us; at most `wait_s`."""
+        # Not looked at once only: of members that start together the first ones know few of the others, and have read
+        # all that these have long before the next request.
+        until = time.monotonic() + wait_s
+        while not self._is_idle() and (left_s := until - time.monotonic()) > 0:
+            if self._hub_now.wait(min(TURN_S, left_s)):
+                return
 
     @property
     def _rest_s(self) -> float:

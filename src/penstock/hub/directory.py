@@ -385,10 +385,12 @@ class Directory:
                 )
             )
         self.counts["grants"] += len(upstreams)
-        # A large fleet polls less often, so that the hub's load stays the same; a member without upstreams polls soon.
+        # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
+        # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
         # holders that are named to other newcomers too.
-        least_s = 1.0 if upstreams and is_placed else 0.2
+        has_whole = any(upstream.state == "whole" for upstream in upstreams)
+        least_s = 1.0 if has_whole and is_placed else 0.2
         num_asking = len(view.held) if is_placed else min(len(view.held), _NEWCOMERS)
         return UpstreamsReply(
             upstreams=tuple(upstreams),

@@ -32,7 +32,7 @@ from penstock.lifecycle import Closing
 from penstock.loader.tensor import dtype_of
 from penstock.peer.local_weights import tabulate
 from penstock.plan.tasks import Recipe
-from penstock.sync.local_version import Digester
+from penstock.sync.digester import Digester
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.receive.hooks import Hooks

@@ -8,193 +8,33 @@ Not here: servers and grants (`peer`), answering peers (`request_handler`), the 
     fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
     a reader: map() -> digests(strips), which waits for their rows -> read -> same generation still: the bytes are of v
 
-`Regions` counts one range of offsets over all regions of a rank, as layouts do. A `Digester` computes digests again for
-every version, and keeps the tables of strips on the device. For a snapshot in host memory (`Foreseen`) the device
-computes them while it copies: a host core digests 7 GB/s, and the copy runs at 55 GB/s.
+`Regions` counts one range of offsets over all regions of a rank, as layouts do. The digests themselves: `digester`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
-from blake3 import blake3
 from msgspec import Meta
 
-from penstock.cuda.events import is_passed, record_events
-from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
-from penstock.digest.strip import Strips, memory_at, strip_digests
+from penstock.cuda.events import record_events
+from penstock.digest.strip import Strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
 from penstock.hub.messages import FleetDecision, prepare
 from penstock.lifecycle import Closing
 from penstock.plan.layout import Layout
+from penstock.sync.digester import Digester, Foreseen, digesters_of
 from penstock.sync.messages import NewsReply, PackReply
 from penstock.sync.packer import Packer
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Memory, encode
 from penstock.types import I64, U64
-
-MAX_LEAVES = 1 << 20
-"""Leaves whose tables are kept on a device: they cover 256 GiB of strips, and their tables take 0.4 GB."""
-
-
-class Digester:
-    """The computation of strip digests on one device, or on the host.
-
-    Args:
-        device: the device of the memory.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        # Held while launches are queued: the scratch memory and the tables are shared.
-        self._lock = threading.Lock()
-        # The least recently used first.
-        self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
-        self._num_leaves = 0
-        self._scratch: torch.Tensor | None = None
-        # A higher priority than reads: kernels of a read wait for the link and occupy multiprocessors meanwhile, so
-        # that digests behind them would run at the speed of the link.
-        self._stream = torch.cuda.Stream(device, priority=-1) if self._device.type == "cuda" else None
-
-    def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip; offsets count from the memory's start, and were checked by the caller.
-
-        Args:
-            after: events that the device must have passed before it reads the memory.
-
-        Cost: on a device, numpy over the leaves the first time; later some launches and a wait for them. Calls of
-            several threads are queued one behind the other.
-        """
-        if self._stream is None:
-            return strip_digests(memory_at(memory.address, memory.nbytes), strips)
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            # This stream does not see the kernels that fill the memory: without the events it would digest old bytes.
-            for event in after:
-                self._stream.wait_event(event)
-            on_device = self._table(memory, strips).digest()
-            on_host = torch.empty(len(on_device), dtype=torch.int64, pin_memory=True)
-            on_host.copy_(on_device, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        # Outside the lock: another thread may queue its launches while the device works on these.
-        done.synchronize()
-        return np.asarray(on_host.numpy()).view(np.uint64)
-
-    def warm_up(self) -> None:
-        """Load the kernels of a device's digests; where they must be compiled first, this takes seconds."""
-        if self._stream is None:
-            return
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            warm_up(self._device)
-            # Strips with gaps are packed by a kernel of their own before they are digested.
-            memory, scratch = torch.zeros(2, 1024, dtype=torch.uint8, device=self._device)
-            at, run_bytes, num_rows, pitch = np.array([[0], [16], [8], [32]])
-            gapped = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-            plan_strips(memory.data_ptr(), gapped, self._device, scratch).digest()
-        self._stream.synchronize()
-
-    def _table(self, memory: Memory, strips: Strips) -> StripTable:
-        """Return the strips' table on the device, made at their first request."""
-        # Keyed by content, not by identity: each request decodes its strips into new arrays.
-        key = blake3(memory.address.to_bytes(8, "little"))
-        for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
-            key.update(np.ascontiguousarray(column).view(np.uint8).data)
-        name = key.digest()
-        table = self._tables.get(name)
-        if table is None:
-            # Only strips with gaps need scratch memory. One per device is enough: all digests run on one stream, in
-            # order.
-            if self._scratch is None and not strips.is_packed().all():
-                self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
-            scratch = torch.empty(0, device=self._device) if self._scratch is None else self._scratch
-            table = self._tables[name] = plan_strips(memory.address, strips, self._device, scratch)
-            self._num_leaves += len(table.leaves)
-            while self._num_leaves > MAX_LEAVES and len(self._tables) > 1:
-                self._num_leaves -= len(self._tables.popitem(last=False)[1].leaves)
-        self._tables.move_to_end(name)
-        return table
-
-
-def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
-    """Return one digester for each device of the memories."""
-    return {name: Digester(name) for name in {memory.device for memory in memories}}
-
-
-class Foreseen:
-    """Digests of a host copy: strips requested of one version are digested on the device while the next is copied.
-
-    Args:
-        live: the device memory that is copied.
-        digester: the digester of its device.
-    """
-
-    def __init__(self, live: Memory, digester: Digester) -> None:
-        self._live = live
-        self._digester = digester
-        self._lock = threading.Lock()
-        # Strips by the bytes of their four columns: requested of this version, and digested of it.
-        self._requested: set[bytes] = set()
-        self._known: dict[bytes, int] = {}
-
-    def look(self, stall_s: float) -> None:
-        """Digest on the device the strips requested since the last call; leave them to the host where that fails.
-
-        Args:
-            stall_s: how long to wait for the work queued on the device's current stream: the copy waits for it too, and
-                reports the error.
-
-        Order: during the copy: after the work queued on the device's current stream, before the live bytes change.
-        """
-        # The known digests are of the version before and must go, whatever happens below.
-        with self._lock:
-            requested = sorted(self._requested)
-            self._requested = set()
-            self._known = {}
-        if not requested:
-            return
-        # The optimizer's step may still be queued: a digest before it would be of the old bytes.
-        if self._live.device != "cpu":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._live.device))
-            if not is_passed(event, stall_s):
-                return
-        at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T
-        strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-        try:
-            digests = self._digester.digests(self._live, strips)
-        except torch.OutOfMemoryError as error:
-            message = (
-                f"not enough memory on {self._live.device} for digests; the host computes them, which is slow: {error}"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return
-        with self._lock:
-            self._known = dict(zip(requested, digests.tolist(), strict=True))
-
-    def warm_up(self) -> None:
-        """See `Digester.warm_up`."""
-        self._digester.warm_up()
-
-    def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """See `Digester.digests`; `memory` is the copy. The host digests strips that were not requested before."""
-        rows = np.stack([strips.at, strips.run_bytes, strips.num_rows, strips.pitch], axis=1)
-        names = [row.tobytes() for row in rows]
-        with self._lock:
-            self._requested.update(names)
-            known = [self._known.get(name) for name in names]
-        out = np.array([digest or 0 for digest in known], np.uint64)
-        missing = np.flatnonzero([digest is None for digest in known])
-        if len(missing):
-            out[missing] = strip_digests(memory_at(memory.address, memory.nbytes), strips[missing])
-        return out
 
 
 class Regions(Closing):
@@ -273,14 +113,24 @@ class Regions(Closing):
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
         out = np.empty(len(strips), np.uint64)
-        for index in np.unique(region).tolist():
-            memory, mine = self.memories[index], np.flatnonzero(region == index)
+        for together in self._together(np.unique(region).tolist()):
+            base = min((self.memories[i] for i in together), key=lambda memory: memory.address)
+            shift = np.array([self.memories[i].address - base.address - self.first[i] for i in together])
+            mine = np.flatnonzero(np.isin(region, together))
             some = strips[mine]
-            here = Strips(
-                at=some.at - self.first[index], run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch
-            )
-            out[mine] = self._digesters[index].digests(memory, here, after=after)
+            at = some.at + shift[np.searchsorted(together, region[mine])]
+            here = Strips(at=at, run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch)
+            out[mine] = self._digesters[together[0]].digests(base, here, after=after)
         return out
+
+    def _together(self, regions: Sequence[int]) -> list[list[int]]:
+        """Group regions that are digested by one call: those of a device, whose kernels take addresses."""
+        # A call waits for the device, and of FP8 weights each step has some values and their scales in another region.
+        of_device: dict[str, list[int]] = {}
+        for i in regions:
+            on_device = self.memories[i].device != "cpu" and isinstance(self._digesters[i], Digester)
+            of_device.setdefault(self.memories[i].device if on_device else f"region {i}", []).append(i)
+        return list(of_device.values())
 
     def close(self) -> None:
         """End the registrations; readers' descriptors become stale. The memory stays with its owner. Idempotent."""
@@ -409,6 +259,7 @@ class LocalVersion:
         self._rows = _RowSpans(layout)
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
+        self._waiting: list[_Waiting] = []
         # Recorded behind the kernels that fill rows; readers wait for them.
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
@@ -433,7 +284,7 @@ class LocalVersion:
             self._is_ready[:] = False
             self._events.clear()
             # Threads that wait for rows of the version must raise StaleDescriptor now, not at their deadline.
-            self.changed.notify_all()
+            self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
         """Start a version: bytes written from now on belong to it, and no row of it is ready yet.
@@ -479,7 +330,9 @@ class LocalVersion:
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
-            self.changed.notify_all()
+            for waiting in self._waiting:
+                if self._are_ready(waiting.spans):
+                    waiting.woken.set()
 
     def settle(self, stall_s: float) -> None:
         """Return once the device has filled the rows that are ready, or after `stall_s`: readers wait for it too."""
@@ -605,20 +458,28 @@ class LocalVersion:
         Raises:
             StaleDescriptor: the memory has another version or generation.
         """
-        spans: tuple[I64, I64] | None = None
         with self.changed:
             self._check(version, generation)
-            while self._not_ready[-1]:
-                # Computed at most once, and not at all for a version that is complete, which is the usual case.
-                spans = self._rows.spans(strips) if spans is None else spans
-                if not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any():
-                    break
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                self.changed.wait(left)
-                self._check(version, generation)
-            return tuple(self._events)
+            # A version that is complete is the usual case.
+            if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
+                return tuple(self._events)
+            waiting = _Waiting(spans)
+            self._waiting.append(waiting)
+        waiting.woken.wait(max(0.0, deadline - time.monotonic()))
+        with self.changed:
+            self._waiting.remove(waiting)
+            self._check(version, generation)
+            return tuple(self._events) if self._are_ready(spans) else None
+
+    def _are_ready(self, spans: tuple[I64, I64]) -> bool:
+        """Return whether all rows of these spans are ready. The caller holds the lock."""
+        return not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any()
+
+    def _wake_all(self) -> None:
+        """Have every waiting thread look again. The caller holds the lock."""
+        for waiting in self._waiting:
+            waiting.woken.set()
+        self.changed.notify_all()
 
     def _check(self, version: int, generation: int) -> None:
         self._check_open()
@@ -637,11 +498,26 @@ class LocalVersion:
             self._is_closed = True
             self.version = None
             self.generation += 1
-            self.changed.notify_all()
+            self._wake_all()
         # Outside the lock, so that the threads woken above can leave while the registrations end.
         if self.packer is not None:
             self.packer.close()
         self.regions.close()
+
+
+class _Waiting:
+    """A thread that waits for rows, woken when these are ready: a trainer fills rows in dozens of batches, and threads
+    that were all woken by each batch took the interpreter's lock from the thread that fills.
+
+    Args:
+        spans: of the rows, as `_RowSpans.spans` has them.
+    """
+
+    __slots__ = ("spans", "woken")
+
+    def __init__(self, spans: tuple[I64, I64]) -> None:
+        self.spans = spans
+        self.woken = threading.Event()
 
 
 class _RowSpans:

@@ -28,7 +28,8 @@ from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.plan.sync import layer_order
 from penstock.sync.copy_plan import Copy, allocate_like, streams_of
-from penstock.sync.local_version import Foreseen, LocalVersion, digesters_of
+from penstock.sync.digester import Foreseen, digesters_of
+from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.fill import fill
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes

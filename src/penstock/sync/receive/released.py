@@ -29,7 +29,7 @@ from penstock.errors import (
 from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
-from penstock.sync.local_version import digesters_of
+from penstock.sync.digester import digesters_of
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import Staged, UpdateLoop
 from penstock.sync.recording.layout import cut

@@ -38,11 +38,11 @@ from penstock.digest.strip import Strips
 from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
-from penstock.lifecycle import quick_handover
 from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
     NEAR_READS,
+    NEAR_STEPS,
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
@@ -276,9 +276,11 @@ class _Queue:
 
     Attributes:
         turns: what bounds the reads at once, if they are of several sources; None: they are of one.
+        most: steps that are posted at once.
     """
 
     turns: threading.BoundedSemaphore | None
+    most: int
     steps: deque[Step] = field(default_factory=deque)
     num_flying: int = 0
 
@@ -297,7 +299,7 @@ class _TransferRun(Run):
         sources: Mapping[str, SourceLink],
         trace: Trace,
     ) -> None:
-        super().__init__(transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s)
+        super().__init__(transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s, is_quick=True)
         self._transfer = transfer
         self._windows = windows
         self._delta = transfer.delta
@@ -308,12 +310,13 @@ class _TransferRun(Run):
             i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
             for i in dict.fromkeys(step.source for step in windows.steps)
         }
+        self._is_ready = all(source.is_ready for source in self._reads.values())
         self._queues = self._queued(windows.steps)
         self.stats = TransferStats(self._reads)
-        num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
         # No more threads than steps can be under way: each costs a tenth of a millisecond to start and to end.
-        self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
+        most = sum(queue.most for queue in self._queues.values())
+        self._fetch = self.executor("fetch", max(1, min(READS_AT_ONCE, most)))
         # Two, so that one can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
@@ -341,7 +344,8 @@ class _TransferRun(Run):
         for i in np.lexsort((np.arange(len(steps)), part.turn_of(sources), windows)).tolist():
             key = self._key_of(steps[i])
             if key not in queues:
-                queues[key] = _Queue(threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None)
+                turns = threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None
+                queues[key] = _Queue(turns, READS_OF_ONE if turns is None or self._is_ready else NEAR_STEPS)
             queues[key].steps.append(steps[i])
         return queues
 
@@ -365,7 +369,7 @@ class _TransferRun(Run):
                         for request in requests
                     )
                 )
-        with quick_handover(), self._leases:
+        with self._leases:
             self.wait()
 
     # -- Posting. Order: the caller has the lock.
@@ -376,7 +380,7 @@ class _TransferRun(Run):
         # user's memory bound; and windows ahead, so that the first tensors are complete early.
         items = []
         for queue in self._queues.values():
-            while queue.steps and queue.num_flying < READS_OF_ONE:
+            while queue.steps and queue.num_flying < queue.most:
                 step = queue.steps[0]
                 room = self._transfer.watermark_bytes - self._under_way_bytes
                 if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:
