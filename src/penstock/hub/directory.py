@@ -389,8 +389,7 @@ class Directory:
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
         # holders that are named to other newcomers too.
-        has_whole = any(upstream.state == "whole" for upstream in upstreams)
-        least_s = 1.0 if has_whole and is_placed else 0.2
+        least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held) if is_placed else min(len(view.held), _NEWCOMERS)
         return UpstreamsReply(
             upstreams=tuple(upstreams),

@@ -151,6 +151,11 @@ class HubSnapshot:
         return parents
 
     @cached_property
+    def has_whole(self) -> bool:
+        """Return whether a member has every chunk."""
+        return any(entry.holding.state == "whole" for entry in self.held.values())
+
+    @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
         """Return member -> the members that complain of it."""
         by_member: dict[str, set[str]] = {}

@@ -30,7 +30,6 @@ from penstock.plan.sync import (
     ASK_BYTES,
     GROUP_BYTES,
     NEAR_READS,
-    NEAR_STEPS,
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
@@ -455,8 +454,7 @@ class _Run:
                 late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
                     self._unverified[r] and self._nbytes[read] > room
                 )
-                is_filling = self._near[read] and self.answered is None
-                if late or self._of_one.get(pair, 0) >= (NEAR_STEPS if is_filling else self._reads_of_one):
+                if late or self._of_one.get(pair, 0) >= self._reads_of_one:
                     break
                 queue.popleft()
                 self._flying[r] += 1

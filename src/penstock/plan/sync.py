@@ -66,10 +66,6 @@ NEAR_READS = 2
 share their links: two of them get 305 to 325 GB/s each of 393, and 373 where each reads one source after the other and
 begins with another one. With four reads under way they drift into each other's turns.
 Source: benchmarks/results/h200x4_202611/sync.md."""
-NEAR_STEPS = 8
-"""Steps under way from devices of this host while they fill rows, in the place of `READS_OF_ONE`. Those whose rows are
-filled last wait, and have no turn to read yet: with four, three waited for 20 ms and one read.
-Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
 """Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB

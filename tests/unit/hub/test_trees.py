@@ -142,6 +142,20 @@ def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
     assert not late.is_placed and late.ask_again_s < 0.7
 
 
+def test_members_that_start_together_ask_again_soon_until_one_has_all(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    members = ["a", "b", "c"]
+    bench.join(hub, *members)
+    for member in members:
+        bench.beat(hub, member, key_state())
+    cold = ask(hub, "a")
+    assert cold.is_placed and cold.upstreams and cold.ask_again_s < 0.3
+    bench.beat(hub, "b", key_state(WHOLE))
+    # The hub looks at its state again after some requests.
+    assert any(ask(hub, "a").ask_again_s > 0.7 for _ in range(100))
+
+
 def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
     even, odd = parents(ask(hub, member))

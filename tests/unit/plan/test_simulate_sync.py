@@ -402,7 +402,6 @@ def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) 
             run = SimpleNamespace(
                 _key_of=lambda step, near=near: "cuda:0" if step.source in near else step.source,
                 _transfer=SimpleNamespace(part=part),
-                _is_ready=True,
             )
             queues = _TransferRun._queued(cast("_TransferRun", run), windows.steps)
             for key, queue in queues.items():

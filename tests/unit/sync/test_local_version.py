@@ -76,6 +76,40 @@ def test_a_fence_wakes_who_waits(rank: LocalVersion) -> None:
     assert time.monotonic() - begun < 50
 
 
+def test_each_of_many_that_wait_is_woken_by_its_own_rows_alone(
+    rank: LocalVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.begin(1)
+    looks: list[str] = []
+    look = LocalVersion._check
+
+    def counted(self: LocalVersion, version: int, generation: int) -> None:
+        looks.append(threading.current_thread().name)
+        look(self, version, generation)
+
+    monkeypatch.setattr(LocalVersion, "_check", counted)
+    where = rank.layout.offset.tolist()
+    offsets = sorted(where)
+    found: dict[str, bool] = {}
+
+    def wait_for(offset: int) -> None:
+        said = rank.digests(strips((offset, 4, 1, 0)), version=1, generation=rank.generation, wait_s=20)
+        found[threading.current_thread().name] = said.digests is not None
+
+    threads = [threading.Thread(target=wait_for, args=(offset,), name=str(offset)) for offset in offsets]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while len(looks) < len(threads) and time.monotonic() < until:
+        time.sleep(0.001)
+    for offset, thread in zip(offsets, threads, strict=True):
+        rank.ready([where.index(offset)])
+        thread.join(20)
+    assert found == {str(offset): True for offset in offsets}
+    # One look before the wait, one after it, and one after the digest: none for the rows of others.
+    assert sorted(looks) == sorted(3 * [str(offset) for offset in offsets])
+
+
 @pytest.mark.parametrize("row", [(1020, 8, 1, 0), (-4, 4, 1, 0), (500, 24, 1, 0), (0, 4, 1 << 40, 8)])
 def test_strips_outside_or_over_an_edge_are_refused(rank: LocalVersion, row: tuple[int, int, int, int]) -> None:
     rank.begin(1)

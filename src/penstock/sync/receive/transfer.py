@@ -42,7 +42,6 @@ from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
     NEAR_READS,
-    NEAR_STEPS,
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
@@ -276,11 +275,9 @@ class _Queue:
 
     Attributes:
         turns: what bounds the reads at once, if they are of several sources; None: they are of one.
-        most: steps that are posted at once.
     """
 
     turns: threading.BoundedSemaphore | None
-    most: int
     steps: deque[Step] = field(default_factory=deque)
     num_flying: int = 0
 
@@ -310,13 +307,12 @@ class _TransferRun(Run):
             i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
             for i in dict.fromkeys(step.source for step in windows.steps)
         }
-        self._is_ready = all(source.is_ready for source in self._reads.values())
         self._queues = self._queued(windows.steps)
         self.stats = TransferStats(self._reads)
+        num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
         # No more threads than steps can be under way: each costs a tenth of a millisecond to start and to end.
-        most = sum(queue.most for queue in self._queues.values())
-        self._fetch = self.executor("fetch", max(1, min(READS_AT_ONCE, most)))
+        self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
         # Two, so that one can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
@@ -344,8 +340,7 @@ class _TransferRun(Run):
         for i in np.lexsort((np.arange(len(steps)), part.turn_of(sources), windows)).tolist():
             key = self._key_of(steps[i])
             if key not in queues:
-                turns = threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None
-                queues[key] = _Queue(turns, READS_OF_ONE if turns is None or self._is_ready else NEAR_STEPS)
+                queues[key] = _Queue(threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None)
             queues[key].steps.append(steps[i])
         return queues
 
@@ -380,7 +375,7 @@ class _TransferRun(Run):
         # user's memory bound; and windows ahead, so that the first tensors are complete early.
         items = []
         for queue in self._queues.values():
-            while queue.steps and queue.num_flying < queue.most:
+            while queue.steps and queue.num_flying < READS_OF_ONE:
                 step = queue.steps[0]
                 room = self._transfer.watermark_bytes - self._under_way_bytes
                 if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:

@@ -17,7 +17,7 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.plan.layout import decode, encode
-from penstock.plan.sync import NEAR_READS, NEAR_STEPS, READS_OF_ONE, Part
+from penstock.plan.sync import NEAR_READS, READS_OF_ONE, Part
 from penstock.sync.local_version import Answer, LocalVersion
 from penstock.sync.receive.batches import Step
 from penstock.sync.receive.sources import LocalLink, SourceRead
@@ -165,45 +165,7 @@ def test_devices_of_the_host_are_read_in_turns(
     assert len(set(turns)) == 2 * len({step.window for step in reads.begun}) > 2
     # Steps that were posted may begin in any order; only so many are.
     order = sorted(turns)
-    most = NEAR_STEPS if is_filling else READS_OF_ONE
-    assert all(order.index(turn) < i + most for i, turn in enumerate(turns))
-
-
-def test_steps_whose_rows_are_filled_last_do_not_keep_others_waiting(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    holdings, wants = sharded("p", [(1024, 4096)] * 4, 0, 2, 1), sharded("s", [(1024, 4096)] * 4, 1, 2, 1)
-    sources = [held(one, links) for one in holdings]
-    for one in sources:
-        one.begin(1)
-        one.ready()
-    made = World(sources, held(wants[0], links, seed=1), parts(holdings, wants, 1 << 30)[0])
-    monkeypatch.setattr(SourceRead, "near_device", lambda self, step: "cuda:0")
-    reads = recorded(monkeypatch)
-    others_are_read = threading.Event()
-
-    class Last(Filling):
-        """The source that is read first, whose rows are filled last."""
-
-        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-            assert others_are_read.wait(20)
-            return super().digests(strips, wait_s=wait_s)
-
-    class Others(Filling):
-        def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-            answer = super().digests(strips, wait_s=wait_s)
-            others_are_read.set()
-            return answer
-
-    near = "loopback" in links.transports
-    expected = made.expected()
-    first = made.part.first_source
-    given = {
-        one.layout.member: (Last if i == first else Others)(one, same_process=near) for i, one in enumerate(sources)
-    }
-    made.transfer(watermark_bytes=64 * MIB).run(given)
-    assert np.array_equal(whole(made.receiver), expected)
-    assert READS_OF_ONE <= sum(step.source == first for step in reads.begun) < NEAR_STEPS
+    assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
 
 def test_each_device_of_the_receiver_has_turns_of_its_own(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
