@@ -161,6 +161,8 @@ def larger_swaps(
     large, small = directory / "large", directory / "small"
     write_llama(large, total_bytes=largest_nbytes, fp8=False, shards=8)
     write_llama(small, total_bytes=nbytes, fp8=False, shards=1)
+    # As they were written, in whole layers.
+    largest_nbytes, nbytes = (sum(file.stat().st_size for file in of.glob("*.safetensors")) for of in (large, small))
     names = [f"model-{number}" for number in range(num_models)]
     # Room for the large one, and not for a small one beside it.
     bounds = ["--device", device, "--memory-bytes", str(int(largest_nbytes + 0.9 * nbytes))]

@@ -262,6 +262,20 @@ def quick_handover() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _num_quick -= 1
+            # In a forked child it is 0 already.
+            _num_quick = max(0, _num_quick - 1)
             if _num_quick == 0:
                 sys.setswitchinterval(_interval_s)
+
+
+def _end_quick() -> None:
+    """Give a forked child its interval back: the threads that asked for a short one are not in it."""
+    global _lock, _num_quick
+    # Another thread may have had it at the moment of the fork.
+    _lock = threading.Lock()
+    if _num_quick:
+        _num_quick = 0
+        sys.setswitchinterval(_interval_s)
+
+
+os.register_at_fork(after_in_child=_end_quick)

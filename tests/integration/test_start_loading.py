@@ -23,6 +23,7 @@ import penstock as ps
 from penstock.errors import (
     Cancelled,
     ConfigError,
+    DestinationError,
     IntegrityError,
     PenstockError,
     PlanError,
@@ -265,6 +266,28 @@ def test_closing_ends_it(checkpoint: Path, x: torch.Tensor) -> None:
     with pytest.raises(Cancelled):
         model.text[0].weight.sum()
     assert model.text[0].weight.shape == (WIDTH, WIDTH)
+
+
+@torch.no_grad()
+def test_without_a_thread_the_module_is_as_before(
+    true: Model, checkpoint: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = empty()
+    parameters = dict(module.named_parameters())
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == "penstock-loading":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(DestinationError, match="no thread can be started"):
+            ps.start_loading(module, checkpoint)
+    assert all(found is parameters[name] for name, found in module.named_parameters())
+    with ps.start_loading(module, checkpoint):
+        assert torch.equal(module(x), true(x))
 
 
 def test_a_module_that_is_being_loaded_is_not_loaded_again(checkpoint: Path) -> None:

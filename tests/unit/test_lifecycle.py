@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -157,3 +158,22 @@ def test_a_child_forked_by_another_thread_may_be_interrupted() -> None:
     # In a process of its own: what torch started here does not live through a fork.
     child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert (child.returncode, child.stderr) == (0, "")
+
+
+def test_the_interval_is_short_inside_and_as_before_outside() -> None:
+    before = sys.getswitchinterval()
+    with pytest.raises(OSError), lifecycle.quick_handover(), lifecycle.quick_handover():
+        assert sys.getswitchinterval() == pytest.approx(lifecycle.HANDOVER_S)
+        raise OSError
+    assert sys.getswitchinterval() == before
+
+
+def test_a_forked_child_has_the_interval_of_before() -> None:
+    before = sys.getswitchinterval()
+    with lifecycle.quick_handover():
+        child = os.fork()
+        if not child:
+            os._exit(0 if sys.getswitchinterval() == before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sys.getswitchinterval() == pytest.approx(lifecycle.HANDOVER_S)
+    assert sys.getswitchinterval() == before

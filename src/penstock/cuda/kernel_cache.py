@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,14 +127,25 @@ class Launch:
         if suits and self._queued is None and (kernel := _loaded(self._shape, self._device)) is not None:
             self._queued = _Queued(kernel, self._num_programs, self._arguments, len(more))
         if suits and self._queued is not None:
-            self._queued.run(more, torch.cuda.current_stream(self._device).cuda_stream)
+            stream = torch.cuda.current_stream(self._device)
+            if not _thread.has_context:
+                # A call of torch's makes the device's context that of a thread which has none yet.
+                stream.query()
+                _thread.has_context = True
+            self._queued.run(more, stream.cuda_stream)
             return
         kernel_of_triton = getattr(_imported(self._module), self._name)[(self._num_programs,)]
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
-        if suits:
-            _store(compiled, _path(self._shape, self._device))
+        if suits and _store(compiled, _path(self._shape, self._device)):
             # The next launch looks for the copy: Triton takes ten times as long for each.
             _kernels.pop((self._shape, self._device), None)
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
 
 
 def _suits(argument: torch.Tensor | int) -> bool:
@@ -183,9 +195,10 @@ _kernels: dict[tuple[_Shape, torch.device], _Kernel | None] = {}
 def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
     """Return the stored copy of a kernel, loaded once; None: there is none that can be used."""
     key = shape, device
-    if key not in _kernels:
-        _kernels[key] = _load(_path(shape, device))
-    return _kernels[key]
+    kernel = _kernels.get(key)
+    if kernel is None and key not in _kernels:
+        kernel = _kernels[key] = _load(_path(shape, device))
+    return kernel
 
 
 def _load(path: Path | None) -> _Kernel | None:
@@ -207,8 +220,8 @@ def _load(path: Path | None) -> _Kernel | None:
         return None
 
 
-def _store(compiled: Any, path: Path | None) -> None:
-    """Store a copy for later processes, if it can be launched without Triton; a full or read-only disk is no fault."""
+def _store(compiled: Any, path: Path | None) -> bool:
+    """Store a copy that can be launched without Triton; return whether there is one now. A full disk is no fault."""
     metadata = compiled.metadata
     # Kernels that need more than a plain launch, such as scratch memory or clusters, are left to Triton.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -217,7 +230,7 @@ def _store(compiled: Any, path: Path | None) -> None:
     head = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     block = _BLOCK.search(head)
     if path is None or not plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
-        return
+        return False
     copy = _Copy(
         symbol=metadata.name,
         parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
@@ -232,6 +245,8 @@ def _store(compiled: Any, path: Path | None) -> None:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.msgpack.encode(copy))
         os.replace(partial, path)
+        return True
+    return False
 
 
 class _Kernel:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -64,7 +63,7 @@ class Run(Closing):
         nbytes: bytes the work is to move.
         trace: where spans go.
         stall_s: deadline by progress of every wait.
-        is_quick: until the run is closed, the process's threads hand over the GIL quickly; see `quick_handover`.
+        is_quick: while the executors have threads, the process hands over the GIL quickly; see `quick_handover`.
 
     Attributes:
         ticket: progress and outcome; stopped by the first error of an item.
@@ -77,10 +76,8 @@ class Run(Closing):
         self.stall_s = stall_s
         self.ticket = Ticket(nbytes, self.is_busy, received=self.received_bytes)
         self.is_touched = False
+        self._is_quick = is_quick
         self._executors: list[AnyExecutor] = []
-        self._ends = ExitStack()
-        if is_quick:
-            self._ends.enter_context(quick_handover())
 
     def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
         """Return a new executor of this run. Order: those that post to others come before them; see `end`."""
@@ -92,6 +89,7 @@ class Run(Closing):
                 trace=self.trace,
                 stall_s=self.stall_s,
                 on_thread_start=on_thread_start,
+                is_quick=self._is_quick,
             )
         )
 
@@ -124,7 +122,6 @@ class Run(Closing):
     def close(self) -> None:
         """`end` the run, and drop what would keep its memory alive. Idempotent."""
         self.end()
-        self._ends.close()
         # The ticket refers to this run, and its error to the frames of an item. Both cycles hold memory of the size of
         # the weights, which would otherwise wait for Python's cyclic collector.
         self.ticket.release()
@@ -381,6 +378,7 @@ class Executor:
         trace: where spans go.
         stall_s: an item in flight on a device longer than this fails the ticket.
         on_thread_start: called once in each thread (to choose its device).
+        is_quick: see `Run`.
     """
 
     def __init__(
@@ -392,6 +390,7 @@ class Executor:
         trace: Trace,
         stall_s: float,
         on_thread_start: Callable[[], None] | None = None,
+        is_quick: bool = False,
     ) -> None:
         self.name = name
         self.num_threads = num_threads
@@ -399,6 +398,7 @@ class Executor:
         self._trace = trace
         self._stall_s = stall_s
         self._on_thread_start = on_thread_start
+        self._is_quick = is_quick
         self._heap: list[tuple[int, int, WorkItem]] = []
         self._sequence = itertools.count()
         self._state = threading.Condition()
@@ -453,6 +453,10 @@ class Executor:
             return heapq.heappop(self._heap)[2]
 
     def _work(self, index: int) -> None:
+        with quick_handover() if self._is_quick else contextlib.nullcontext():
+            self._take_items(index)
+
+    def _take_items(self, index: int) -> None:
         in_flight: deque[InFlight] = deque()
         if self._on_thread_start is not None:
             # A failure stops the ticket: this thread goes on, and abandons what is queued.

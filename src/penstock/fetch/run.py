@@ -56,6 +56,8 @@ PARTS_AT_ONCE = 2
 NUM_VERIFYING = 2
 TURN_S = 0.05
 """Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
+LEAST_WAIT_S = 0.1
+"""Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 FORGIVE_S = 2.0
@@ -202,8 +204,8 @@ class Fetch(Run):
             if full_s < wait_s:
                 # With a new grant: the holder has used up the present one, though it refused.
                 self._hub_now.wait(full_s)
-            elif not self._hub_now.wait(wait_s / 4):
-                self._wait_while_fed(wait_s * 3 / 4)
+            elif not self._hub_now.wait(rest_s := max(wait_s / 4, LEAST_WAIT_S)):
+                self._wait_while_fed(wait_s - rest_s)
 
     def _wait_while_fed(self, wait_s: float) -> None:
         """Wait until the hub is wanted, or no upstream has a chunk for us; at most `wait_s`."""
@@ -358,7 +360,7 @@ class Fetch(Run):
     def _note_storage_readers(self, reply: UpstreamsReply) -> None:
         """Record whether other members read storage and make progress; waiting for their chunks is then no stall."""
         is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
-        valid_s = 2 * reply.ask_again_s + HEARD_S
+        valid_s = 2 * max(reply.ask_again_s, 1.0) + HEARD_S
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
     def _should_skip_claims(self) -> bool:

@@ -296,8 +296,8 @@ class Session(Closing):
                 )
         except BaseException as error:
             self.phases.fail(error)
-            self.intake.close()
-            self._ends.close()
+            with self._ends:
+                self.intake.close()
             raise
         self.intake.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.run: LoadRun | None = None
@@ -329,15 +329,15 @@ class Session(Closing):
 
     def close(self) -> None:
         """Drain, free, close. Idempotent."""
-        # The run first: its threads use the pool, the mappings and the sources.
-        if self.run is not None:
-            self.run.close()
-        self.intake.close()
-        if self._mappings is not None:
-            self._mappings.close()
-        if self._is_owner:
-            self.weights.close()
-        self._ends.close()
+        with self._ends:
+            # The run first: its threads use the pool, the mappings and the sources.
+            if self.run is not None:
+                self.run.close()
+            self.intake.close()
+            if self._mappings is not None:
+                self._mappings.close()
+            if self._is_owner:
+                self.weights.close()
         self.phases.close()
 
     def __exit__(self, *raised: object) -> None:

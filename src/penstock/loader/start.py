@@ -20,7 +20,8 @@ from itertools import chain
 import torch
 
 from penstock.arguments import require_type
-from penstock.errors import Cancelled, ConfigError, IntegrityError, OperationFailed, PenstockError
+from penstock.engine.run import start_thread
+from penstock.errors import Cancelled, ConfigError, DestinationError, IntegrityError, OperationFailed, PenstockError
 from penstock.lifecycle import Closing, deferred
 from penstock.loader.into import (
     Place,
@@ -117,11 +118,17 @@ class Loading(Closing):
             self._thread.join(_LOOK_S)
 
     def _start(self) -> None:
-        """Put the pending tensors into the module, and start the thread."""
+        """Put the pending tensors into the module, and start the thread. DestinationError: the system has no more."""
         self._place_pending()
         # A thread that reads into memory must not outlive what the interpreter frees at its end.
         atexit.register(self.close)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except DestinationError:
+            atexit.unregister(self.close)
+            for slab in self._pending:
+                self._place_parameters(slab)
+            raise
 
     def _place_pending(self) -> None:
         """Put a pending tensor into each place of the module."""
@@ -315,11 +322,11 @@ def start_loading(
                 table = session.table()
                 rows, filled = match_targets(table, targets, rename, strict)
                 loading = Loading(module, session, journey, table.take(rows), _Filled(module, filled, first))
+                loading._start()
             except BaseException:
                 session.close()
                 raise
         except BaseException as error:
             journey.end(error)
             raise
-        loading._start()
         return loading

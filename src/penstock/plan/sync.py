@@ -66,6 +66,10 @@ NEAR_READS = 2
 share their links: two of them get 305 to 325 GB/s each of 393, and 373 where each reads one source after the other and
 begins with another one. With four reads under way they drift into each other's turns.
 Source: benchmarks/results/h200x4_202611/sync.md."""
+MUCH = 0.5
+"""A receiver begins with a source of which it needs this fraction of what it needs of any. Of rows of FSDP over two an
+engine of TP over two needs 84 % from one trainer, and the rest from the other: with the rest first, three of four steps
+of an FP8 version waited for 20 ms. Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
 """Windows under way: the one being verified, and the next."""
 GROUP_BYTES = 256 * MIB
@@ -103,8 +107,9 @@ class Part:
     src_pitch: I64
     dst_pitch: I64
     first_source: int = 0
-    """The source with which the receiver begins, the others following in their order: each receiver has another one, so
-    that not all read the first at once. Publishers of earlier releases do not send it."""
+    """The source with which the receiver begins, the others following in their order: one of which it needs much. Where
+    there are several, each receiver has another one, so that not all read the first at once. Publishers of earlier
+    releases do not send it."""
 
     def turn_of(self, source: I64) -> I64:
         """Return the place of sources in the receiver's order."""
@@ -250,7 +255,8 @@ class SyncPlan:
         source = self.team_source[slot]
         # By bucket first, since a bucket is read when its source has made it; then by source, for long reads.
         bucket = self.want_bucket[want]
-        begin = receiver * len(self.sources) // len(self.receivers)
+        of_each = np.bincount(source, (self.strip_run * self.strip_rows)[strip], minlength=len(self.sources))
+        begin = self._first_source(receiver, of_each.astype(np.int64))
         order = np.argsort(bucket * len(self.sources) + (source - begin) % len(self.sources), kind="stable")
         strip, want = strip[order], want[order]
         return Part(
@@ -268,6 +274,15 @@ class SyncPlan:
             dst_pitch=self.strip_dst_pitch[strip],
             first_source=begin,
         )
+
+    def _first_source(self, receiver: int, nbytes: I64) -> int:
+        """Return the source with which a receiver begins; `nbytes` is what it needs of each."""
+        if not len(self.sources):
+            return 0
+        # Not one of which it needs little: that little is of all layers, and a source that quantises has the last of
+        # them last. Receivers that need as much of each begin with another one each.
+        turn = (np.arange(len(self.sources)) - receiver * len(self.sources) // len(self.receivers)) % len(self.sources)
+        return int(np.argmin(np.where(nbytes >= MUCH * nbytes.max(), turn, len(self.sources))))
 
     def _slots(self, receiver: int, strip: I64) -> I64:
         """Return the source of each of a receiver's strips, as its place among all ranks of all teams."""

@@ -200,6 +200,11 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Most bytes of short runs that it packs for one request (`LocalVersion.pack`); 0: it packs none."""
 
+    def __post_init__(self) -> None:
+        # It comes from another process, and readers look a region up by its number in `sizes`.
+        if len(self.regions) != len(self.sizes):
+            raise ValueError(f"{len(self.regions)} regions have {len(self.sizes)} sizes")
+
 
 prepare(VersionMap)
 
@@ -331,7 +336,7 @@ class LocalVersion:
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
             for waiting in self._waiting:
-                if self._are_ready(waiting.spans):
+                if not waiting.woken.is_set() and self._are_ready(waiting.spans):
                     waiting.woken.set()
 
     def settle(self, stall_s: float) -> None:
@@ -465,9 +470,12 @@ class LocalVersion:
                 return tuple(self._events)
             waiting = _Waiting(spans)
             self._waiting.append(waiting)
-        waiting.woken.wait(max(0.0, deadline - time.monotonic()))
+        try:
+            waiting.woken.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            with self.changed:
+                self._waiting.remove(waiting)
         with self.changed:
-            self._waiting.remove(waiting)
             self._check(version, generation)
             return tuple(self._events) if self._are_ready(spans) else None
 

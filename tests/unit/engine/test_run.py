@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ import pytest
 from penstock.engine.run import Item, Run
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, SourceStalled, SourceUnavailable
+from penstock.lifecycle import HANDOVER_S
 
 
 @pytest.fixture
@@ -140,6 +142,17 @@ def test_without_any_thread_nothing_is_queued(run: Run, monkeypatch: pytest.Monk
     executor.post(Item(0, "b", 1, start=lambda: log.append("b"), finish=run.ticket.finish))
     run.wait()
     assert log == ["b"]
+
+
+def test_the_interval_is_short_while_a_quick_run_has_threads() -> None:
+    before, seen = sys.getswitchinterval(), list[float]()
+    with Run(1, trace=Trace(enabled=False), stall_s=30.0, is_quick=True) as run:
+        executor = run.executor("fetch", 2)
+        assert sys.getswitchinterval() == before
+        executor.post(Item(0, "a", 1, start=lambda: seen.append(sys.getswitchinterval()), finish=run.ticket.finish))
+        run.wait()
+    assert seen == [pytest.approx(HANDOVER_S)]
+    assert sys.getswitchinterval() == before
 
 
 def test_a_failure_at_the_start_of_a_thread_reaches_the_waiter(run: Run) -> None:

@@ -312,6 +312,29 @@ def test_what_four_h200_measured_is_predicted_within_a_tenth(
     assert abs(found.off_by(measured_s)) < 0.1
 
 
+def test_receivers_begin_with_a_source_of_which_they_need_much_whatever_their_order() -> None:
+    # FSDP over two to TP over two: an engine needs its own rows from one trainer, and columns of the others from both.
+    model = list(kimi_k2(num_layers=3, num_experts=8))
+    held, wanted = trainer_layouts(model, 2, shards=2), receiver_layouts(model, 2, tp=2)
+    cluster, rates = CLUSTERS["h200"]
+    predicted = []
+    for wants in (wanted, list(reversed(wanted))):
+        one = plan_sync(held, wants)
+        firsts = [one.part(receiver).first_source for receiver in range(2)]
+        assert sorted(firsts) == [0, 1]
+        assert firsts == one.link_bytes().argmax(axis=1).tolist()
+        made = transformed_bytes(one, held, wants)
+        predicted.append(simulate_sync(one, cluster, rates, transformed=made, one_node=True).predicted_s)
+    assert predicted[0] == pytest.approx(predicted[1], rel=0.01)
+
+
+def test_receivers_that_need_as_much_of_each_source_begin_with_another_one_each() -> None:
+    one = plan(4, 4)
+    assert [one.part(receiver).first_source for receiver in range(4)] == [0, 1, 2, 3]
+    one = plan(4, 2)
+    assert [one.part(receiver).first_source for receiver in range(2)] == [0, 2]
+
+
 def test_a_small_watermark_waits_for_each_answer() -> None:
     rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
     some = np.ones((2, one.num_buckets), np.int64)  # sources that transform are asked for each read before it

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from tests.unit.sync.parts import held, layout, whole
 
 from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.sync.local_version import LocalVersion
+from penstock.sync.local_version import LocalVersion, VersionMap
 from penstock.transport.choose import open_links
 from penstock.types import Box
 
@@ -65,6 +66,15 @@ def test_another_version_or_generation_is_stale(rank: LocalVersion) -> None:
     with pytest.raises(StaleDescriptor):
         rank.digests(some, version=3, generation=told.generation, wait_s=1)
     assert rank.map().regions != told.regions
+
+
+def test_a_map_whose_regions_lack_a_size_is_malformed(rank: LocalVersion) -> None:
+    rank.begin(1)
+    rank.ready()
+    said = msgspec.to_builtins(rank.map())
+    said["sizes"] = said["sizes"][:1]
+    with pytest.raises(msgspec.ValidationError, match="2 regions have 1 sizes"):
+        msgspec.convert(said, VersionMap)
 
 
 def test_a_fence_wakes_who_waits(rank: LocalVersion) -> None:
