@@ -30,7 +30,7 @@ from penstock.hub.messages import Fault
 
 try:
     from starlette.datastructures import URL
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Router
     from starlette.types import Receive, Scope, Send
@@ -117,7 +117,15 @@ class HubApp:
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
             # uvicorn then closes the connection.
             raise
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except ClientDisconnect:
+            # Its caller has gone, which is no fault.
+            raise
+        except Exception:
+            # The body of a stream is made while it is sent.
+            _log.exception("the hub failed in the answer to %s %r", request.method, scope["path"])
+            raise
 
     def _handler_of(self, scope: Scope) -> Handler:
         """Return the handler of a request, and note the parameter of its path.

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 pytest.importorskip("starlette")
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, PlanError, SourceBusy, UnknownMember
@@ -146,8 +146,8 @@ def test_any_other_exception_is_500_and_reaches_the_server() -> None:
     assert not COUNTED
 
 
-@pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError()])
-def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error) -> None:
+@pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError(), ClientDisconnect()])
+def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error, caplog) -> None:
     async def parts():
         yield b"part"
         raise error
@@ -160,6 +160,8 @@ def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error) -> None
     with pytest.raises(BaseException):  # noqa: B017 (older releases of Starlette raise a group of it)
         ask(app, "GET", "/", sent)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    # A caller that has gone is no fault of the hub's.
+    assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))
 
 
 def test_the_lifespan_surrounds_the_requests() -> None:
