@@ -136,9 +136,13 @@ class Launch:
             return
         kernel_of_triton = getattr(_imported(self._module), self._name)[(self._num_programs,)]
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
-        if suits and _store(compiled, _path(self._shape, self._device)):
-            # The next launch looks for the copy: Triton takes ten times as long for each.
-            _kernels.pop((self._shape, self._device), None)
+        key = self._shape, self._device
+        if suits and key not in _compiled:
+            # The next launch looks for the copy, once, be it this process's or another rank's: Triton takes ten times
+            # as long for each launch.
+            _compiled.add(key)
+            _store(compiled, _path(*key))
+            _kernels.pop(key, None)
 
 
 class _Thread(threading.local):
@@ -190,6 +194,8 @@ def _text(module: str) -> bytes:
 
 _kernels: dict[tuple[_Shape, torch.device], _Kernel | None] = {}
 """What `_loaded` found."""
+_compiled: set[tuple[_Shape, torch.device]] = set()
+"""Kernels that this process compiled, and of which it stored a copy if it could."""
 
 
 def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
@@ -220,8 +226,8 @@ def _load(path: Path | None) -> _Kernel | None:
         return None
 
 
-def _store(compiled: Any, path: Path | None) -> bool:
-    """Store a copy that can be launched without Triton; return whether there is one now. A full disk is no fault."""
+def _store(compiled: Any, path: Path | None) -> None:
+    """Store a copy for later launches, if it can be launched without Triton; a full or read-only disk is no fault."""
     metadata = compiled.metadata
     # Kernels that need more than a plain launch, such as scratch memory or clusters, are left to Triton.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -230,7 +236,7 @@ def _store(compiled: Any, path: Path | None) -> bool:
     head = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     block = _BLOCK.search(head)
     if path is None or not plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
-        return False
+        return
     copy = _Copy(
         symbol=metadata.name,
         parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
@@ -245,8 +251,6 @@ def _store(compiled: Any, path: Path | None) -> bool:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.msgpack.encode(copy))
         os.replace(partial, path)
-        return True
-    return False
 
 
 class _Kernel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from penstock.cuda.kernel_cache import launch
+from penstock.cuda import kernel_cache
+from penstock.cuda.kernel_cache import Launch, launch
 from penstock.errors import MissingExtra
 
 
@@ -24,3 +27,48 @@ def test_who_has_no_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.cuda.pack_triton", raising=False)
     with pytest.raises(MissingExtra, match="need Triton"):
         launch("penstock.cuda.pack_triton", "copy_tiles", 1, (torch.zeros(1),), {})
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a CUDA device."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("can_store", [True, False])
+def test_a_process_that_compiled_a_kernel_looks_once_for_the_copy(
+    can_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    copies: list[Any] = []
+
+    class Queued:
+        def __init__(self, *of: object) -> None:
+            pass
+
+        def run(self, more: object, stream: int) -> None:
+            log.append("copy")
+
+    def load(path: object) -> object | None:
+        log.append("look")
+        return copies[0] if copies else None
+
+    def store(compiled: object, path: object) -> None:
+        log.append("store")
+        copies.extend([object()] * can_store)
+
+    kernel = {(1,): lambda *arguments, **constants: log.append("triton")}
+    monkeypatch.setattr(kernel_cache, "_imported", lambda module: SimpleNamespace(kernel=kernel))
+    monkeypatch.setattr(kernel_cache, "_load", load)
+    monkeypatch.setattr(kernel_cache, "_store", store)
+    monkeypatch.setattr(kernel_cache, "_path", lambda shape, device: None)
+    monkeypatch.setattr(kernel_cache, "_Queued", Queued)
+    monkeypatch.setattr(kernel_cache, "_kernels", {})
+    monkeypatch.setattr(kernel_cache, "_compiled", set())
+    stream = SimpleNamespace(cuda_stream=1, query=lambda: log.append("context"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    one = Launch("module", "kernel", 1, (torch.zeros(4).as_subclass(OnDevice),), {"WIDTH": 1})
+    for _ in range(3):
+        one.run()
+    first = ["look", "triton", "store", "look"]
+    assert log == [*first, *(["context", "copy", "copy"] if can_store else ["triton", "triton"])]
