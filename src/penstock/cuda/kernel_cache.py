@@ -278,16 +278,16 @@ class _Queued:
         # After them Triton's own parameters: pointers to scratch memory, which these kernels do not have.
         values += [0] * (len(copy.parameter_bits) - len(values))
         pairs = zip(values, copy.parameter_bits, strict=True)
-        boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in pairs]
-        self._more = boxed[len(arguments) : len(arguments) + num_more]
-        self._pointers = (ctypes.c_void_p * len(boxed))(*[ctypes.addressof(argument) for argument in boxed])
-        self._boxed = boxed
+        self._boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in pairs]
+        self._more = slice(len(arguments), len(arguments) + num_more)
+        # Addresses alone, which do not keep the boxes alive.
+        self._pointers = (ctypes.c_void_p * len(self._boxed))(*map(ctypes.addressof, self._boxed))
         self._grid = (num_programs, 1, 1, copy.num_threads, 1, 1, copy.shared_bytes)
         self._launcher = _launcher()
 
     def run(self, more: Sequence[torch.Tensor], stream: int) -> None:
         """Queue a launch on a stream. DestinationError: the driver refuses it."""
-        for box, tensor in zip(self._more, more, strict=True):
+        for box, tensor in zip(self._boxed[self._more], more, strict=True):
             box.value = tensor.data_ptr()
         _check(self._launcher(self._function, *self._grid, ctypes.c_void_p(stream), self._pointers, None))
 
