@@ -321,7 +321,9 @@ def test_tied_and_strided_parameters(tmp_path: Path, x: torch.Tensor) -> None:
     model[1].weight = torch.nn.Parameter(torch.empty(WIDTH, WIDTH).t())
     with ps.start_loading(model, str(tmp_path)) as loading:
         for mine, other in zip(model, true, strict=True):
-            assert torch.equal(mine(x), other(x))
+            # Not bit for bit: a product with a transposed matrix may add in another order.
+            torch.testing.assert_close(mine(x), other(x))
+            assert torch.equal(mine.weight, other.weight)
         loading.wait()
     assert model[2].weight is model[0].weight
 

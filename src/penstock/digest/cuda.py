@@ -62,9 +62,14 @@ class _Slab:
 
     first_leaf: int
     stop_leaf: int
-    first_tile: int
-    num_tiles: int
+    tiles: int
+    """Of each leaf: as many as the longest has."""
     aligned: bool
+
+    @property
+    def num_tiles(self) -> int:
+        """Return the programs of the parallel pass."""
+        return (self.stop_leaf - self.first_leaf) * self.tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,42 +132,32 @@ def plan_leaves(
     Raises:
         ValueError: the columns differ in length, or a leaf is empty.
 
-    Cost: numpy over the leaves and their 8 KiB tiles; one copy of 32 bytes a leaf and 8 a tile from pinned memory, on
-        the current stream; no synchronisation.
+    Cost: numpy over the leaves; one copy of 24 bytes a leaf from pinned memory, on the current stream; no
+        synchronisation.
     """
     if addresses.shape != nbytes.shape or addresses.ndim != 1:
         raise ValueError(f"addresses {addresses.shape} and nbytes {nbytes.shape} are not columns of one table")
     if nbytes.size and int(nbytes.min()) < 1:
         raise ValueError(f"leaf {int(nbytes.argmin())} is empty; a digest needs at least one byte")
-    long = nbytes > xxh3_constants.SHORT_BYTES
-    aligned = addresses % 16 == 0
+    num_leaves = len(nbytes)
+    rows = np.arange(num_leaves) if into is None else into
     # In groups, since a launch takes one path: aligned leaves load 16 bytes at once, short leaves have algorithms of
     # their own.
-    groups = [np.flatnonzero(long & aligned), np.flatnonzero(long & ~aligned), np.flatnonzero(~long)]
-    rows = np.concatenate(groups)
-    num_leaves, first_short = rows.size, groups[0].size + groups[1].size
-    tiles = -(-nbytes[rows[:first_short]] // (tuning.tile_blocks * _BLOCK_BYTES))
-    stop_tile = np.cumsum(tiles)
-    first_tile = stop_tile - tiles
+    kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
+    if kind.any():
+        order = np.argsort(kind, kind="stable")
+        addresses, nbytes, rows, kind = addresses[order], nbytes[order], rows[order], kind[order]
+    first_unaligned, first_short = np.searchsorted(kind, [1, _SHORT]).tolist()
+    tiles = -(-nbytes[:first_short] // (tuning.tile_blocks * _BLOCK_BYTES))
     slab_tiles = tuning.slab_blocks // tuning.tile_blocks
     slabs = (
-        *_slabs(stop_tile, 0, groups[0].size, True, slab_tiles),
-        *_slabs(stop_tile, groups[0].size, first_short, False, slab_tiles),
+        *_slabs(tiles, 0, first_unaligned, True, slab_tiles),
+        *_slabs(tiles, first_unaligned, first_short, False, slab_tiles),
     )
-    num_tiles = int(stop_tile[-1]) if first_short else 0
 
     # Pinned: a copy from pageable memory would make the call wait for the device.
-    host = torch.empty(4 * num_leaves + num_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
-    columns = host.numpy()
-    columns[:num_leaves] = addresses[rows]
-    columns[num_leaves : 2 * num_leaves] = nbytes[rows]
-    relative = columns[2 * num_leaves : 3 * num_leaves]
-    relative[first_short:] = 0
-    for slab in slabs:
-        span = slice(slab.first_leaf, slab.stop_leaf)
-        relative[span] = first_tile[span] - slab.first_tile
-    columns[3 * num_leaves : 4 * num_leaves] = rows if into is None else into[rows]
-    columns[4 * num_leaves :] = np.repeat(np.arange(first_short), tiles)
+    host = torch.empty((3, num_leaves), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host.numpy()[:] = addresses, nbytes, rows
     on_device = host.to(device, non_blocking=True)
     short = None
     if first_short < num_leaves:
@@ -184,19 +179,22 @@ def plan_leaves(
     )
 
 
+_SHORT = 2
+"""The kind of leaves for the short kernel, after the aligned ones (0) and the others (1)."""
+
+
 def _launches(slab: _Slab, columns: torch.Tensor, num_leaves: int, tuning: Tuning) -> tuple[Launch, Launch]:
     """Return the two passes over a slab.
 
     Args:
-        columns: int64, on the device: address, length, first tile, result row (`num_leaves` each); then each tile's
-            leaf.
+        columns: int64 [3, num_leaves], on the device: address, length, result row.
     """
     constants = _constants(columns.device)
     add_blocks = Launch(
         _KERNELS,
         "block_sums",
         slab.num_tiles,
-        (columns, num_leaves, 4 * num_leaves + slab.first_tile, constants),
+        (columns, num_leaves, slab.first_leaf, slab.tiles, constants),
         {"TILE_BLOCKS": tuning.tile_blocks, "ALIGNED": slab.aligned, "RUN": tuning.run_stripes if slab.aligned else 1},
         num_warps=tuning.tile_warps,
     )
@@ -204,25 +202,32 @@ def _launches(slab: _Slab, columns: torch.Tensor, num_leaves: int, tuning: Tunin
         _KERNELS,
         "finish_leaves",
         -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
-        (columns, num_leaves, slab.first_leaf, slab.stop_leaf, constants),
+        (columns, num_leaves, slab.first_leaf, slab.stop_leaf, slab.tiles, constants),
         {"TILE_BLOCKS": tuning.tile_blocks, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll},
         num_warps=1,
     )
     return add_blocks, finish
 
 
-def _slabs(stop_tile: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
-    """Leaves `[first_leaf, stop_leaf)` cut so that a slab has at most `slab_tiles` tiles, or one leaf."""
+def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
+    """Cut leaves `[first_leaf, stop_leaf)` so that a slab has at most `slab_tiles` tiles, or one leaf.
+
+    Each leaf of a slab gets as many tiles as its longest, so that a program finds its leaf by a division: a table of
+    tiles was eight times as large as that of leaves.
+    """
     slabs = []
-    # A leaf of more tiles than a slab is a slab of its own: the serial pass needs all sums of a leaf at once.
     while first_leaf < stop_leaf:
-        first_tile = int(stop_tile[first_leaf - 1]) if first_leaf else 0
-        fits = int(np.searchsorted(stop_tile[:stop_leaf], first_tile + slab_tiles, side="right"))
-        stop = max(fits, first_leaf + 1)
-        num_tiles = int(stop_tile[stop - 1]) - first_tile
-        slabs.append(
-            _Slab(first_leaf=first_leaf, stop_leaf=stop, first_tile=first_tile, num_tiles=num_tiles, aligned=aligned)
-        )
+        # The most that can fit, which is what does fit where no leaf is longer than the first.
+        stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
+        some = tiles[first_leaf:stop]
+        most = int(some.max())
+        if most > some[0]:
+            longest = np.maximum.accumulate(some)
+            fits = np.searchsorted(longest * np.arange(1, len(longest) + 1), slab_tiles, side="right")
+            # A leaf of more tiles than a slab is a slab of its own: the serial pass needs all sums of a leaf at once.
+            stop = first_leaf + max(1, int(fits))
+            most = int(longest[stop - first_leaf - 1])
+        slabs.append(_Slab(first_leaf=first_leaf, stop_leaf=stop, tiles=most, aligned=aligned))
         first_leaf = stop
     return slabs
 
@@ -266,7 +271,7 @@ SCRATCH_BYTES = 256 * MIB
 class StripTable:
     """Strips laid out for the kernels, to be digested as often as their memory is refilled. Made by `plan_strips`.
 
-    Ownership: holds its own tables and results on the device, 0.2 % of the bytes, and the scratch it was given.
+    Ownership: holds its own tables and results on the device, 0.02 % of the bytes, and the scratch it was given.
     """
 
     leaves: torch.Tensor
@@ -310,7 +315,7 @@ def plan_strips(
         scratch: flat uint8 on it, at least a leaf, if a strip has gaps; tables that share it are used in turns.
         leaf_bytes: bytes of a leaf; both ends of a sync use the default.
 
-    Cost: numpy over strips, leaves and their 8 KiB tiles, never over runs.
+    Cost: numpy over strips and leaves, never over runs.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)
     first = np.cumsum(counts) - counts

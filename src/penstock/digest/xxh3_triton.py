@@ -80,10 +80,11 @@ def _load_u64(address: tl.tensor, at: tl.tensor, mask: tl.tensor, ALIGNED: tl.co
     return (low >> shift) | ((high << 1) << (63 - shift))
 
 
-@triton.jit(do_not_specialize=["columns", "tiles"])
+@triton.jit(do_not_specialize=["columns", "first_leaf", "tiles"])
 def block_sums(
     table: tl.tensor,
     columns: tl.tensor,
+    first_leaf: tl.tensor,
     tiles: tl.tensor,
     constants: tl.tensor,
     sums: tl.tensor,
@@ -93,17 +94,18 @@ def block_sums(
 ) -> None:
     """Compute what each 1024-byte block adds to the accumulators; a program is a tile of TILE_BLOCKS blocks of a leaf.
 
-    table: int64; columns address, nbytes, first tile in this launch, each `columns` long; at `tiles` the leaf of each
-        tile.
-    sums: uint64 [num_tiles * TILE_BLOCKS, 8], rows past a leaf's last block left unwritten.
+    table: int64; columns address and nbytes, each `columns` long.
+    tiles: of each leaf of the launch, enough for the longest; those past a leaf's last block do nothing.
+    sums: uint64 [num_leaves * tiles * TILE_BLOCKS, 8], rows past a leaf's last block left unwritten.
     ALIGNED: every address is a multiple of 16. RUN: stripes a load, a power of two up to 16.
     """
     tile = tl.program_id(0)
-    leaf = tl.load(table + tiles + tile)
-    address = tl.load(table + leaf)
+    leaf = first_leaf + tile // tiles
     nbytes = tl.load(table + columns + leaf)
-    first_block = (tile - tl.load(table + 2 * columns + leaf)) * TILE_BLOCKS
-    address += first_block * BLOCK_BYTES
+    first_block = (tile % tiles) * TILE_BLOCKS
+    if first_block > (nbytes - 1) // BLOCK_BYTES:
+        return
+    address = tl.load(table + leaf) + first_block * BLOCK_BYTES
 
     # A load takes RUN stripes of each block, 16 bytes a thread so that a warp reads whole lines; even and odd lanes are
     # kept apart, for each lane also adds its neighbour's words.
@@ -139,12 +141,13 @@ def _rows(source: tl.tensor, start: tl.tensor, stop: tl.tensor, ROWS: tl.constex
     return rows
 
 
-@triton.jit(do_not_specialize=["columns", "first_leaf", "stop_leaf"])
+@triton.jit(do_not_specialize=["columns", "first_leaf", "stop_leaf", "tiles"])
 def finish_leaves(
     table: tl.tensor,
     columns: tl.tensor,
     first_leaf: tl.tensor,
     stop_leaf: tl.tensor,
+    tiles: tl.tensor,
     constants: tl.tensor,
     sums: tl.tensor,
     out: tl.tensor,
@@ -154,13 +157,15 @@ def finish_leaves(
 ) -> None:
     """Chains a leaf's block sums through the scramble, adds its last stripe, merges; LEAVES leaves a program.
 
-    table: int64; columns address, nbytes, first tile, row of `out`, each `columns` long. out: int64 [num_leaves].
+    table: int64; columns address, nbytes, row of `out`, each `columns` long. tiles, sums: as `block_sums` had them.
+    out: int64 [num_leaves].
     """
-    leaf = first_leaf + tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    place = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    leaf = first_leaf + place
     live = leaf < stop_leaf
     address = tl.load(table + leaf, mask=live, other=0)
     nbytes = tl.load(table + columns + leaf, mask=live, other=1)
-    row = tl.load(table + 2 * columns + leaf, mask=live, other=0) * TILE_BLOCKS
+    row = tl.where(live, place, 0) * tiles * TILE_BLOCKS
     num_scrambles = ((nbytes - 1) // BLOCK_BYTES).to(tl.int32)
 
     lane = tl.arange(0, 8)[None, :]
@@ -189,7 +194,7 @@ def finish_leaves(
     acc ^= tl.load(constants + 11 + lane * 8)
     even, odd = tl.split(tl.reshape(acc, (LEAVES, 4, 2)))
     total = nbytes.to(tl.uint64) * PRIME64_1 + tl.sum(_fold(even, odd), axis=1)
-    at = tl.load(table + 3 * columns + leaf, mask=live, other=0)
+    at = tl.load(table + 2 * columns + leaf, mask=live, other=0)
     tl.store(out + at, _avalanche(total).to(tl.int64, bitcast=True), mask=live)
 
 
@@ -271,7 +276,7 @@ def short_leaves(
     live = leaf < stop_leaf
     address = tl.load(table + leaf, mask=live, other=0)
     n = tl.load(table + columns + leaf, mask=live, other=1)
-    at = tl.load(table + 3 * columns + leaf, mask=live, other=0)
+    at = tl.load(table + 2 * columns + leaf, mask=live, other=0)
     digest = _up_to_16(address, n, constants, live)
     if tl.max(n, axis=0) > 16:
         digest = tl.where(n <= 16, digest, _up_to_240(address, n, constants, live))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.run import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
-from penstock.types import I64, MIB, U64, Manifest, TensorTable
+from penstock.types import GIB, I64, U64, Manifest, TensorTable
 
 
 class Checker(Protocol):
@@ -32,6 +31,10 @@ class Checker(Protocol):
     """Threads of the compute executor that call it."""
     batch_bytes: int
     """Least bytes of a batch of slabs, except the last."""
+
+    def prepare(self) -> None:
+        """Do what the first check would otherwise wait for, while the first bytes come."""
+        ...
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
         """Check these slabs; None when they hold, a Pending while a device works.
@@ -87,6 +90,9 @@ class HostChecker:
         self._slab = slab
         self.num_threads = min(4, os.cpu_count() or 1)
 
+    def prepare(self) -> None:
+        """See `Checker.prepare`: there is nothing to do."""
+
     def check(self, slabs: Sequence[int]) -> Pending | None:
         """See `Checker.check`."""
         expected, plan = self._expected, self._expected.plan
@@ -111,9 +117,11 @@ class CudaChecker:
     """Checks slabs with the Triton kernel, a batch at a time, on a stream of its own."""
 
     num_threads = 1
-    batch_bytes = 512 * MIB
-    """Enough leaves to fill the device (2.4 TB/s), and few batches: each takes the GIL from the thread that moves bytes
-    for a millisecond. Source: benchmarks/results/h100_202611/digest.md."""
+    batch_bytes = 2 * GIB
+    """A millisecond of the device, and few batches: each takes the GIL from the thread that moves bytes. First loads of
+    14 GB took 350 ms with these, 377 with 512 MiB, 340 without digests.
+    Source: benchmarks/results/h200x1_202611/load.md.
+    """
 
     def __init__(self, expected: Expected, slab: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._expected = expected
@@ -121,51 +129,50 @@ class CudaChecker:
         self._device = device
         # Not the place's stream, where digests would wait for the copies of later chunks.
         self._stream = torch.cuda.Stream(device)
-        self._warming: Future[None] | None = None
-        if device not in _warm:
-            # Some milliseconds, but seconds where the kernels must be compiled: the first bytes come meanwhile.
-            pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-digest-kernels")
-            self._warming = pool.submit(self._warm_up)
-            pool.shutdown(wait=False)
 
-    def _warm_up(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            warm_up(self._device)
-            self._stream.synchronize()
-        _warm.add(self._device)
+    def prepare(self) -> None:
+        """See `Checker.prepare`: load the kernels, some milliseconds, but seconds where they must be compiled."""
+        if self._device not in _warm:
+            with torch.cuda.stream(self._stream):
+                warm_up(self._device)
+            _warm.add(self._device)
 
     def check(self, slabs: Sequence[int]) -> _DigestPending | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
-        # The first batch waits for the kernels here, on the compute thread: bytes go on arriving.
-        if self._warming is not None:
-            self._warming.result()
-            self._warming = None
-        expected, plan = self._expected, self._expected.plan
-        rows = np.concatenate([expected.rows(slab) for slab in slabs])
+        expected, plan, leaf_bytes = self._expected, self._expected.plan, self._expected.leaf_bytes
+        rows_of = [expected.rows(slab) for slab in slabs]
+        rows = np.concatenate(rows_of)
         if not len(rows):
             return None
-        # One row for each leaf of the batch: its address, its bytes, its digest in the manifest.
         base = np.array([self._slab(slab).data_ptr() for slab in slabs], np.int64)
-        at = np.searchsorted(np.sort(slabs), plan.row_slab[rows])
-        address = base[np.argsort(slabs, kind="stable")][at] + plan.row_offset[rows]
+        address = np.repeat(base, list(map(len, rows_of))) + plan.row_offset[rows]
+        # One item for each leaf of the batch: its address, its bytes, its digest in the manifest.
         counts = expected.counts[rows]
-        row_of = np.repeat(np.arange(len(rows)), counts)
-        number = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        start = number * expected.leaf_bytes
-        nbytes = np.minimum(plan.row_nbytes[rows][row_of] - start, expected.leaf_bytes)
-        wanted = expected.leaves[expected.first[rows][row_of] + number]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            digests = leaf_digests_cuda(address[row_of] + start, nbytes, self._device)
+        first = np.cumsum(counts) - counts
+        number = np.arange(int(counts.sum()))
+        addresses = number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts)
+        nbytes = np.full(len(number), leaf_bytes)
+        nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
+        wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
+        with torch.cuda.stream(self._stream):
+            digests = leaf_digests_cuda(addresses, nbytes, self._device)
             # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
             host = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
             host.copy_(digests, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _DigestPending(event, host, wanted, rows[row_of], number, expected)
+        return _DigestPending(event, host, wanted, rows, first, expected)
 
 
 class _DigestPending:
-    """Digests on their way to the host; `done` compares them."""
+    """Digests on their way to the host; `done` compares them.
+
+    Args:
+        event: behind the copy of the digests.
+        digests, wanted: of each leaf.
+        rows, first: the plan's rows, and the place of the first leaf of each.
+        expected: names a leaf that differs.
+    """
 
     def __init__(
         self,
@@ -173,14 +180,14 @@ class _DigestPending:
         digests: torch.Tensor,
         wanted: np.ndarray[tuple[int], np.dtype[np.uint64]],
         rows: I64,
-        number: I64,
+        first: I64,
         expected: Expected,
     ) -> None:
         self._event = event
         self._digests = digests
         self._wanted = wanted
         self._rows = rows
-        self._number = number
+        self._first = first
         self._expected = expected
 
     def done(self) -> bool:
@@ -189,7 +196,9 @@ class _DigestPending:
             return False
         wrong = np.flatnonzero(self._digests.numpy().view(np.uint64) != self._wanted)
         if len(wrong):
-            raise self._expected.fault(int(self._rows[wrong[0]]), int(self._number[wrong[0]]))
+            leaf = int(wrong[0])
+            row = int(np.searchsorted(self._first, leaf, side="right")) - 1
+            raise self._expected.fault(int(self._rows[row]), leaf - int(self._first[row]))
         return True
 
 

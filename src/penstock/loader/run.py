@@ -31,6 +31,10 @@ from penstock.plan.schedule import LoadPlan
 from penstock.storage import Counting, Source
 from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring
+from penstock.types import MIB
+
+MIN_BATCH_BYTES = 64 * MIB
+"""Bytes of slabs that are enough for a check, however little is left to read: a tenth of a millisecond of a device."""
 
 
 class LoadRun(Run):
@@ -113,9 +117,11 @@ class LoadRun(Run):
         self._missing = list(self._slab_nbytes)
         self._ready = [False] * len(self._missing)
         self._num_open = len(self._missing)
+        self._open_bytes = sum(self._missing)
         self._num_unready = len(self._missing)
         self._unchecked: list[int] = []
         self._unchecked_bytes = 0
+        self._is_preparing = False
         self._placed: set[int] = set()
         self._awaited_reads: set[int] = set()
         # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
@@ -228,6 +234,7 @@ class LoadRun(Run):
         full = []
         is_last = False
         with self._lock:
+            is_first, self._is_preparing = not self._is_preparing, True
             if read >= 0:
                 self._placed.add(read)
                 if read in self._awaited_reads:
@@ -241,16 +248,24 @@ class LoadRun(Run):
                     full.append(segment.slab)
             self.ticket.moved_bytes += total
             if self._checker is not None:
+                nbytes = sum(self._slab_nbytes[slab] for slab in full)
                 self._unchecked.extend(full)
-                self._unchecked_bytes += sum(self._slab_nbytes[slab] for slab in full)
+                self._unchecked_bytes += nbytes
+                self._open_bytes -= nbytes
                 self._num_open -= len(full)
-                flush = self._unchecked_bytes >= self._checker.batch_bytes or self._num_open == 0
+                # Towards the end less: what is checked last, and used only then, adds to the whole time.
+                enough = min(self._checker.batch_bytes, max(self._open_bytes // 2, MIN_BATCH_BYTES))
+                flush = self._unchecked_bytes >= enough or self._num_open == 0
                 # A stream's consumer may be waiting for a slab that alone does not fill a batch.
                 flush |= bool(self._window_bytes) and self._awaited in full
         if self._checker is None:
             self._mark_ready(full)
-        elif flush:
-            self._flush_checks()
+        else:
+            if is_first:
+                # Not before: until then the caller's thread allocates memory, which bytes wait for.
+                self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
+            if flush:
+                self._flush_checks()
         if is_last:
             self.ticket.wake()
 

@@ -363,6 +363,9 @@ def test_a_checker_that_breaks_is_told(make: Make) -> None:
     class Broken:
         num_threads = batch_bytes = 1
 
+        def prepare(self) -> None:
+            pass
+
         def check(self, slabs: Sequence[int]) -> Pending | None:
             raise ZeroDivisionError
 
