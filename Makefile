@@ -82,8 +82,8 @@ storage-servers:
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
-# Tests between processes wait more than they compute: they run in two groups, everything else beside them, and print after.
-# The groups take about the same time.
+# Tests between processes wait more than they compute: they run in two groups; everything else, and the examples that need
+# environments of their own, run beside them, and print after. The groups take about the same time.
 LATER := $(wildcard $(addprefix tests/integration/test_,sync*.py convert*.py))
 OTHERS := $(wildcard $(addprefix tests/integration/test_,artifacts.py bench_*.py dcp*.py demo.py dockerfile.py examples.py extension_points.py fleet_*.py \
 	from_pretrained*.py kubernetes.py pods.py rl_example.py shared_read.py storage_initializer.py upgrade.py wheel.py))
@@ -95,9 +95,11 @@ test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a
 	@$(MAKE) --no-print-directory -j2 setup storage-servers
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
 	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER)) > .cache/tests.log 2>&1 & \
-	others=$$!; { $(PYTEST) $(LATER) && $(SMALL); } > .cache/later.log 2>&1 & \
-	later=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
+	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
+	later=$$!; { $(SMALL); } > .cache/small.log 2>&1 & \
+	small=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
 	wait $$later || status=$$?; cat .cache/later.log; \
+	wait $$small || status=$$?; cat .cache/small.log; \
 	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
 else
 	@$(PYTEST) $(TESTS)
