@@ -48,7 +48,7 @@ class Tuning:
     finish_unroll: int = 16
     """Blocks whose sums the serial pass loads ahead of those it chains."""
     slab_blocks: int = 256 * 1024
-    """Blocks between the two passes: 256 MiB of leaves, whose 16 MiB of sums stay in the L2 cache (50 MB)."""
+    """Blocks of a slab: 256 MiB of equally long leaves, whose 16 MiB of sums stay in the L2 cache (50 MB)."""
     short_warps: int = 4
     """Warps of a program of the short kernel; a thread a leaf."""
 
@@ -63,7 +63,7 @@ class _Slab:
     first_leaf: int
     stop_leaf: int
     tiles: int
-    """Of each leaf: as many as the longest has."""
+    """Tiles that each leaf is given: as many as the longest of the slab needs."""
     aligned: bool
 
     @property
@@ -98,7 +98,7 @@ class LeafTable:
             [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
 
         Order: asynchronous on the device's current stream: the one the table was planned on, or one that waits for it.
-        Cost: two launches each 256 MiB of leaves plus one for short ones; scratch of 1/16 of the bytes, at most 16 MiB
+        Cost: two launches for each slab plus one for short leaves; scratch of 1/16 of a slab's tiles, at most 16 MiB
             unless one leaf alone needs more; no synchronisation.
         """
         if out is None:
@@ -144,11 +144,13 @@ def plan_leaves(
     # In groups, since a launch takes one path: aligned leaves load 16 bytes at once, short leaves have algorithms of
     # their own.
     kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
-    if kind.any():
-        order = np.argsort(kind, kind="stable")
-        addresses, nbytes, rows, kind = addresses[order], nbytes[order], rows[order], kind[order]
+    tiles = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
+    # By length, too, where lengths differ much: leaves of a slab get equally many tiles, used or not.
+    if kind.any() or num_leaves * tiles.max(initial=0) > 2 * tiles.sum():
+        order = np.lexsort((tiles, kind))
+        addresses, nbytes, rows = addresses[order], nbytes[order], rows[order]
+        kind, tiles = kind[order], tiles[order]
     first_unaligned, first_short = np.searchsorted(kind, [1, _SHORT]).tolist()
-    tiles = -(-nbytes[:first_short] // (tuning.tile_blocks * _BLOCK_BYTES))
     slab_tiles = tuning.slab_blocks // tuning.tile_blocks
     slabs = (
         *_slabs(tiles, 0, first_unaligned, True, slab_tiles),
@@ -219,15 +221,15 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
     while first_leaf < stop_leaf:
         # The most that can fit, which is what does fit where no leaf is longer than the first.
         stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
-        some = tiles[first_leaf:stop]
-        most = int(some.max())
-        if most > some[0]:
-            longest = np.maximum.accumulate(some)
+        candidates = tiles[first_leaf:stop]
+        max_tiles = int(candidates.max())
+        if max_tiles > candidates[0]:
+            longest = np.maximum.accumulate(candidates)
             fits = np.searchsorted(longest * np.arange(1, len(longest) + 1), slab_tiles, side="right")
             # A leaf of more tiles than a slab is a slab of its own: the serial pass needs all sums of a leaf at once.
             stop = first_leaf + max(1, int(fits))
-            most = int(longest[stop - first_leaf - 1])
-        slabs.append(_Slab(first_leaf=first_leaf, stop_leaf=stop, tiles=most, aligned=aligned))
+            max_tiles = int(longest[stop - first_leaf - 1])
+        slabs.append(_Slab(first_leaf=first_leaf, stop_leaf=stop, tiles=max_tiles, aligned=aligned))
         first_leaf = stop
     return slabs
 

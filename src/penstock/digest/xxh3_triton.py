@@ -95,14 +95,14 @@ def block_sums(
     """Compute what each 1024-byte block adds to the accumulators; a program is a tile of TILE_BLOCKS blocks of a leaf.
 
     table: int64; columns address and nbytes, each `columns` long.
-    tiles: of each leaf of the launch, enough for the longest; those past a leaf's last block do nothing.
+    tiles: tiles of each leaf in this launch; those past a leaf's last block do nothing.
     sums: uint64 [num_leaves * tiles * TILE_BLOCKS, 8], rows past a leaf's last block left unwritten.
     ALIGNED: every address is a multiple of 16. RUN: stripes a load, a power of two up to 16.
     """
     tile = tl.program_id(0)
     leaf = first_leaf + tile // tiles
     nbytes = tl.load(table + columns + leaf)
-    first_block = (tile % tiles) * TILE_BLOCKS
+    first_block = (tile % tiles).to(tl.int64) * TILE_BLOCKS
     if first_block > (nbytes - 1) // BLOCK_BYTES:
         return
     address = tl.load(table + leaf) + first_block * BLOCK_BYTES
@@ -155,7 +155,7 @@ def finish_leaves(
     LEAVES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Chains a leaf's block sums through the scramble, adds its last stripe, merges; LEAVES leaves a program.
+    """Chain a leaf's block sums through the scramble, adds its last stripe, merges; LEAVES leaves a program.
 
     table: int64; columns address, nbytes, row of `out`, each `columns` long. tiles, sums: as `block_sums` had them.
     out: int64 [num_leaves].

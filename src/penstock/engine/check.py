@@ -30,10 +30,10 @@ class Checker(Protocol):
     num_threads: int
     """Threads of the compute executor that call it."""
     batch_bytes: int
-    """Least bytes of a batch of slabs, except the last."""
+    """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
     def prepare(self) -> None:
-        """Do what the first check would otherwise wait for, while the first bytes come."""
+        """Load what the first check needs, while the first bytes are read. Optional: a check loads it otherwise."""
         ...
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
@@ -119,7 +119,7 @@ class CudaChecker:
     num_threads = 1
     batch_bytes = 2 * GIB
     """A millisecond of the device, and few batches: each takes the GIL from the thread that moves bytes. First loads of
-    14 GB took 350 ms with these, 377 with 512 MiB, 340 without digests.
+    14 GB took 351 ms with these, 377 with 512 MiB, 340 without digests.
     Source: benchmarks/results/h200x1_202611/load.md.
     """
 
@@ -131,9 +131,12 @@ class CudaChecker:
         self._stream = torch.cuda.Stream(device)
 
     def prepare(self) -> None:
-        """See `Checker.prepare`: load the kernels, some milliseconds, but seconds where they must be compiled."""
+        """See `Checker.prepare`: load the kernels, in some milliseconds, or seconds where they must be compiled.
+
+        A run that is closed meanwhile waits for it.
+        """
         if self._device not in _warm:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 warm_up(self._device)
             _warm.add(self._device)
 
@@ -154,7 +157,8 @@ class CudaChecker:
         nbytes = np.full(len(number), leaf_bytes)
         nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
         wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
-        with torch.cuda.stream(self._stream):
+        # Also the device: what `stream` restores would make a context on the first one.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             digests = leaf_digests_cuda(addresses, nbytes, self._device)
             # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
             host = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
@@ -168,10 +172,10 @@ class _DigestPending:
     """Digests on their way to the host; `done` compares them.
 
     Args:
-        event: behind the copy of the digests.
-        digests, wanted: of each leaf.
-        rows, first: the plan's rows, and the place of the first leaf of each.
-        expected: names a leaf that differs.
+        event: recorded after the copy of the digests to the host.
+        digests, wanted: the computed and the expected digest of each leaf.
+        rows, first: the plan's rows of the batch, and the number of the first leaf of each.
+        expected: makes the error for a leaf that differs.
     """
 
     def __init__(

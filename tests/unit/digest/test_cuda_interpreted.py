@@ -34,6 +34,9 @@ for name, rows, tuning in cases:
     got = table.digest()
     wrong = [(int(offsets[i]), int(lengths[i])) for i in differing(got, expected)]
     assert not wrong, f"{name}: (offset, nbytes) {wrong[:8]}"
+into = np.arange(len(expected))[::-1].copy()
+mirrored = cuda.plan_leaves(data.data_ptr() + offsets, lengths, cpu, into=into).digest()
+assert not differing(mirrored, expected[::-1])
 expected[2] ^= np.uint64(1 << 63)
 assert differing(got, expected) == [2]
 data[offsets[1]] ^= 1
@@ -56,6 +59,12 @@ CASES = [
     ("long, unaligned", [(1 + n % 7, n) for n in EDGES], {}),
     ("64 KiB and about", [(16 * (n % 5), n) for n in (65535, 65536, 65537)] + [(3, 65536)], {}),
     ("several slabs, mixed", [(i * 16 + i % 3, n) for i, n in enumerate(EDGES * 2)], {"slab_blocks": 64}),
+    (
+        "uneven, cut into slabs, one longer than a slab",
+        [(0, 1000), (16, 40000), (5, 300), (32, 9000), (48, 70000), (0, 241), (0, 100), (3, 33000)],
+        {"slab_blocks": 16},
+    ),
+    ("nearly even, not sorted", [(0, 60000), (16, 64000), (32, 65536), (48, 9000), (64, 65000)], {"slab_blocks": 128}),
     ("small tiles", [(0, 9000), (9200, 100), (9301, 8000)], {"tile_blocks": 8, "tile_warps": 1, "finish_leaves": 8}),
 ]
 
