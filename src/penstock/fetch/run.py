@@ -36,6 +36,7 @@ from penstock.errors import (
 )
 from penstock.fetch.choice import Choice
 from penstock.fetch.report import NEAREST, Provenance
+from penstock.fetch.retries import RetryTimes
 from penstock.fetch.storage_reader import StorageReader
 from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
@@ -60,18 +61,6 @@ LEAST_WAIT_S = 0.1
 """Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
-FORGIVE_S = 2.0
-"""An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
-SILENT_S = 30.0
-"""The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
-counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
-BUSY_S = 0.5
-"""A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
-are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
-cold would ask the hub all the time."""
-BUSY_TRIES = 10
-"""A parent that refused this often in a row is full for longer: spares of a chain keep their places until they end. The
-next member is then reported as parent, so that the hub counts what is read from it."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
@@ -119,10 +108,7 @@ class Fetch(Run):
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._choice = Choice(weights.have, self._flying)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._retry_after: dict[str, tuple[float, float]] = {}
-        """By member that failed: when it may be tried again, and the pause after its last failure."""
-        self._full: dict[str, tuple[float, int]] = {}
-        """By member that had no free place: when it may be tried again, and how often it refused in a row."""
+        self._retries = RetryTimes(stall_s)
         self._received: deque[ReceivedChunks] = deque()
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
@@ -251,7 +237,6 @@ class Fetch(Run):
 
         Returns the seconds until a parent that is full may be tried again; inf if none is full.
         """
-        now = time.monotonic()
         with self._lock:
             if self._closing.is_set():
                 return math.inf
@@ -261,37 +246,28 @@ class Fetch(Run):
                 member = upstream.member
                 if member in known:
                     known[member].renew(upstream)
-                elif not (self._has_failed(member, now) or self._full_s(member, now)):
+                elif self._retries.may_try(member):
                     self._choice.readers.append(self._make_reader(upstream, ranks[member]))
             self._choice.rank(ranks)
             for reader in self._choice.readers:
                 if reader.is_connected:
-                    self._full.pop(reader.upstream.member, None)
+                    self._retries.note_place(reader.upstream.member)
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
-            parents = self._parents(reply, now)
+            parents = self._parents(reply)
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-        return min((full_s for name in parents if (full_s := self._full_s(name, now))), default=math.inf)
+            return min((full_s for name in parents if (full_s := self._retries.full_s(name))), default=math.inf)
 
-    def _full_s(self, member: str, now: float) -> float:
-        """Return the seconds until a full member may be tried again; 0: now, or it is not known to be full."""
-        return max(0.0, self._full.get(member, (0.0, 0))[0] - now)
-
-    def _has_failed(self, member: str, now: float) -> bool:
-        """Return True if a member failed and may not be tried again yet."""
-        return self._retry_after.get(member, (0.0, 0.0))[0] > now
-
-    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
+    def _parents(self, reply: UpstreamsReply) -> list[str]:
         """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
         # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
         # good, though the place of the first one is free again a moment later.
         names = [upstream.member for upstream in reply.upstreams]
-        useless = {n for n in names if self._has_failed(n, now) or self._full.get(n, (0.0, 0))[1] >= BUSY_TRIES}
         orders = reply.orders or (tuple(range(len(names))),)
-        firsts = (next((names[i] for i in order if names[i] not in useless), None) for order in orders)
+        firsts = (next((names[i] for i in order if self._retries.may_be_parent(names[i])), None) for order in orders)
         return [name for name in firsts if name is not None]
 
     def _leave_unneeded(self) -> None:
@@ -303,24 +279,21 @@ class Fetch(Run):
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
-        now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
+                assert reader.error is not None
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._full[member] = (now + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
+                    self._retries.note_full(member)
                     self.provenance.full[member] = str(reader.error)
                     continue
-                wait_s = min(2 * self._retry_after.get(member, (0.0, FORGIVE_S / 2))[1], self.stall_s)
-                if isinstance(reader.error, SourceStalled) and self._can_read_storage:
-                    # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders
-                    # tried in turn, the last chunks were never read, and the fetch failed.
-                    wait_s = SILENT_S
-                self._retry_after[member] = (float("inf") if reader.is_too_slow else now + wait_s, wait_s)
+                self._retries.note_failure(
+                    member, reader.error, can_read_storage=self._can_read_storage, is_too_slow=reader.is_too_slow
+                )
                 self.provenance.faults.append(f"{member[:8]}: {reader.fault}")
         for reader in failed:
             assert reader.error is not None

@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.trace import Trace
 from penstock.errors import PeerLost, PenstockError, SourceBusy
-from penstock.fetch import run
+from penstock.fetch import retries
 from penstock.fetch.run import Fetch
 from penstock.fetch.upstream import UNNAMED
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
@@ -139,10 +139,10 @@ def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: Fet
 def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
     fetch: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "BUSY_S", 0.0)
+    monkeypatch.setattr(retries, "BUSY_S", 0.0)
     monkeypatch.setattr(Reader, "connects_at_once", False)
     for _ in range(2):
-        for _ in range(run.BUSY_TRIES):
+        for _ in range(retries.BUSY_TRIES):
             fetch._follow(reply_of("PG"))
             assert parents(fetch) == ("P", "")
             fail(fetch, "P", SourceBusy("all readers' places are taken"))
@@ -164,7 +164,7 @@ def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: F
 def test_a_full_parent_is_tried_again_before_the_hub_wants_to_be_asked(
     fetch: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "BUSY_S", 0.05)
+    monkeypatch.setattr(retries, "BUSY_S", 0.05)
     fetch._member.reply = reply_of("PG", ask_again_s=600.0)
     fetch._follow(fetch._member.reply)
     readers(fetch)["P"].error = SourceBusy("all readers' places are taken")

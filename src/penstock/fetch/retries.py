@@ -1,0 +1,73 @@
+"""The times at which a fetch may read again from members that failed or were full.
+
+In: failures and refusals, as they happen. Out: whether a member may be tried now, and the pause until then.
+Not here: the choice among members that may be tried (`choice`), complaints to the hub (`run`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from penstock.errors import PenstockError, SourceStalled
+
+FORGIVE_S = 2.0
+"""An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
+SILENT_S = 30.0
+"""The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
+counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
+BUSY_S = 0.5
+"""A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
+are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
+cold would ask the hub all the time."""
+BUSY_TRIES = 10
+"""A parent that refused this often in a row is full for longer: spares of a chain keep their places until they end. The
+next member is then reported as parent, so that the hub counts what is read from it."""
+
+
+class RetryTimes:
+    """Members that failed or were full, by their ids. The caller holds the lock of the fetch.
+
+    Args:
+        stall_s: the longest pause after a failure.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._failed: dict[str, tuple[float, float]] = {}
+        """When a member that failed may be tried again, and the pause after its last failure."""
+        self._full: dict[str, tuple[float, int]] = {}
+        """When a member that had no free place may be tried again, and how often it refused in a row."""
+
+    def note_failure(self, member: str, error: PenstockError, *, can_read_storage: bool, is_too_slow: bool) -> None:
+        """Note a failed member; one that is too slow is not tried again."""
+        wait_s = min(2 * self._failed.get(member, (0.0, FORGIVE_S / 2))[1], self._stall_s)
+        if isinstance(error, SourceStalled) and can_read_storage:
+            # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders tried in
+            # turn, the last chunks were never read, and the fetch failed.
+            wait_s = SILENT_S
+        self._failed[member] = (math.inf if is_too_slow else time.monotonic() + wait_s, wait_s)
+
+    def note_full(self, member: str) -> None:
+        """Note a member that had no free place for us."""
+        self._full[member] = (time.monotonic() + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
+
+    def note_place(self, member: str) -> None:
+        """Note a member that gave us a place."""
+        self._full.pop(member, None)
+
+    def has_failed(self, member: str) -> bool:
+        """Return True if a member failed and may not be tried again yet."""
+        return self._failed.get(member, (0.0, 0.0))[0] > time.monotonic()
+
+    def full_s(self, member: str) -> float:
+        """Return the seconds until a full member may be tried again; 0: now, or it is not known to be full."""
+        return max(0.0, self._full.get(member, (0.0, 0))[0] - time.monotonic())
+
+    def may_try(self, member: str) -> bool:
+        """Return whether a member may be read from now."""
+        return not (self.has_failed(member) or self.full_s(member))
+
+    def may_be_parent(self, member: str) -> bool:
+        """Return whether a member may be reported as parent: also one that is full now, but not for long."""
+        return not self.has_failed(member) and self._full.get(member, (0.0, 0))[1] < BUSY_TRIES
