@@ -2,7 +2,8 @@
 
 In: the messages of members. Out: their answers. All state is in a `Store`, soft, and reported again by every beat;
 several directories on one store act as one. Weight bytes never come here.
-Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), text for people (`explain`).
+Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), conversions (`conversions`), text
+for people (`explain`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceB
 from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
+from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
+from penstock.hub.failures import record_failures
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Beat,
@@ -32,8 +35,6 @@ from penstock.hub.messages import (
     DecideReply,
     DecideRequest,
     Drain,
-    FailureReport,
-    FleetFailure,
     Hello,
     HoldingState,
     PhasesReply,
@@ -52,22 +53,16 @@ from penstock.hub.proof import proof_fault
 from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
     COMPLAINT_DECODER,
-    FAILURE_TTL_S,
-    FAILURES_DECODER,
     HOLDING_DECODER,
-    JOB_DECODER,
     MEMBER_DECODER,
     ComplaintEntry,
-    FailuresEntry,
     HoldingEntry,
     HubSnapshot,
-    JobEntry,
     MemberEntry,
     SnapshotCache,
     SnapshotReader,
     by_rank,
     decide,
-    jobs_of,
     keys_of,
     record_key,
     record_sync_states,
@@ -94,15 +89,6 @@ PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
 # and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
 # process can use it later.
 _GONE_TTL_S = 60.0
-JOB_TTL_S = 3600.0
-"""After its last report a conversion is shown for as long as the page's charts go back."""
-MAX_JOBS = 256
-"""Conversions that are shown."""
-MAX_JOB_BYTES = 256 << 10
-"""The state of one. Reason: with 256 workers it is about 60 KB, with the errors of as many lost ones some 200 KB; all
-conversions take 64 MB of the hub at most."""
-MAX_FAILING = 500
-"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 # After the last claim: longer than a piece takes from any storage.
@@ -269,31 +255,8 @@ class Directory:
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
             self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
-        # Of an hour, since the process repeats them for as long as it lives; and of models that the caller may report.
-        failures = tuple(
-            failure
-            for failure in beat.failures
-            if failure.age_s < FAILURE_TTL_S
-            and (caller is None or not failure.model or caller.may_ask((failure.model,)))
-        )
-        if failures:
-            self._note_failures(known, failures, now)
+        record_failures(self.store, known.hello, beat.failures, now, caller)
         return BeatReply(drain=known.drain)
-
-    def _note_failures(self, known: MemberEntry, failures: Iterable[FailureReport], now: float) -> None:
-        """Keep the failures of a member's process, which may end before anybody looks."""
-        name = f"failure/{known.hello.member}"
-        before = self.store.read(name)
-        if before is None and len(self.store.scan("failure/")) >= MAX_FAILING:
-            return
-        hello = known.hello
-        listed = tuple(
-            FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
-            for failure in failures
-        )
-        # Not with each beat: their ages grow by themselves.
-        if before is None or _calls(FAILURES_DECODER.decode(before.value).failures) != _calls(listed):
-            self.store.write(name, _encode(FailuresEntry(listed, now)), ttl_s=FAILURE_TTL_S)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
         """Send no more readers to a member until it leaves, or with None send them again.
@@ -526,25 +489,7 @@ class Directory:
         """
         if not self._job_reports.allow((caller or Caller()).name):
             raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
-        name, now = f"job/{job}", self._clock()
-        entry = self.store.read(name)
-        if entry is None:
-            self._make_room_for_job(now)
-        since = now if entry is None else JOB_DECODER.decode(entry.value).since
-        raw = _encode(JobEntry(state, since, now))
-        if len(raw) > MAX_JOB_BYTES:
-            raise PlanError(f"the state of a conversion takes {len(raw)} bytes, more than {MAX_JOB_BYTES}")
-        self.store.write(name, raw, ttl_s=JOB_TTL_S)
-
-    def _make_room_for_job(self, now: float) -> None:
-        """Forget the conversion that ended, or fell silent, first, if there are `MAX_JOBS`. SourceBusy: all run."""
-        jobs = jobs_of(self.store)
-        if len(jobs) < MAX_JOBS:
-            return
-        over = [job for job, entry in jobs.items() if entry.state.is_over or now - entry.seen > self.ttl_s]
-        if not over:
-            raise SourceBusy(f"{MAX_JOBS} conversions are running", hint="those that run go on; this one is not shown")
-        self.store.write(f"job/{min(over, key=lambda job: jobs[job].seen)}", None)
+        record_job(self.store, job, state, self._clock(), ttl_s=self.ttl_s)
 
     # For people.
 
@@ -718,11 +663,6 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return cache.at(self._timer, self._look_share, again=again)
-
-
-def _calls(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
-    """Return failures without their ages, to compare them."""
-    return [msgspec.structs.replace(failure, age_s=0.0) for failure in failures]
 
 
 def _weight(complained: ComplaintEntry) -> int:

@@ -34,6 +34,8 @@ import numpy as np
 
 from penstock.errors import PermissionDenied
 from penstock.hub.claims import Bools
+from penstock.hub.conversions import jobs_of
+from penstock.hub.failures import failures_of
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Complaint,
@@ -41,10 +43,8 @@ from penstock.hub.messages import (
     DecideRequest,
     Drain,
     FleetDecision,
-    FleetFailure,
     Hello,
     HoldingState,
-    JobStatus,
     MemberStatus,
     Status,
     SyncMember,
@@ -55,7 +55,6 @@ from penstock.hub.messages import (
     sync_key,
 )
 from penstock.hub.store import ABSENT, Entry, Store
-from penstock.jobs.observer import JobState
 from penstock.phases import Boot
 from penstock.plan.relay import DISTRUST, Node, Relay
 
@@ -436,54 +435,11 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 boot=_standing(known),
             )
         )
-    jobs = [
-        JobStatus(job=job, age_s=max(0.0, now - entry.since), silent_s=max(0.0, now - entry.seen), state=entry.state)
-        for job, entry in jobs_of(store).items()
-        if model in (None, entry.state.name)
-    ]
-    # By call: several members of one process report the same failures.
-    failures = {
-        (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)
-        for entry in (FAILURES_DECODER.decode(stored.value) for stored in store.scan("failure/").values())
-        for failure in entry.failures
-        if model in (None, failure.model) and (age_s := max(0.0, now - entry.at + failure.age_s)) < FAILURE_TTL_S
-    }
     return Status(
         members=tuple(members),
-        jobs=tuple(sorted(jobs, key=lambda job: (job.age_s, job.job))),
-        failures=tuple(sorted(failures.values(), key=lambda failure: (failure.age_s, failure.member))),
+        jobs=jobs_of(store, model, now),
+        failures=failures_of(store, model, now),
     )
-
-
-FAILURE_TTL_S = 3600.0
-"""A failure is shown for as long as the page's charts go back."""
-
-
-class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a member's failures."""
-
-    failures: tuple[FleetFailure, ...]
-    at: float
-    """Time of the beat that their ages are of."""
-
-
-FAILURES_DECODER = msgspec.msgpack.Decoder(FailuresEntry)
-
-
-class JobEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a conversion."""
-
-    state: JobState
-    since: float
-    seen: float
-
-
-JOB_DECODER = msgspec.msgpack.Decoder(JobEntry)
-
-
-def jobs_of(store: Store) -> dict[str, JobEntry]:
-    """Return the conversions that reported within `directory.JOB_TTL_S`, by their ids."""
-    return {job: JOB_DECODER.decode(entry.value) for job, entry in store.scan("job/").items()}
 
 
 def _standing(known: MemberEntry) -> str:

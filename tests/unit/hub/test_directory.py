@@ -13,19 +13,19 @@ from penstock.digest.leaf import canonical, root
 from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import explain
 from penstock.hub.auth import Caller
+from penstock.hub.conversions import JOB_TTL_S
 from penstock.hub.directory import (
     COMPLAINT_TTL_S,
     COMPLAINTS_AT_ONCE,
-    JOB_TTL_S,
     PROOFS_AT_ONCE,
     WRONG_BYTES_TTL_S,
     Directory,
 )
+from penstock.hub.failures import FAILURE_TTL_S
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, Complaint, FailureReport, Hello, LogReply, UpstreamsRequest, WhyRequest
 from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.replicas import visible_to
-from penstock.hub.snapshot import FAILURE_TTL_S
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.peer.local_weights import WeightLayout, tabulate
@@ -730,7 +730,7 @@ def test_the_state_of_a_conversion_is_bounded(bench, hub) -> None:
 
 
 def test_the_hub_keeps_a_bounded_number_of_conversions(bench, hub, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.directory.MAX_JOBS", 3)
+    monkeypatch.setattr("penstock.hub.conversions.MAX_JOBS", 3)
     for name, phase in (("a", "running"), ("b", "done"), ("c", "running")):
         bench.now += 1
         hub.job(name, job(phase))

@@ -1,0 +1,84 @@
+"""Conversions that report to the hub: the record of each in the store, and the limits of what they may take.
+
+In: a conversion's state, as its coordinator reports it. Out: the conversions of the fleet, with their ages.
+Not here: sending reports (`job_reporter`), how often a caller may report (`directory`), showing them (`page`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import PlanError, SourceBusy
+from penstock.hub.messages import JobStatus
+from penstock.hub.store import Store
+from penstock.jobs.observer import JobState
+
+JOB_TTL_S = 3600.0
+"""After its last report a conversion is shown for as long as the page's charts go back."""
+MAX_JOBS = 256
+"""Conversions that are shown."""
+MAX_JOB_BYTES = 256 << 10
+"""The state of one. Reason: with 256 workers it is about 60 KB, with the errors of as many lost ones some 200 KB; all
+conversions take 64 MB of the hub at most."""
+
+
+class JobEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a conversion."""
+
+    state: JobState
+    since: float
+    seen: float
+
+
+_ENTRY = msgspec.msgpack.Decoder(JobEntry)
+
+
+def record_job(store: Store, job: str, state: JobState, now: float, *, ttl_s: float) -> None:
+    """Record the state of a conversion, in place of its earlier one.
+
+    Args:
+        store: of the hub.
+        job: its id.
+        state: what it reports.
+        now: the hub's clock.
+        ttl_s: a conversion silent for this long may be forgotten for another one.
+
+    Raises:
+        SourceBusy: too many conversions are running.
+        PlanError: the state is too large.
+    """
+    name = f"job/{job}"
+    entry = store.read(name)
+    if entry is None:
+        _make_room(store, now, ttl_s)
+    since = now if entry is None else _ENTRY.decode(entry.value).since
+    raw = msgspec.msgpack.encode(JobEntry(state, since, now))
+    if len(raw) > MAX_JOB_BYTES:
+        raise PlanError(f"the state of a conversion takes {len(raw)} bytes, more than {MAX_JOB_BYTES}")
+    store.write(name, raw, ttl_s=JOB_TTL_S)
+
+
+def _make_room(store: Store, now: float, ttl_s: float) -> None:
+    """Forget the conversion that ended, or fell silent, first, if there are `MAX_JOBS`. SourceBusy: all run."""
+    jobs = _entries(store)
+    if len(jobs) < MAX_JOBS:
+        return
+    over = [job for job, entry in jobs.items() if entry.state.is_over or now - entry.seen > ttl_s]
+    if not over:
+        raise SourceBusy(f"{MAX_JOBS} conversions are running", hint="those that run go on; this one is not shown")
+    store.write(f"job/{min(over, key=lambda job: jobs[job].seen)}", None)
+
+
+def jobs_of(store: Store, model: str | None, now: float) -> tuple[JobStatus, ...]:
+    """Return the conversions that reported within `JOB_TTL_S`, of one model or all, the youngest first."""
+    found = [
+        JobStatus(job=job, age_s=max(0.0, now - entry.since), silent_s=max(0.0, now - entry.seen), state=entry.state)
+        for job, entry in _entries(store).items()
+        if model in (None, entry.state.name)
+    ]
+    return tuple(sorted(found, key=lambda job: (job.age_s, job.job)))
+
+
+def _entries(store: Store) -> dict[str, JobEntry]:
+    """Return the entries of all conversions, by their ids."""
+    return {job: _ENTRY.decode(entry.value) for job, entry in store.scan("job/").items()}

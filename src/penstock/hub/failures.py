@@ -1,0 +1,77 @@
+"""Failures of calls that members report: the record of each member's in the store.
+
+In: the failures in a member's heartbeats. Out: those of the fleet, each call once, with their ages.
+Not here: the start of a member that failed (`replicas`), showing failures (`page`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.hub.auth import Caller
+from penstock.hub.messages import FailureReport, FleetFailure, Hello
+from penstock.hub.store import Store
+
+FAILURE_TTL_S = 3600.0
+"""A failure is shown for as long as the page's charts go back."""
+MAX_FAILING = 500
+"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
+
+
+class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The store's entry of a member's failures."""
+
+    failures: tuple[FleetFailure, ...]
+    at: float
+    """Time of the beat that their ages are of."""
+
+
+_ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
+
+
+def record_failures(
+    store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None
+) -> None:
+    """Keep the failures of a member's process, which may end before anybody looks.
+
+    Args:
+        store: of the hub.
+        hello: of the member.
+        failures: as its heartbeat reports them.
+        now: the hub's clock.
+        caller: failures with models that it may not ask for are left out; None: it may ask for all.
+    """
+    # Of an hour, since the process repeats them for as long as it lives.
+    listed = tuple(
+        FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
+        for failure in failures
+        if failure.age_s < FAILURE_TTL_S and (caller is None or not failure.model or caller.may_ask((failure.model,)))
+    )
+    if not listed:
+        return
+    name = f"failure/{hello.member}"
+    before = store.read(name)
+    if before is None and len(store.scan("failure/")) >= MAX_FAILING:
+        return
+    # Not with each beat: their ages grow by themselves.
+    if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
+        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now)), ttl_s=FAILURE_TTL_S)
+
+
+def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
+    """Return failures without their ages, to compare them."""
+    return [msgspec.structs.replace(failure, age_s=0.0) for failure in failures]
+
+
+def failures_of(store: Store, model: str | None, now: float) -> tuple[FleetFailure, ...]:
+    """Return the failures of the last `FAILURE_TTL_S`, of one model or all, the latest first."""
+    # By call: several members of one process report the same failures.
+    found = {
+        (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)
+        for entry in (_ENTRY.decode(stored.value) for stored in store.scan("failure/").values())
+        for failure in entry.failures
+        if model in (None, failure.model) and (age_s := max(0.0, now - entry.at + failure.age_s)) < FAILURE_TTL_S
+    }
+    return tuple(sorted(found.values(), key=lambda failure: (failure.age_s, failure.member)))
