@@ -1,4 +1,4 @@
-"""What a fetch makes of the hub's answers: whom it reads from, asks for news, leaves, and reports as its parents."""
+"""A fetch and the hub's answers: the members that it reads from, requests news of, leaves, and reports as parents."""
 
 from __future__ import annotations
 
