@@ -85,22 +85,22 @@ PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 # Tests between processes wait more than they compute: they run in groups, beside each other and everything else, and print
 # after the first. The groups take about the same time; one begins with the examples that need environments of their own.
 LATER := $(wildcard $(addprefix tests/integration/test_,artifacts.py convert*.py fleet_*.py sync*.py))
-FLEET := $(wildcard $(addprefix tests/integration/test_,fetch*.py hub_*.py))
+FETCH := $(wildcard $(addprefix tests/integration/test_,fetch*.py hub_*.py))
 OTHERS := $(wildcard $(addprefix tests/integration/test_,bench_*.py dcp*.py demo.py dockerfile.py examples.py extension_points.py \
 	from_pretrained*.py kubernetes.py pods.py rl_example.py shared_read.py storage_initializer.py upgrade.py wheel.py))
 # Small forms of TRL's and verl's examples, in their own environments; make test-engines runs more.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m small
-FIRST := $(filter-out $(LATER) $(FLEET) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
+FIRST := $(filter-out $(LATER) $(FETCH) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
 
 test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)
 	@$(MAKE) --no-print-directory -j2 setup storage-servers
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
-	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER) $(FLEET)) > .cache/tests.log 2>&1 & \
+	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER) $(FETCH)) > .cache/tests.log 2>&1 & \
 	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
-	later=$$!; { $(SMALL) && $(PYTEST) $(FLEET); } > .cache/fleet.log 2>&1 & \
-	fleet=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
+	later=$$!; { made=0; { $(SMALL); } || made=$$?; $(PYTEST) $(FETCH) || made=$$?; exit $$made; } > .cache/fetch.log 2>&1 & \
+	fetch=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
 	wait $$later || status=$$?; cat .cache/later.log; \
-	wait $$fleet || status=$$?; cat .cache/fleet.log; \
+	wait $$fetch || status=$$?; cat .cache/fetch.log; \
 	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
 else
 	@$(PYTEST) $(TESTS)

@@ -155,7 +155,7 @@ def finish_leaves(
     LEAVES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Chain a leaf's block sums through the scramble, adds its last stripe, merges; LEAVES leaves a program.
+    """Chain a leaf's block sums through the scramble, add its last stripe, merge; LEAVES leaves a program.
 
     table: int64; columns address, nbytes, row of `out`, each `columns` long. tiles, sums: as `block_sums` had them.
     out: int64 [num_leaves].

@@ -33,7 +33,7 @@ class Checker(Protocol):
     """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
     def prepare(self) -> None:
-        """Load what the first check needs, while the first bytes are read. Optional: a check loads it otherwise."""
+        """Load what the first check needs, once the first bytes have come. A check that is first loads it itself."""
         ...
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
@@ -136,6 +136,7 @@ class CudaChecker:
         A run that is closed meanwhile waits for it.
         """
         if self._device not in _warm:
+            # Also the device: what `stream` restores would make a context on the first one.
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 warm_up(self._device)
             _warm.add(self._device)
@@ -157,7 +158,6 @@ class CudaChecker:
         nbytes = np.full(len(number), leaf_bytes)
         nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
         wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
-        # Also the device: what `stream` restores would make a context on the first one.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             digests = leaf_digests_cuda(addresses, nbytes, self._device)
             # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.

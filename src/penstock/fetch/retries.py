@@ -1,13 +1,13 @@
 """The times at which a fetch may read again from members that failed or were full.
 
-In: failures and refusals, as they happen. Out: whether a member may be tried now, and the pause until then.
+In: failures and refusals, with their times by `time.monotonic()`. Out: whether a member may be tried at a time, and
+the pause until it may.
 Not here: the choice among members that may be tried (`choice`), complaints to the hub (`run`).
 """
 
 from __future__ import annotations
 
 import math
-import time
 
 from penstock.errors import PenstockError, SourceStalled
 
@@ -39,35 +39,39 @@ class RetryTimes:
         self._full: dict[str, tuple[float, int]] = {}
         """When a member that had no free place may be tried again, and how often it refused in a row."""
 
-    def note_failure(self, member: str, error: PenstockError, *, can_read_storage: bool, is_too_slow: bool) -> None:
+    def note_failure(
+        self, member: str, error: PenstockError, now: float, *, can_read_storage: bool, is_too_slow: bool
+    ) -> None:
         """Note a failed member; one that is too slow is not tried again."""
         wait_s = min(2 * self._failed.get(member, (0.0, FORGIVE_S / 2))[1], self._stall_s)
         if isinstance(error, SourceStalled) and can_read_storage:
             # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders tried in
             # turn, the last chunks were never read, and the fetch failed.
             wait_s = SILENT_S
-        self._failed[member] = (math.inf if is_too_slow else time.monotonic() + wait_s, wait_s)
+        self._failed[member] = (math.inf if is_too_slow else now + wait_s, wait_s)
 
-    def note_full(self, member: str) -> None:
+    def note_full(self, member: str, now: float) -> None:
         """Note a member that had no free place for us."""
-        self._full[member] = (time.monotonic() + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
+        self._full[member] = (now + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
 
     def note_place(self, member: str) -> None:
         """Note a member that gave us a place."""
         self._full.pop(member, None)
 
-    def has_failed(self, member: str) -> bool:
-        """Return True if a member failed and may not be tried again yet."""
-        return self._failed.get(member, (0.0, 0.0))[0] > time.monotonic()
+    # Of one answer of the hub all is decided at one time: a member that may not be tried yet must have a pause left.
 
-    def full_s(self, member: str) -> float:
+    def has_failed(self, member: str, now: float) -> bool:
+        """Return True if a member failed and may not be tried again at `now`."""
+        return self._failed.get(member, (0.0, 0.0))[0] > now
+
+    def full_s(self, member: str, now: float) -> float:
         """Return the seconds until a full member may be tried again; 0: now, or it is not known to be full."""
-        return max(0.0, self._full.get(member, (0.0, 0))[0] - time.monotonic())
+        return max(0.0, self._full.get(member, (0.0, 0))[0] - now)
 
-    def may_try(self, member: str) -> bool:
-        """Return whether a member may be read from now."""
-        return not (self.has_failed(member) or self.full_s(member))
+    def may_try(self, member: str, now: float) -> bool:
+        """Return whether a member may be read from at `now`."""
+        return not (self.has_failed(member, now) or self.full_s(member, now))
 
-    def may_be_parent(self, member: str) -> bool:
+    def may_be_parent(self, member: str, now: float) -> bool:
         """Return whether a member may be reported as parent: also one that is full now, but not for long."""
-        return not self.has_failed(member) and self._full.get(member, (0.0, 0))[1] < BUSY_TRIES
+        return not self.has_failed(member, now) and self._full.get(member, (0.0, 0))[1] < BUSY_TRIES

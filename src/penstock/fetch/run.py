@@ -53,7 +53,7 @@ READS_AT_ONCE = 6
 READS_OF_ONE = 3
 """Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
 PARTS_AT_ONCE = 2
-"""Claims read from storage at once: the next begins when little of the last is left, so that reading never pauses."""
+"""Claims read from storage at once: of slow storage the next begins when little of the last is left."""
 NUM_VERIFYING = 2
 TURN_S = 0.05
 """Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
@@ -64,7 +64,8 @@ ALONE_CHUNKS = 16
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 LITTLE = 0.5
-"""Fraction of a claim left to be read when the next is begun, so that the two overlap: 50 ms of fast storage."""
+"""Fraction of a claim left to be read when the next is begun, so that the two overlap. It is looked at after each batch
+of storage, so a claim that takes less than `storage_reader.GATHER_S` ends before the next begins."""
 
 
 class Fetch(Run):
@@ -237,6 +238,7 @@ class Fetch(Run):
 
         Returns the seconds until a parent that is full may be tried again; inf if none is full.
         """
+        now = time.monotonic()
         with self._lock:
             if self._closing.is_set():
                 return math.inf
@@ -246,7 +248,7 @@ class Fetch(Run):
                 member = upstream.member
                 if member in known:
                     known[member].renew(upstream)
-                elif self._retries.may_try(member):
+                elif self._retries.may_try(member, now):
                     self._choice.readers.append(self._make_reader(upstream, ranks[member]))
             self._choice.rank(ranks)
             for reader in self._choice.readers:
@@ -255,19 +257,20 @@ class Fetch(Run):
                 if reader.is_parent:
                     # It may have been a spare, which nothing is asked of.
                     reader.request_news()
-            parents = self._parents(reply)
+            parents = self._parents(reply, now)
             if reply.is_placed:
                 # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-            return min((full_s for name in parents if (full_s := self._retries.full_s(name))), default=math.inf)
+            return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
-    def _parents(self, reply: UpstreamsReply) -> list[str]:
+    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
         """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
         # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
         # good, though the place of the first one is free again a moment later.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
-        firsts = (next((names[i] for i in order if self._retries.may_be_parent(names[i])), None) for order in orders)
+        may_be = {name for name in names if self._retries.may_be_parent(name, now)}
+        firsts = (next((names[i] for i in order if names[i] in may_be), None) for order in orders)
         return [name for name in firsts if name is not None]
 
     def _leave_unneeded(self) -> None:
@@ -279,6 +282,7 @@ class Fetch(Run):
 
     def _drop_failed(self) -> None:
         """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
+        now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
@@ -288,11 +292,11 @@ class Fetch(Run):
                 # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
                 # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
-                    self._retries.note_full(member)
+                    self._retries.note_full(member, now)
                     self.provenance.full[member] = str(reader.error)
                     continue
                 self._retries.note_failure(
-                    member, reader.error, can_read_storage=self._can_read_storage, is_too_slow=reader.is_too_slow
+                    member, reader.error, now, can_read_storage=self._can_read_storage, is_too_slow=reader.is_too_slow
                 )
                 self.provenance.faults.append(f"{member[:8]}: {reader.fault}")
         for reader in failed:

@@ -22,7 +22,8 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Least number of chunks passed on together, 64 MiB: of slow storage members read the first while the rest is read."""
+"""Least number of chunks passed on together, 64 MiB: members read the first chunks of slow storage while the rest is
+read."""
 HAND_ON_S = 1.0
 """Chunks that waited this long are passed on even if fewer than `AT_ONCE` are ready, so slow storage shows progress."""
 GATHER_S = 0.1

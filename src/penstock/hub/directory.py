@@ -2,8 +2,8 @@
 
 In: the messages of members. Out: their answers. All state is in a `Store`, soft, and reported again by every beat;
 several directories on one store act as one. Weight bytes never come here.
-Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), conversions (`conversions`), text
-for people (`explain`).
+Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), conversions (`conversions`),
+failures of calls (`failures`), text for people (`explain`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
 from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
-from penstock.hub.failures import record_failures
+from penstock.hub.failures import record_failed_calls
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
     Beat,
@@ -255,7 +255,7 @@ class Directory:
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
             self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
-        record_failures(self.store, known.hello, beat.failures, now, caller)
+        record_failed_calls(self.store, known.hello, beat.failures, now, caller)
         return BeatReply(drain=known.drain)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:

@@ -1,4 +1,4 @@
-"""Failures of calls that members report: the record of each member's in the store.
+"""Failures of calls that members report: each member's record in the store.
 
 In: the failures in a member's heartbeats. Out: those of the fleet, each call once, with their ages.
 Not here: the start of a member that failed (`replicas`), showing failures (`page`).
@@ -31,7 +31,7 @@ class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
 _ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
 
 
-def record_failures(
+def record_failed_calls(
     store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None
 ) -> None:
     """Keep the failures of a member's process, which may end before anybody looks.

@@ -1,7 +1,7 @@
 """Reports conversions to a hub, which shows them in `status` and on the fleet page.
 
 In: the states of a conversion (`jobs.observer`). Out: requests of the hub, from a thread of its own.
-Not here: the states (`jobs.watch`), the hub's list of conversions (`directory`).
+Not here: the states (`jobs.watch`), the hub's list of conversions (`conversions`).
 """
 
 from __future__ import annotations

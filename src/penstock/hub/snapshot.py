@@ -1,7 +1,8 @@
 """The hub's state as its store has it: the entries, snapshots of one key, the members of a sync, and all of it at once.
 
 In: the store's entries. Out: a `HubSnapshot` of a key, a `SyncReply`, a `Status`.
-Not here: the hub's answers (`directory`), claims on storage (`claims`), a snapshot in words (`explain`).
+Not here: the hub's answers (`directory`), claims on storage (`claims`), conversions (`conversions`), failures of calls
+(`failures`), a snapshot in words (`explain`).
 
     member/MEMBER             a process life, while it beats
     hold/KEY/MEMBER           its state of one key
