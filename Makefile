@@ -88,8 +88,9 @@ LATER := $(wildcard $(addprefix tests/integration/test_,artifacts.py convert*.py
 FETCH := $(wildcard $(addprefix tests/integration/test_,fetch*.py hub_*.py))
 OTHERS := $(wildcard $(addprefix tests/integration/test_,bench_*.py dcp*.py demo.py dockerfile.py examples.py extension_points.py \
 	from_pretrained*.py kubernetes.py pods.py rl_example.py shared_read.py storage_initializer.py upgrade.py wheel.py))
-# Small forms of TRL's and verl's examples, in their own environments; make test-engines runs more.
-SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m small
+# A small form of TRL's example, and what is quick of verl's tests, in their own environments; DRILLS=all runs verl's trainer,
+# make test-engines all of them.
+SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m '$(if $(filter all,$(DRILLS)),small or slow,small)'
 FIRST := $(filter-out $(LATER) $(FETCH) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
 
 test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)

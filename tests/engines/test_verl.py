@@ -66,6 +66,7 @@ def experts(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.small
 @pytest.mark.parametrize(("package", "release"), [("openrlhf", "0.11.2"), ("areal", "1.0.4")])
 def test_a_patch_applies_to_the_released_package(package: str, release: str, tmp_path: Path) -> None:
     spec = importlib.util.find_spec(package)
@@ -111,6 +112,7 @@ def assert_three_versions(steps: list[Mapping[str, Any]], *, is_sharded: bool) -
     assert all(step["penstock/sharded"] == is_sharded for step in steps), steps
 
 
+@pytest.mark.small
 def test_another_release_of_verl_is_refused(runtime: str) -> None:
     code = "import verl; verl.__version__ = '0.8.0'; import penstock.integrations.verl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -148,7 +150,8 @@ def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, ru
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
 
 
-@pytest.mark.small
+# Ten processes import verl and vLLM one after the other, 200 s of a core: `make test` runs it with DRILLS=all.
+@pytest.mark.slow
 def test_verls_trainer_learns(runtime: str, tmp_path: Path) -> None:
     told = train(runtime, tmp_path, "--steps", "6")
     assert "log-probabilities equal in 6 steps" in told
