@@ -313,9 +313,9 @@ def test_chunks_that_differ_from_their_digest_are_counted(llama: Path, scrape: S
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         with ps.join("wrong") as holder, ps.join("wrong") as reader:
             tensors: dict[str, torch.Tensor] = {}
-            holder.fetch(tensors, fallback=llama)
-            # Else a heartbeat may find the damage before the reader does, and the holder serves nothing.
+            # Else a heartbeat, also one that has begun, may find the damage first, and the holder serves nothing.
             monkeypatch.setattr(holder.member, "_spot_check", lambda: None)
+            holder.fetch(tensors, fallback=llama)
             for tensor in tensors.values():
                 tensor.view(-1).view(torch.uint8)[0] ^= 1
             # From storage, since no chunk of the holder is right.
