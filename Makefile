@@ -98,7 +98,7 @@ test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
 	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER) $(FETCH)) > .cache/tests.log 2>&1 & \
 	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
-	later=$$!; { made=0; { $(SMALL); } || made=$$?; $(PYTEST) $(FETCH) || made=$$?; exit $$made; } > .cache/fetch.log 2>&1 & \
+	later=$$!; { code=0; { $(SMALL); } || code=$$?; $(PYTEST) $(FETCH) || code=$$?; exit $$code; } > .cache/fetch.log 2>&1 & \
 	fetch=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
 	wait $$later || status=$$?; cat .cache/later.log; \
 	wait $$fetch || status=$$?; cat .cache/fetch.log; \

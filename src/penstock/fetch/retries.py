@@ -58,7 +58,8 @@ class RetryTimes:
         """Note a member that gave us a place."""
         self._full.pop(member, None)
 
-    # Of one answer of the hub all is decided at one time: a member that may not be tried yet must have a pause left.
+    # The time is an argument: all members of one answer of the hub are judged at the same time, so that one which may
+    # not be tried yet has a pause left.
 
     def has_failed(self, member: str, now: float) -> bool:
         """Return True if a member failed and may not be tried again at `now`."""

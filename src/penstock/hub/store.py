@@ -1,8 +1,7 @@
 """The store of the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
-Not here: the names and the meaning of the values (`snapshot`, `directory`, `conversions`,
-`failures`).
+Not here: the names and the meaning of the values (`snapshot`, `directory`, `conversions`, `failures`).
 
 `MemoryStore` is the reference, for the hub of one process. `RedisStore` is in Redis or Valkey, for several hubs that
 act as one: each method is one script, which Redis runs atomically. A stored value is 16 random bytes, its version, and
