@@ -92,9 +92,15 @@ def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth)
 
 
 def test_refused_readers_go_elsewhere(host: Host, made: Path, truth) -> None:
-    holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 8 << 20})
+    holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 2 << 20})
     check(holder, truth)
-    readers = host.start_at_once(3)
+    readers = [host.start(is_held=True) for _ in range(3)]
+    for reader in readers:
+        reader.say_until("ready")
+    readers[0].begin()
+    host.wait_for(reads_from_a_whole_holder)
+    for reader in readers[1:]:  # the holder's one place is taken for some seconds
+        reader.begin()
     reports = [check(reader, truth) for reader in readers]
     assert sum(report["storage_bytes"] for report in reports) == 0
     member = holder.said["joined"]["member"][:8]
