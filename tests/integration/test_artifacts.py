@@ -85,6 +85,21 @@ def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
     assert ps.inspect(homes.model).num_tensors == len(ps.load(homes.model))
 
 
+RESTORE_WITHOUT_TORCH = """
+import sys, penstock as ps
+restored = ps.artifacts.restore(sys.argv[1], engine="mine", config={"dtype": "bf16"}, public_keys=[sys.argv[2]])
+print(restored.key.id, restored.num_files, "torch" in sys.modules)
+"""
+
+
+def test_a_restore_does_not_import_torch(homes: Homes) -> None:
+    saved, files = homes.bake()
+    homes.enter("second")
+    command = [sys.executable, "-c", RESTORE_WITHOUT_TORCH, str(homes.model), str(homes.public)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.split() == [saved.key.id, str(len(files)), "False"]
+
+
 @pytest.mark.parametrize(("name", "is_told"), [("first", False), ("second", True)])
 def test_what_torch_tuned_is_said_to_be_lost_at_another_path(
     homes: Homes, name: str, is_told: bool, caplog: pytest.LogCaptureFixture

