@@ -6,7 +6,7 @@
 
 Phases: `beats`, every member holds a whole model and beats when the hub asks it to; `cold start`, all come within
 `--spread-s` with nothing, read storage by claims, ask for upstreams and fill, as `fetch.run` does; `one instant`, the
-same, but all ask their first three questions in the same instant; `full`, 32 that ask without a pause. The members are
+same, but all ask their first question in the same instant; `full`, 32 that ask without a pause. The members are
 one asyncio process beside the hub, so its own time is in the latencies, but for garbage collection, which is off in it:
 a collection among 1,000 members took up to 37 ms. `cores` is what the hub itself used.
 
@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import secrets
 import signal
@@ -55,6 +56,8 @@ IDENTITY = Identity(model="llama-70b", revision="w1-0", dtype="BF16")
 CHUNK_BYTES = 16 * MIB
 PER_HOST = 8
 JOIN_AT_ONCE = 50
+FIRST_BEAT_S = 0.2
+"""`peer.member._BEAT_PAUSE_S`: a member that starts beats this long after its hello at the earliest."""
 
 
 class Asker:
@@ -152,26 +155,31 @@ class Member:
             await asyncio.sleep(self.welcome.beat_s)
 
     async def fill(self, until: float, fill_s: float, wait_s: float) -> None:
-        """Claims, flights and beats, each when the hub said to ask again; whole after `fill_s`."""
+        """Requests and beats, each when it is time, the first request with a claim; whole after `fill_s`."""
         await asyncio.sleep(wait_s)
         started = time.monotonic()
-        next_beat = next_flight = next_claim = 0.0
+        # Its bytes begin to move then, which a beat reports.
+        next_beat = started + FIRST_BEAT_S
+        next_flight, next_claim = 0.0, math.inf
         while (now := time.monotonic()) < until:
             self.have = min(self.num_chunks, int(self.num_chunks * (now - started) / fill_s))
             filling = self.have < self.num_chunks
             if now >= next_beat:
                 await self.beat()
                 next_beat = now + self.welcome.beat_s
+            claim = None
             if filling and now >= next_flight:
-                asked = UpstreamsRequest(member=self.id, holding=self.state(), can_read_storage=True)
+                is_first = not next_flight
+                asked = UpstreamsRequest(member=self.id, holding=self.state(), can_read_storage=True, claim=is_first)
                 flight = await self.asker.ask("flight", "POST", "/v1/flight", asked, UpstreamsReply)
-                next_flight = now + flight.ask_again_s
+                next_flight, claim = now + flight.ask_again_s, flight.claim
                 self.parent = flight.upstreams[0].member if flight.upstreams else ""
             if filling and now >= next_claim:
                 self.read += self.claims
                 self.claims = ()
                 asked = ClaimRequest(member=self.id, holding=self.state())
                 claim = await self.asker.ask("claim", "POST", "/v1/claim", asked, ClaimReply)
+            if claim is not None:
                 self.claims = claim.ranges
                 # A piece of 64 MiB at 10 Gb/s, or as long as the hub says.
                 next_claim = now + (0.05 * len(claim.ranges) or claim.ask_again_s)

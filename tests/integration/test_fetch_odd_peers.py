@@ -24,10 +24,9 @@ from penstock.cli.checkpoints import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
 from penstock.fetch import storage_reader
 from penstock.hub.client import HubClient
-from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply, UpstreamsReply
+from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply
 from penstock.memory.memfd import shared_at
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
-from penstock.peer.member import Member
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
 
@@ -205,12 +204,7 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
             while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
                 time.sleep(0.01)
 
-    def upstreams_late(self: Member, holding: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
-        time.sleep(0.3)  # storage fails before it is known that there is a member
-        return flight(self, holding, can_read_storage=can_read_storage)
-
-    deadline, flight = time.monotonic() + 60, Member.upstreams
-    monkeypatch.setattr(Member, "upstreams", upstreams_late)
+    deadline = time.monotonic() + 60
     monkeypatch.setattr(storage_reader.StorageReader, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}

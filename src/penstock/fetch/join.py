@@ -101,8 +101,9 @@ class Fleet:
             phases.enter("allocate")
             weights, new_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
-            # Shown before the first chunk is here: other members read each chunk as soon as it is verified.
-            self.member.show(weights)
+            # Shown before the first chunk is here: other members read each chunk as soon as it is verified. The hub
+            # knows it from the first request for upstreams.
+            self.member.show(weights, report=False)
             storage = (
                 StorageReader(target_weights.session, target_weights.layout, weights.rows)
                 if target_weights.session is not None

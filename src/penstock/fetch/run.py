@@ -40,7 +40,7 @@ from penstock.fetch.retries import RetryTimes
 from penstock.fetch.storage_reader import StorageReader
 from penstock.fetch.upstream import END_S, Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
-from penstock.hub.messages import Ranges, Upstream, UpstreamsReply
+from penstock.hub.messages import ClaimReply, Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
@@ -122,6 +122,7 @@ class Fetch(Run):
         self._hub_now = threading.Event()
         self._claim_wanted = threading.Event()
         self._hub_answered = threading.Event()
+        self._first_claim: ClaimReply | None = None
         self._hub_answer = "not asked yet"
         self._others_read_until = 0.0
         # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
@@ -176,7 +177,14 @@ class Fetch(Run):
             self._hub_now.clear()
             self._drop_failed()
             try:
-                reply = self._member.upstreams(self._weights, can_read_storage=self._can_read_storage)
+                is_first = not self._hub_answered.is_set()
+                reply = self._member.upstreams(
+                    self._weights,
+                    can_read_storage=self._can_read_storage,
+                    claim=is_first and self._storage is not None,
+                )
+                if is_first:
+                    self._first_claim = reply.claim
                 wait_s = reply.ask_again_s
                 self._is_alone = self._is_refused = False
                 self._note_storage_readers(reply)
@@ -310,6 +318,10 @@ class Fetch(Run):
 
     def _poll_claims(self) -> None:
         assert self._storage is not None
+        # The first answer has the first claim: of 1,000 members that start together, each would else ask twice at once.
+        # A request to the hub times out well before `stall_s`.
+        self._hub_answered.wait(self.stall_s)
+        first, self._first_claim = self._first_claim, None
         while not (self._closing.is_set() or self._weights.is_whole or self._is_storage_out):
             wait_s = 0.5
             ranges: Ranges = ()
@@ -317,7 +329,7 @@ class Fetch(Run):
                 if self._should_skip_claims():
                     ranges, wait_s = to_ranges(self._next_missing()), TURN_S
                 else:
-                    reply = self._member.claim(self._weights)
+                    reply, first = first or self._member.claim(self._weights), None
                     ranges, wait_s, self._hub_answer = reply.ranges, reply.ask_again_s, reply.why
                     self._is_hub_away = False
                 if ranges:
@@ -581,8 +593,6 @@ class Fetch(Run):
         """Stop reading storage. The fetch fails unless it has an upstream to continue with."""
         self.provenance.faults.append(f"storage: {error}")
         self._is_storage_out = True
-        # Storage may fail before the hub has named the first upstream; its requests time out well before `stall_s`.
-        self._hub_answered.wait(self.stall_s)
         if not self._choice.readers:
             self.ticket.fail(error)
         self.release_chunks(chunks)

@@ -48,6 +48,7 @@ from penstock.hub.messages import (
     Welcome,
     Why,
     WhyRequest,
+    takes_shared_grants,
 )
 from penstock.hub.proof import proof_fault
 from penstock.hub.replicas import encoded, record_failure, replicas
@@ -304,19 +305,22 @@ class Directory:
     # Keys.
 
     def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
-        """Return the upstreams to read chunks from, parents first, with a grant for each.
+        """Return the upstreams to read chunks from, parents first, with a grant for each; on request with a claim.
 
         A request without chunks comes from a member that does not know the layout yet: it gets members to request it
         from, and is not registered as a holder.
 
         Raises:
-            UnknownMember, PlanError: see `beat`.
+            UnknownMember, PlanError, HubUnavailable: see `claim`.
         """
         holding = request.holding
         # The key must belong to the identity: it is by the identity that the caller's right to the model was checked.
         check_state(holding)
         hello = self._known(request.member)[1].hello
-        if holding.num_chunks:
+        claim = None
+        if request.claim and holding.num_chunks:
+            claim = self.claim(ClaimRequest(member=request.member, holding=holding))
+        elif holding.num_chunks:
             self._record_request(request.member, holding, reads_storage=request.can_read_storage)
         view = self._view(holding.key)
         is_placed = holding.num_chunks > 0 and request.member in view.held
@@ -330,23 +334,26 @@ class Directory:
         elif view.held:
             # It requests the layout, or came after the snapshot was made: any holders will do until it is placed.
             names = view.known_to(hello, holding)
-        signer = self._grants()
-        upstreams = []
-        for name in names:
-            holder = view.held[name]
-            grant = signer.sign(key=holding.key, reader=request.member, source=name, epoch=holder.holding.grant_epoch)
-            upstreams.append(
-                Upstream(
-                    member=name,
-                    host=holder.hello.host,
-                    doors=holder.hello.doors,
-                    device=holder.holding.device,
-                    state=holder.holding.state,
-                    num_have=holder.num_have,
-                    grant=grant,
-                    certificate=holder.certificate,
-                )
+        holders = {name: view.held[name] for name in names}
+        grants = self._grants().sign(
+            key=holding.key,
+            reader=request.member,
+            epochs={name: holder.holding.grant_epoch for name, holder in holders.items()},
+            alone=[name for name, holder in holders.items() if not takes_shared_grants(holder.hello.protocol)],
+        )
+        upstreams = tuple(
+            Upstream(
+                member=name,
+                host=holder.hello.host,
+                doors=holder.hello.doors,
+                device=holder.holding.device,
+                state=holder.holding.state,
+                num_have=holder.num_have,
+                grant=grants[name],
+                certificate=holder.certificate,
             )
+            for name, holder in holders.items()
+        )
         self.counts["grants"] += len(upstreams)
         # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
@@ -355,11 +362,12 @@ class Directory:
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held) if is_placed else min(len(view.held), _NEWCOMERS)
         return UpstreamsReply(
-            upstreams=tuple(upstreams),
+            upstreams=upstreams,
             orders=tuple(tuple(names.index(name) for name in order) for order in orders) if len(orders) > 1 else (),
             is_placed=is_placed,
             ask_again_s=_pause(least_s, num_asking),
             reader_silent_s=view.reader_silent_s(besides=request.member),
+            claim=claim,
         )
 
     def claim(self, request: ClaimRequest) -> ClaimReply:

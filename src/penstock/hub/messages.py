@@ -84,8 +84,9 @@ def sync_key(name: str) -> str:
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
 # the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
-# has versions that a fleet commits together; 2.4 spreads chunks over two trees of upstreams.
-PROTOCOL = "2.4"
+# has versions that a fleet commits together; 2.4 spreads chunks over two trees of upstreams; 2.5 claims storage in
+# a request for upstreams, and has grants that share a signature.
+PROTOCOL = "2.5"
 """The version that this release speaks."""
 PROTOCOL_HEADER = "penstock-protocol"
 """The header of requests to a hub with the caller's version; releases before 2.2 send none."""
@@ -123,8 +124,19 @@ def version_fault(announced: str, them: str, us: str) -> str:
 
 def follows_trees(announced: str) -> bool:
     """Return whether a member of this version reads the chunks of two trees from two parents."""
-    major, _, minor = announced.partition(".")
-    return (int(major), int(minor)) >= (2, 4)
+    return _is_at_least(announced, 2, 4)
+
+
+def takes_shared_grants(announced: str) -> bool:
+    """Return whether a member of this version knows grants that share a signature."""
+    return _is_at_least(announced, 2, 5)
+
+
+# Of few versions: asked for each member of a fleet.
+@functools.lru_cache(maxsize=64)
+def _is_at_least(announced: str, major: int, minor: int) -> bool:
+    first, _, second = announced.partition(".")
+    return (int(first), int(second)) >= (major, minor)
 
 
 UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"
@@ -342,6 +354,8 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
     """With a holding of no chunks: only this member, whose memory is to be used itself."""
+    claim: bool = False
+    """Assign chunks of storage too, as by a `ClaimRequest`: a member that starts asks one question instead of two."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,6 +372,14 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     certificate: Certificate = ""
 
 
+class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Chunks to read from storage, the member's alone while it lives; none: see `why`, and repeat the request later."""
+
+    ranges: Ranges = ()
+    ask_again_s: float = 0.05
+    why: str = ""
+
+
 class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     """Members to read from, in order of preference: the first is the parent in the relay."""
 
@@ -370,6 +392,8 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
     """Smallest `HoldingState.silent_s` of the other members that read storage; -1: no other member reads."""
+    claim: ClaimReply | None = None
+    """Chunks to read from storage; None: the request did not ask for them, or the hub is older than 2.5."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,14 +407,6 @@ class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingState
     ask: bool = True
     """False: it only returns chunks."""
-
-
-class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks to read from storage, the member's alone while it lives; none: see `why`, and repeat the request later."""
-
-    ranges: Ranges = ()
-    ask_again_s: float = 0.05
-    why: str = ""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):

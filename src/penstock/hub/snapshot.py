@@ -54,6 +54,7 @@ from penstock.hub.messages import (
     SyncState,
     follows_trees,
     sync_key,
+    takes_shared_grants,
 )
 from penstock.hub.store import ABSENT, Entry, Store
 from penstock.phases import Boot
@@ -232,11 +233,16 @@ class HubSnapshot:
             self._relays[num_chunks] = Relay(self._node(name, holder) for name, holder in same)
         return self._relays[num_chunks]
 
+    @cached_property
+    def _usual_num_chunks(self) -> int:
+        """Return the number of chunks that most members cut the weights into."""
+        sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
+        return max(sizes, key=lambda size: (sizes[size], size))
+
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, near ones first."""
         # A member that does not know the layout yet is sent to those that most members agree with.
-        sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
-        num_chunks = holding.num_chunks or max(sizes, key=lambda size: (sizes[size], size))
+        num_chunks = holding.num_chunks or self._usual_num_chunks
         asks = Node(
             member=reader.member,
             host=reader.host,
@@ -485,31 +491,35 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
     Raises:
         HubUnavailable: the store did not answer.
     """
-    key, wanted = sync_key(request.name), set(request.grants)
-    members = []
-    for name, entry in store.scan(f"sync/{key}/").items():
-        synced = _SYNCED.decode(entry.value)
-        # A member that left: its entry here expires later than its membership.
-        if synced.state.name != request.name or store.read(f"member/{name}") is None:
-            continue
-        grant = (
-            signer.sign(key=key, reader=request.member, source=name, epoch=synced.state.grant_epoch)
-            if name in wanted
-            else b""
+    key = sync_key(request.name)
+    entries = {name: _SYNCED.decode(entry.value) for name, entry in store.scan(f"sync/{key}/").items()}
+    # A member that left: its entry here expires later than its membership.
+    live = {
+        name: entry
+        for name, entry in entries.items()
+        if entry.state.name == request.name and store.read(f"member/{name}") is not None
+    }
+    wanted = [name for name in live if name in set(request.grants)]
+    grants = signer.sign(
+        key=key,
+        reader=request.member,
+        epochs={name: live[name].state.grant_epoch for name in wanted},
+        alone=[name for name in wanted if not takes_shared_grants(live[name].hello.protocol)],
+    )
+    members = [
+        SyncMember(
+            member=name,
+            host=entry.hello.host,
+            doors=entry.hello.doors,
+            called=entry.hello.name,
+            since=entry.since,
+            seen=entry.seen,
+            state=entry.state,
+            grant=grants.get(name, b""),
+            certificate=entry.certificate,
         )
-        members.append(
-            SyncMember(
-                member=name,
-                host=synced.hello.host,
-                doors=synced.hello.doors,
-                called=synced.hello.name,
-                since=synced.since,
-                seen=synced.seen,
-                state=synced.state,
-                grant=grant,
-                certificate=synced.certificate,
-            )
-        )
+        for name, entry in live.items()
+    ]
     members.sort(key=lambda member: (member.since, member.member))
     return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
 

@@ -175,6 +175,8 @@ class Member:
             )
             # After all that readers need: they may come as soon as the hub knows the addresses.
             self.welcome = self._join(stall_s)
+            # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
+            self._beaten_s = time.monotonic()
         except BaseException:
             self._free()
             raise
@@ -235,8 +237,11 @@ class Member:
             return reply
         return self._signer.sign(reply, weights.key, weights.layout.chunks)
 
-    def show(self, weights: LocalWeights) -> None:
-        """Register weights with the transports, let others read them, and report them to the hub at once."""
+    def show(self, weights: LocalWeights, *, report: bool = True) -> None:
+        """Register weights with the transports, let others read them, and report them to the hub at once.
+
+        `report=False`: the caller's next request reports them, as `upstreams` does.
+        """
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
@@ -246,7 +251,8 @@ class Member:
         if before is not None and before is not weights:
             before.close()
         # Readers look for sources now: the next regular heartbeat may be a second away.
-        self.beat_now()
+        if report:
+            self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
         """Report weights that are in another tier to the hub; the server brings them back when a reader asks."""
@@ -405,9 +411,13 @@ class Member:
                 self._hub.beat(self.id, self._state())
             return call()
 
-    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool) -> UpstreamsReply:
-        """Return the upstreams to read from. Raises HubUnavailable if the hub does not answer."""
-        request = UpstreamsRequest(member=self.id, holding=self._status(weights), can_read_storage=can_read_storage)
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, claim: bool = False) -> UpstreamsReply:
+        """Return the upstreams to read from, with `claim` also chunks to read from storage; see `claim`.
+
+        Raises HubUnavailable if the hub does not answer.
+        """
+        holding = self._status(weights)
+        request = UpstreamsRequest(member=self.id, holding=holding, can_read_storage=can_read_storage, claim=claim)
         return self._call_hub(lambda: self._hub.upstreams(request))
 
     def find_holders(self, wanted: HoldingState, *, within_s: float) -> UpstreamsReply:

@@ -16,9 +16,10 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from math import sqrt
 from zlib import crc32
+
+import msgspec
 
 MAX_DEPTH = 32
 """Members of a chain below a whole holder before the holder may get a second one, however little there is to copy: a
@@ -48,8 +49,7 @@ Parents = dict[str, str]
 """Receiver -> the member it reads from in the first place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(msgspec.Struct, frozen=True, kw_only=True):
     """A member that has, or is getting, a key."""
 
     member: str
@@ -139,9 +139,15 @@ class Relay:
         best = sorted(
             self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
         )
+        # Of the first `_SCANNED` of a place, those that are whole, which come first.
+        self._num_whole: Counter[tuple[str, ...]] = Counter()
         for node in best:
+            is_good = node.whole and not node.last_resort
             for place in _places(node):
-                self._choice.setdefault(place, []).append(node)
+                here = self._choice.setdefault(place, [])
+                here.append(node)
+                if is_good and len(here) <= _SCANNED:
+                    self._num_whole[place] += 1
 
     @property
     def parents(self) -> Parents:
@@ -191,7 +197,7 @@ class Relay:
         for place in _places(receiver):
             # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
             choice = self._choice.get(place, [])
-            num_whole = sum(1 for node in choice[:_SCANNED] if node.whole and not node.last_resort)
+            num_whole = self._num_whole[place]
             yield from _rotated(choice[:num_whole], turn)
             # To a newcomer, which has nothing yet and no parent, those that are not whole are equally good too.
             yield from _rotated(choice[num_whole : num_whole + _SCANNED], turn if is_new else 0)
@@ -557,7 +563,7 @@ class _Trees:
                 sources = [head]
             if rest:
                 # The chain of the host begins at its head as if it were whole already.
-                sources = [replace(node, num_have=node.num_chunks) for node in sources]
+                sources = [msgspec.structs.replace(node, num_have=node.num_chunks) for node in sources]
                 near = _Chains({node.member: node for node in (*sources, *rest)}).parents
                 for tree in range(NUM_TREES):
                     for child, parent in near.items():

@@ -6,6 +6,7 @@ import logging
 
 import msgspec
 import pytest
+from blake3 import blake3
 
 from penstock.errors import GrantRefused, PermissionDenied
 from penstock.hub.grants import EPOCH_S, GRACE_S, Grant, GrantChecker, GrantSigner
@@ -32,8 +33,11 @@ class Hub:
     def __init__(self, seed: bytes = b"s" * 32) -> None:
         self.signer, self.epoch = GrantSigner(seed), 0
 
-    def sign(self, **changes) -> bytes:
-        return self.signer.sign(**{"key": KEY, "reader": "reader", "source": "source", "epoch": self.epoch, **changes})
+    def sign(self, *, source: str = "source", epoch: int | None = None, is_alone: bool = False, **changes) -> bytes:
+        """One for the source, beside two for others."""
+        now = self.epoch if epoch is None else epoch
+        epochs, alone = {"before": 1, source: now, "after": now}, [source] if is_alone else []
+        return self.signer.sign(**{"key": KEY, "reader": "reader", "epochs": epochs, "alone": alone, **changes})[source]
 
 
 @pytest.fixture
@@ -54,6 +58,29 @@ def test_a_good_one_passes_once(hub, checker) -> None:
     with pytest.raises(GrantRefused, match="shown before"):
         checker.check(grant, key=KEY, reader="reader")
     checker.check(hub.sign(), key=KEY, reader="reader")
+
+
+def test_one_signed_alone_for_an_older_source_passes_once(hub, checker) -> None:
+    grant = hub.sign(is_alone=True)
+    checker.check(grant, key=KEY, reader="reader")
+    with pytest.raises(GrantRefused, match="shown before"):
+        checker.check(grant, key=KEY, reader="reader")
+    # As the releases before 2.5 check it.
+    hub.signer._private.public_key().verify(grant[:64], b"penstock grant 2\n" + grant[64:])
+    assert msgspec.msgpack.decode(grant[64:], type=Grant).source == "source"
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 40])
+def test_each_of_many_passes_at_its_source_alone(hub, clock, count) -> None:
+    checkers = {f"s{i}": GrantChecker(hub.signer.public_key, f"s{i}", clock=clock) for i in range(count)}
+    epochs = {source: one.epoch() for source, one in checkers.items()}
+    grants = hub.signer.sign(key=KEY, reader="reader", epochs=epochs, alone=["s0"])
+    assert list(grants) == list(epochs) and max(map(len, grants.values())) < 1024
+    for source, grant in grants.items():
+        for other in checkers.keys() - {source}:
+            with pytest.raises(GrantRefused, match="another source"):
+                checkers[other].check(grant, key=KEY, reader="reader")
+        checkers[source].check(grant, key=KEY, reader="reader")
 
 
 def test_replicas_of_one_seed_sign_for_each_other(hub, checker) -> None:
@@ -116,7 +143,12 @@ def test_a_forged_one_is_refused(hub, checker) -> None:
     theirs = Hub(b"t" * 32).sign(epoch=hub.epoch)
     bodies = [b"", good[:64], good[:-1], theirs, bytes([good[0] ^ 1]) + good[1:], good + b"\x00", b"x" * 5000]
     later = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch + 1, b"n" * 12))
-    bodies += [good[: -1 - len(later)] + later, good[:64] + later]
+    one = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch, b"n" * 12))
+    # Beside the digests of others, or with its own in their place.
+    head = 64 + 1 + 3 * 32
+    bodies += [good[: -len(later)] + later, good[:64] + later, good[:head] + one, good[:64] + b"\x00" + one]
+    bodies += [good[:65] + blake3(one).digest() * 3 + one, good[:64] + b"\x01" + blake3(one).digest() + one]
+    bodies += [good[:64] + b"\x10" + good[65:], good[:65], good[:head]]
     for body in bodies:
         with pytest.raises(PermissionDenied):
             checker.check(body, key=KEY, reader="reader")
@@ -124,7 +156,7 @@ def test_a_forged_one_is_refused(hub, checker) -> None:
 
 def test_each_leaves_a_line(hub, checker, caplog) -> None:
     caplog.set_level(logging.INFO, "penstock.audit")
-    grant = hub.sign()
+    grant = hub.signer.sign(key=KEY, reader="reader", epochs={"source": hub.epoch})["source"]
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused):
         checker.check(grant, key=KEY, reader="reader")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.plan.relay import CHUNKS_A_HOP, DEFAULT_CHILDREN, MAX_DEPTH, Node, Relay
 

@@ -7,11 +7,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.plan import relay
 from penstock.plan.relay import MAX_DEPTH, MIN_HOPS, NUM_TREES, Node, Parents, Relay
