@@ -23,7 +23,7 @@ from penstock.fetch.upstream import UpstreamReader
 from penstock.hub.messages import UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
-from penstock.plan.relay import NUM_TREES
+from penstock.plan.relay_parents import NUM_TREES
 
 CHUNK_BYTES = 256 << 10
 NUM_CHUNKS = 64

@@ -29,7 +29,7 @@ from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
-from penstock.plan.relay import NUM_TREES
+from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode

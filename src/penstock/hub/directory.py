@@ -401,7 +401,7 @@ class Directory:
     def complain(self, complaint: Complaint, caller: Caller | None = None) -> None:
         """Record that a reader could not use a source, which becomes the last choice for that reader.
 
-        It becomes the last choice for all readers once `plan.relay.DISTRUST` callers complain, each counted once by its
+        It becomes the last choice for all readers once `DISTRUST` callers complain, each counted once by its
         credentials, since one token speaks for any number of members. Wrong bytes differ: without a proof only the
         complaining reader is moved, with a proof all readers at once. A reader that found wrong bytes also reports them
         to the holder, which digests the chunk itself, and withdraws the holding if it is damaged.

@@ -23,7 +23,7 @@ from msgspec import Meta
 from penstock.hub.address import PEER_URL_PATTERN
 from penstock.jobs.observer import JobState
 from penstock.phases import Boot
-from penstock.plan.relay import NUM_TREES
+from penstock.plan.relay_parents import NUM_TREES
 from penstock.types import DType, TensorTable
 
 

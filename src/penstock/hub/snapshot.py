@@ -58,7 +58,8 @@ from penstock.hub.messages import (
 )
 from penstock.hub.store import ABSENT, Entry, Store
 from penstock.phases import Boot
-from penstock.plan.relay import DISTRUST, Node, Relay
+from penstock.plan.relay import Relay
+from penstock.plan.relay_parents import DISTRUST, Node
 
 T = TypeVar("T")
 # A snapshot that costs no more than this is made for every request: some tens of members. Source: bench_hub.

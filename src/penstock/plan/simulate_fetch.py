@@ -20,7 +20,8 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.plan.cluster import Cluster, Links, Rates, slowdowns
-from penstock.plan.relay import NUM_TREES, Node, Relay
+from penstock.plan.relay import Relay
+from penstock.plan.relay_parents import NUM_TREES, Node
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
 from penstock.types import GB, I64

@@ -13,7 +13,8 @@ from penstock.hub import snapshot
 from penstock.hub.directory import Directory
 from penstock.hub.messages import Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
 from penstock.hub.store import MemoryStore
-from penstock.plan.relay import NUM_TREES, Node, Parents, Relay
+from penstock.plan.relay import Relay
+from penstock.plan.relay_parents import NUM_TREES, Node, Parents
 
 WHOLE = ((0, 100),)
 MEMBERS = [f"m{i}" for i in range(60)]

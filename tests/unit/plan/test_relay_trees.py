@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.plan import relay
-from penstock.plan.relay import MAX_DEPTH, MIN_HOPS, NUM_TREES, Node, Parents, Relay
+from penstock.plan import relay, relay_parents
+from penstock.plan.relay import MIN_HOPS, Relay
+from penstock.plan.relay_parents import MAX_DEPTH, NUM_TREES, Node, Parents
 
 CHUNKS = 7000
 
@@ -219,7 +220,7 @@ def test_racks_stay_together_where_that_makes_no_chain_of_racks() -> None:
     alone = in_trees([replace(one, rack="") for one in fleet])
     made = in_trees(fleet)
     assert max(racks(made, fleet)) < min(racks(alone, fleet)) / 2
-    assert depth(made) <= depth(alone) + relay.RACK_HOPS + 2
+    assert depth(made) <= depth(alone) + relay_parents.RACK_HOPS + 2
 
 
 @pytest.mark.parametrize("count", [2, MIN_HOPS + 1, 12])
@@ -340,7 +341,7 @@ def test_trees_that_would_not_be_used_are_not_built(monkeypatch: pytest.MonkeyPa
     def build(_nodes: object) -> None:
         raise AssertionError("trees are built")
 
-    monkeypatch.setattr(relay, "_Trees", build)
+    monkeypatch.setattr(relay, "Trees", build)
     for fleet in (hosts(12), hosts(1, 64, links=1), hosts(1000, 8)):
         assert len(Relay(fleet).trees) == 1
     with pytest.raises(AssertionError, match="trees are built"):
