@@ -58,6 +58,7 @@ def register() -> None:
 
     vLLM calls it by entry point, in each of its processes and perhaps several times: a second call does nothing.
     """
+    from vllm.compilation import decorators
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor import model_loader
     from vllm.v1.engine.core import EngineCore
@@ -77,6 +78,7 @@ def register() -> None:
     vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
     vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
     vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
+    vllm_patches.load_functions_of_torch(decorators, LOAD_FORMAT)
     vllm_artifacts.carry(Executor, LOAD_FORMAT, vllm_logger)
     vllm_sleep.protect_engine(EngineCore, LOAD_FORMAT)
     vllm_sleep.protect_workers(WorkerBase, LOAD_FORMAT)

@@ -1,7 +1,7 @@
-"""Changes to vLLM's own classes: prefix caches by version, replies in step, phases, object stores as models, adapters.
+"""Changes to vLLM: prefix caches by version, replies in step, phases, compiled functions, object stores, adapters.
 
-In: classes of vLLM. Out: the same classes, with methods wrapped, for one load format or weight-transfer backend: others
-are left alone. vLLM need not be installed to import this.
+In: classes and modules of vLLM. Out: the same, with functions wrapped, for one load format or weight-transfer backend:
+others are left alone. vLLM need not be installed to import this.
 Not here: when they are applied (`vllm.register`).
 
 Each function may be called again: it changes a class once. Written for vLLM 0.32 and 0.33.
@@ -227,6 +227,33 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
         return result
 
     return reported
+
+
+def load_functions_of_torch(decorators: Any, load_format: str) -> None:
+    """Let vLLM load what torch's own backend compiled ahead of time, where weights are loaded by `load_format`.
+
+    Args:
+        decorators: the module `vllm.compilation.decorators`.
+        load_format: engines with another load format are left alone.
+    """
+    # vLLM 0.32 ends each load by `finalize_loading` of the function, which only functions of its own backend have. On
+    # the CPU, where the backend is torch's, it gave the function up and traced the model again: 9 of 24 s of a start.
+    load = getattr(decorators, "_try_load_aot_compiled_fn", None)
+    if load is None or hasattr(decorators, "_penstock_loads"):
+        return
+    decorators._penstock_loads = True
+
+    @functools.wraps(load)
+    def try_load(model: Any, *arguments: Any, **named: Any) -> Any:
+        if model.vllm_config.load_config.load_format == load_format:
+            from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as OfTorch
+
+            if not hasattr(OfTorch, "finalize_loading"):
+                # There is nothing to finish: what it loads is complete.
+                setattr(OfTorch, "finalize_loading", lambda self, vllm_config: None)  # noqa: B010
+        return load(model, *arguments, **named)
+
+    decorators._try_load_aot_compiled_fn = try_load
 
 
 def accept_object_stores(load_format: str) -> None:

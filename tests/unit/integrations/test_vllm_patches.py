@@ -11,6 +11,7 @@ import pytest
 
 from penstock import phases
 from penstock.integrations.vllm_patches import (
+    load_functions_of_torch,
     name_newest_adapter,
     receive_all_replies,
     report_phases,
@@ -296,3 +297,35 @@ def test_the_newest_version_of_an_adapter_has_the_short_name() -> None:
     assert names()["p"] == "p@2"
     asyncio.run(models.unload_lora_adapter(request("p@2")))
     assert names() == {"other@3": "other@3"}
+
+
+@pytest.mark.parametrize(("load_format", "is_loaded"), [("penstock", True), ("auto", False)])
+def test_functions_that_torch_compiled_ahead_of_time_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, load_format: str, is_loaded: bool
+) -> None:
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+
+    monkeypatch.delattr(BundledAOTAutogradSerializableCallable, "finalize_loading", raising=False)
+
+    def compiled() -> int:
+        return 7
+
+    vars(compiled)["serialize"] = None
+    function = BundledAOTAutogradSerializableCallable(compiled)
+
+    def load(model: Any, path: str) -> Any:
+        """Like vLLM's."""
+        try:
+            function.finalize_loading(model.vllm_config)
+        except AttributeError:
+            return None
+        return function
+
+    decorators = SimpleNamespace(_try_load_aot_compiled_fn=load)
+    for _ in range(2):
+        load_functions_of_torch(decorators, "penstock")
+    model = SimpleNamespace(vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+    loaded = decorators._try_load_aot_compiled_fn(model, "path")
+    assert (loaded is function and loaded() == 7) if is_loaded else loaded is None
+    monkeypatch.delattr(BundledAOTAutogradSerializableCallable, "finalize_loading", raising=False)
+    load_functions_of_torch(SimpleNamespace(), "penstock")  # of a vLLM that has no such function
