@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,12 @@ from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
+from penstock.storage.files import FileSource
+from penstock.storage.safetensors import encode_header
+from penstock.storage.weight_set import WeightSet
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.s3_server import SwiftServer, Unavailable
+from penstock.types import DType
 
 CONFIG = {"dtype": "bf16"}
 
@@ -184,6 +189,54 @@ def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: s
     (listed,) = ps.artifacts.list_bundles(homes.model, public_keys=[homes.public])
     assert (listed.signature == "refused") == (name != "content")
     assert not homes.restore(config={"dtype": "f16"}).is_found
+
+
+@pytest.mark.parametrize("name", ["description", "signature", "content"])
+def test_a_part_that_is_longer_than_it_may_be_is_not_read(
+    homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header may state any size, and the file have holes: what is not signed must not fill the memory."""
+    saved, _ = homes.bake()
+    # Copies: the file that they are mapped from is written anew.
+    tensors = {key: value.clone() for key, value in load_file(saved.uri).items()}
+    sizes = {key: len(value) for key, value in tensors.items()} | {name: 3 << 30}
+    starts = np.cumsum([0, *sizes.values()]).tolist()
+    entries = [(key, DType.U8, (size,), at, at + size) for (key, size), at in zip(sizes.items(), starts, strict=False)]
+    header = encode_header(entries, {}, uri="bundle")
+    with open(saved.uri, "wb") as file:
+        file.write(header)
+        for value, at in zip(tensors.values(), starts, strict=False):
+            file.seek(len(header) + at)
+            file.write(value.numpy().tobytes())
+        file.truncate(len(header) + starts[-1])
+    reads, readv = list[int](), FileSource.readv
+
+    def count(source: FileSource, offset: int, buffers: Sequence[memoryview]) -> str:
+        reads.append(sum(buffer.nbytes for buffer in buffers))
+        return readv(source, offset, buffers)
+
+    monkeypatch.setattr(FileSource, "readv", count)
+    homes.enter("second")
+    restored = homes.restore()
+    assert not restored.is_found and f"its {name} has {3 << 30} bytes" in restored.why
+    assert sum(reads) < 1 << 20
+
+
+def test_content_is_read_only_after_its_signature(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+    homes.bake()
+    read_part, parts = store._read_part, list[str]()
+
+    def note(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
+        parts.append(name)
+        return read_part(weights, name, most_bytes)
+
+    monkeypatch.setattr(store, "_read_part", note)
+    homes.enter("second")
+    stranger = homes.directory / "stranger.pem"
+    stranger.write_bytes(keys()[1])
+    assert not homes.restore(public_keys=[stranger]).is_found
+    assert "content" not in parts and "signature" in parts
+    assert homes.restore().is_found and "content" in parts
 
 
 def test_a_full_disk_does_not_fail_the_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:

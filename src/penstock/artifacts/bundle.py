@@ -38,6 +38,10 @@ from penstock.types import GIB, MIB, DType
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors of a bundle."""
 
+MAX_DESCRIPTION_BYTES = 64 * MIB
+"""Longest description that is read before its signature is checked. Reason: a file takes some 150 bytes of it, and the
+caches that were seen have 2,600 files at most."""
+SIGNATURE_BYTES = 64
 MAX_BYTES = 16 * GIB
 """Most bytes of files that a bundle may have. Reason: far above the caches that were seen, at most 97 MB
 (benchmarks/results/h100_202611/artifacts.md), and below what would fill a disk."""
@@ -89,6 +93,11 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(len(frame.files) for frame in self.frames)
 
     @property
+    def content_bytes(self) -> int:
+        """Bytes of the content: of all frames, compressed."""
+        return sum(frame.nbytes for frame in self.frames)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for frame in self.frames for file in frame.files)
@@ -127,7 +136,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
         description = Description(format="penstock-artifacts-1", key=key, directory=str(root), frames=tuple(frames))
         raw = msgspec.json.encode(description)
         entries, start = [], 0
-        for name, nbytes in ((DESCRIPTION, len(raw)), (SIGNATURE, 64), (CONTENT, content.tell())):
+        for name, nbytes in ((DESCRIPTION, len(raw)), (SIGNATURE, SIGNATURE_BYTES), (CONTENT, content.tell())):
             entries.append((name, DType.U8, (nbytes,), start, start + nbytes))
             start += nbytes
         with open(path, "wb") as file:
@@ -255,9 +264,7 @@ _Placed = tuple[memoryview, list[tuple[_File, PurePosixPath]]]
 
 def _placed(description: Description, content: memoryview) -> list[_Placed]:
     """Return each frame's bytes and its files with their paths, after all sizes and paths were checked."""
-    if any(frame.nbytes < 0 for frame in description.frames) or content.nbytes != sum(
-        frame.nbytes for frame in description.frames
-    ):
+    if any(frame.nbytes < 0 for frame in description.frames) or content.nbytes != description.content_bytes:
         raise FormatError(f"the bundle has {content.nbytes} bytes of content, and its description says otherwise")
     sizes = [file.nbytes for frame in description.frames for file in frame.files]
     if min(sizes, default=0) < 0 or sum(sizes) > MAX_BYTES:

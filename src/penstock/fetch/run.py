@@ -169,7 +169,7 @@ class Fetch(Run):
         self._threads.append(thread)
         thread.start()
 
-    # -- Requests to the hub; upstreams and claims in a thread each, so that one never waits for the other.
+    # -- Requests to the hub; upstreams and claims in a thread each: after the first answer neither waits for the other.
 
     def _poll_upstreams(self) -> None:
         while not self._closing.is_set():
@@ -318,15 +318,16 @@ class Fetch(Run):
 
     def _poll_claims(self) -> None:
         assert self._storage is not None
-        # The first answer has the first claim: of 1,000 members that start together, each would else ask twice at once.
-        # A request to the hub times out well before `stall_s`.
-        self._hub_answered.wait(self.stall_s)
+        # The first answer has the first claim. Otherwise each of 1,000 members that start together would send two
+        # requests at once; and a member sends one claim at a time.
+        while not (self._hub_answered.wait(TURN_S) or self._should_skip_claims()):
+            pass
         first, self._first_claim = self._first_claim, None
         while not (self._closing.is_set() or self._weights.is_whole or self._is_storage_out):
             wait_s = 0.5
             ranges: Ranges = ()
             try:
-                if self._should_skip_claims():
+                if first is None and self._should_skip_claims():
                     ranges, wait_s = to_ranges(self._next_missing()), TURN_S
                 else:
                     reply, first = first or self._member.claim(self._weights), None

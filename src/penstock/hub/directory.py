@@ -98,6 +98,10 @@ _CLAIMS_TTL_S = 86400.0
 _NEWCOMERS = 50
 # Of compare-and-set: as many directories on one store would have to lose in a row.
 _ATTEMPTS = 64
+# The same for the claim in a request for upstreams, whose answer must not wait: the member claims again by itself.
+_FEW_ATTEMPTS = 4
+# Locks for the tables of claims: a key has one of them, so that claims of few keys wait for each other.
+_NUM_CLAIMING = 64
 # Keys whose last snapshot stays, so that unchanged entries are not decoded again.
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
@@ -151,6 +155,7 @@ class Directory:
         self._timer = timer
         self._look_share = look_share
         self._lock = threading.Lock()
+        self._claiming = tuple(threading.Lock() for _ in range(_NUM_CLAIMING))
         self._readings: dict[str, SnapshotCache] = {}
         self._has_own_seed = seed is not None
         self._seed = seed or os.urandom(32)
@@ -305,22 +310,20 @@ class Directory:
     # Keys.
 
     def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
-        """Return the upstreams to read chunks from, parents first, with a grant for each; on request with a claim.
+        """Return the upstreams to read chunks from, parents first, with a grant for each.
 
         A request without chunks comes from a member that does not know the layout yet: it gets members to request it
-        from, and is not registered as a holder.
+        from, and is not registered as a holder. A request that also claims gets chunks to read from storage, unless
+        too many members claim at that moment.
 
         Raises:
-            UnknownMember, PlanError, HubUnavailable: see `claim`.
+            UnknownMember, PlanError: see `beat`.
         """
         holding = request.holding
         # The key must belong to the identity: it is by the identity that the caller's right to the model was checked.
         check_state(holding)
         hello = self._known(request.member)[1].hello
-        claim = None
-        if request.claim and holding.num_chunks:
-            claim = self.claim(ClaimRequest(member=request.member, holding=holding))
-        elif holding.num_chunks:
+        if holding.num_chunks:
             self._record_request(request.member, holding, reads_storage=request.can_read_storage)
         view = self._view(holding.key)
         is_placed = holding.num_chunks > 0 and request.member in view.held
@@ -355,6 +358,10 @@ class Directory:
             for name, holder in holders.items()
         )
         self.counts["grants"] += len(upstreams)
+        claim = None
+        if request.claim and holding.num_chunks:
+            self._mark_life(check_store=True)
+            claim = self._assign(ClaimRequest(member=request.member, holding=holding), attempts=_FEW_ATTEMPTS)
         # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
@@ -377,26 +384,35 @@ class Directory:
             UnknownMember, PlanError: see `beat`.
             HubUnavailable: too many members claimed at the same moment.
         """
-        holding = request.holding
         self._mark_life(check_store=True)
-        self._record_request(request.member, holding, reads_storage=request.ask)
+        self._record_request(request.member, request.holding, reads_storage=request.ask)
+        reply = self._assign(request, attempts=_ATTEMPTS)
+        if reply is None:
+            raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
+        return reply
+
+    def _assign(self, request: ClaimRequest, *, attempts: int) -> ClaimReply | None:
+        """Change the table of claims for a recorded request; None: other directories were faster each time."""
+        holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
-        # Compare-and-set: another directory on the store may assign chunks of the same table at the same moment.
-        for attempt in range(_ATTEMPTS):
-            entry = self.store.read(name)
-            before = Claims() if entry is None else _CLAIMS.decode(entry.value)
-            view = self._view(holding.key, again=attempt > 0)
-            after, ranges = self._claimed(request, before, view, give_more=request.ask and not quiet)
-            version = ABSENT if entry is None else entry.version
-            if after == before or self.store.write(
-                name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
-            ):
-                self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
-                return self._claim_reply(request, view, ranges, quiet=quiet)
-            # Some milliseconds at random: the loser of one race would else meet the same winner again.
-            time.sleep(random.uniform(0, 0.002))
-        raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
+        # Compare-and-set: another directory on the store may assign chunks of the same table at the same moment. The
+        # threads of this one take turns: on Redis 40 of them raced for one table, and a claim took seconds.
+        with self._claiming[hash(name) % len(self._claiming)]:
+            for attempt in range(attempts):
+                entry = self.store.read(name)
+                before = Claims() if entry is None else _CLAIMS.decode(entry.value)
+                view = self._view(holding.key, again=attempt > 0)
+                after, ranges = self._claimed(request, before, view, give_more=request.ask and not quiet)
+                version = ABSENT if entry is None else entry.version
+                if after == before or self.store.write(
+                    name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
+                ):
+                    self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
+                    return self._claim_reply(request, view, ranges, quiet=quiet)
+                # Some milliseconds at random: the loser of one race would else meet the same winner again.
+                time.sleep(random.uniform(0, 0.002))
+        return None
 
     def complain(self, complaint: Complaint, caller: Caller | None = None) -> None:
         """Record that a reader could not use a source, which becomes the last choice for that reader.

@@ -85,8 +85,9 @@ class GrantSigner:
     ) -> dict[str, bytes]:
         """Return a grant for each source of one answer.
 
-        A signature takes 50 us, a third of all the time of a hub whose fleet starts, so up to `_MAX_TOGETHER` grants
-        share one: of their digests, which tell a source nothing of the other grants, as nonces are random.
+        A signature takes 50 us: one for each grant was a third of the time of a hub whose fleet starts. So up to
+        `_MAX_TOGETHER` grants share a signature of their digests. Each grant has a random nonce, so the digests tell a
+        source nothing of the content of the others.
 
             grant: signature | number of digests | digests | grant in msgpack        or: signature | grant in msgpack
 
@@ -104,12 +105,13 @@ class GrantSigner:
         if audit.isEnabledFor(logging.INFO):
             for source in grants:
                 audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
-        together = [source for source in grants if source not in alone]
+        single = frozenset(alone)
+        together = [source for source in grants if source not in single]
         for first in range(0, len(together), _MAX_TOGETHER):
-            some = together[first : first + _MAX_TOGETHER]
-            digests = b"".join(blake3(grants[source]).digest(_DIGEST_BYTES) for source in some)
-            head = self._private.sign(_TOGETHER + digests) + bytes([len(some)]) + digests
-            grants |= {source: head + grants[source] for source in some}
+            group = together[first : first + _MAX_TOGETHER]
+            digests = b"".join(blake3(grants[source]).digest(_DIGEST_BYTES) for source in group)
+            head = self._private.sign(_TOGETHER + digests) + bytes([len(group)]) + digests
+            grants |= {source: head + grants[source] for source in group}
         return grants | {source: self._private.sign(_ALONE + grants[source]) + grants[source] for source in alone}
 
 
@@ -178,16 +180,18 @@ class GrantChecker:
         if not _SIGNATURE_BYTES < len(grant) <= _MAX_GRANT_BYTES:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
-        content, digests = _ALONE + body, b""
-        # What is signed alone begins with msgpack's mark of an array, which is greater.
-        if body[0] <= _MAX_TOGETHER:
-            cut = 1 + body[0] * _DIGEST_BYTES
-            digests, body = body[1:cut], body[cut:]
-            content = _TOGETHER + digests
+        content, digests = _ALONE + body, None
+        # A grant that is signed alone starts with the header of an array in msgpack, 0x95, which is no such number.
+        if (count := body[0]) <= _MAX_TOGETHER:
+            stop = 1 + count * _DIGEST_BYTES
+            if not count or len(body) < stop:
+                return "malformed"
+            digests = [body[at : at + _DIGEST_BYTES] for at in range(1, stop, _DIGEST_BYTES)]
+            content, body = _TOGETHER + body[1:stop], body[stop:]
         # The signature first: nothing else in the bytes is decoded or compared before it is known to be the hub's.
         try:
             self._public.verify(signature, content)
-            if digests and blake3(body).digest(_DIGEST_BYTES) not in _cut(digests):
+            if digests is not None and blake3(body).digest(_DIGEST_BYTES) not in digests:
                 return "not signed by this hub"
             signed = _GRANT.decode(body)
         except InvalidSignature:
@@ -216,7 +220,3 @@ class GrantChecker:
                 return "too many grants at once"
             epoch.nonces.add(signed.nonce)
         return ""
-
-
-def _cut(digests: bytes) -> list[bytes]:
-    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]

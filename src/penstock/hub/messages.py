@@ -355,7 +355,8 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     source: Annotated[str, Meta(max_length=128)] = ""
     """With a holding of no chunks: only this member, whose memory is to be used itself."""
     claim: bool = False
-    """Assign chunks of storage too, as by a `ClaimRequest`: a member that starts asks one question instead of two."""
+    """Assign chunks of storage too, as a `ClaimRequest` does: a member that starts sends one request instead of two. It
+    can read storage then."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -393,7 +394,8 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     reader_silent_s: float = -1.0
     """Smallest `HoldingState.silent_s` of the other members that read storage; -1: no other member reads."""
     claim: ClaimReply | None = None
-    """Chunks to read from storage; None: the request did not ask for them, or the hub is older than 2.5."""
+    """Chunks to read from storage; None: send a `ClaimRequest`. The request asked for none, too many members claimed at
+    that moment, or the hub is older than 2.5."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):

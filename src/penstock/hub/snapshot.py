@@ -492,7 +492,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
     Raises:
         HubUnavailable: the store did not answer.
     """
-    key = sync_key(request.name)
+    key, asked = sync_key(request.name), frozenset(request.grants)
     entries = {name: _SYNCED.decode(entry.value) for name, entry in store.scan(f"sync/{key}/").items()}
     # A member that left: its entry here expires later than its membership.
     live = {
@@ -500,7 +500,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         for name, entry in entries.items()
         if entry.state.name == request.name and store.read(f"member/{name}") is not None
     }
-    wanted = [name for name in live if name in set(request.grants)]
+    wanted = [name for name in live if name in asked]
     grants = signer.sign(
         key=key,
         reader=request.member,

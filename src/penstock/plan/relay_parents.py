@@ -1,7 +1,7 @@
 """The parents of receivers: chains below the whole holders, or two trees, and what the choice among them looks at.
 
 In: nodes, which are what members say of one key. Out: receiver -> the member that it reads from in the first place.
-Not here: chains or trees, substitutes of a parent (`relay`).
+Not here: the choice between chains and trees, substitutes of a parent (`relay`).
 """
 
 from __future__ import annotations

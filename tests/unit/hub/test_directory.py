@@ -10,7 +10,7 @@ import pytest
 from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
 from penstock.digest.leaf import canonical, root
-from penstock.errors import PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import explain
 from penstock.hub.auth import Caller
 from penstock.hub.conversions import JOB_TTL_S
@@ -22,11 +22,21 @@ from penstock.hub.directory import (
     Directory,
 )
 from penstock.hub.failures import FAILURE_TTL_S
-from penstock.hub.grants import GrantChecker
-from penstock.hub.messages import Beat, Complaint, FailureReport, Hello, LogReply, UpstreamsRequest, WhyRequest
+from penstock.hub.grants import Grant, GrantChecker
+from penstock.hub.messages import (
+    Beat,
+    Complaint,
+    FailureReport,
+    Hello,
+    HoldingState,
+    LogReply,
+    UpstreamsReply,
+    UpstreamsRequest,
+    WhyRequest,
+)
 from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.replicas import visible_to
-from penstock.hub.store import MemoryStore
+from penstock.hub.store import ANY, MemoryStore
 from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.phases import Boot, BootError
@@ -80,6 +90,69 @@ def test_storage_is_read_once_by_all_together(bench, hub, count) -> None:
     assert set().union(*read.values()) == set(range(100))
     if count <= 5:
         assert min(len(part) for part in read.values()) > 0
+
+
+def both(hub: Directory, member: str, state: HoldingState) -> UpstreamsReply:
+    return hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
+
+
+def test_a_claim_with_a_request_for_upstreams_is_like_one_by_itself(bench, hub) -> None:
+    bench.join(hub, "a", "b", "c")
+    bench.beat(hub, "a", key_state(((0, 50),)))
+    reply = both(hub, "b", key_state())
+    assert [upstream.member for upstream in reply.upstreams] == ["a"]
+    assert reply.claim is not None and chunks(reply.claim.ranges) and min(chunks(reply.claim.ranges)) == 50
+    other = bench.claim(hub, "c", key_state())
+    assert other.ranges and not chunks(other.ranges) & chunks(reply.claim.ranges)
+    # It is given back like any other.
+    bench.claim(hub, "b", key_state(), ask=False)
+    assert min(chunks(bench.claim(hub, "c", key_state(claims=other.ranges)).ranges)) == 50
+    # Without chunks the layout is asked for; without `claim` nothing is assigned.
+    assert both(hub, "b", key_state(num_chunks=0)).claim is None
+    plain = UpstreamsRequest(member="b", holding=key_state(), can_read_storage=True)
+    assert hub.upstreams(plain).claim is None
+
+
+def test_a_new_hub_gives_no_claim_with_upstreams_either(bench) -> None:
+    hub = bench.hub(fresh=False)
+    bench.join(hub, "a")
+    claim = both(hub, "a", key_state()).claim
+    assert claim is not None and not claim.ranges and "new" in claim.why
+
+
+def test_upstreams_are_answered_where_other_hubs_always_win_the_table(bench, monkeypatch) -> None:
+    class Raced(MemoryStore):
+        def write(self, name, value, *, ttl_s=None, expected=ANY):
+            if name.startswith("claim/"):
+                return False
+            return super().write(name, value, ttl_s=ttl_s, expected=expected)
+
+    bench.store = Raced(clock=lambda: bench.now)
+    hub = bench.hub()
+    bench.join(hub, "a", "b")
+    bench.beat(hub, "a", key_state(((0, 50),)))
+    reply = both(hub, "b", key_state())
+    assert [upstream.member for upstream in reply.upstreams] == ["a"] and reply.claim is None
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(HubUnavailable, match="same moment"):
+        bench.claim(hub, "b", key_state())
+
+
+def test_holders_of_older_releases_get_grants_that_are_signed_alone(bench, hub) -> None:
+    bench.join(hub, "new", "reader")
+    hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.4"))
+    checkers = {name: GrantChecker(hub._grants().public_key, name) for name in ("new", "old")}
+    for name, checker in checkers.items():
+        bench.beat(hub, name, key_state(((0, 50),), grant_epoch=checker.epoch()))
+    reply = hub.upstreams(UpstreamsRequest(member="reader", holding=key_state()))
+    grants = {upstream.member: upstream.grant for upstream in reply.upstreams}
+    assert set(grants) == {"new", "old"}
+    for name, checker in checkers.items():
+        checker.check(grants[name], key=IDENTITY.key(), reader="reader")
+    # Releases before 2.5 read what follows the signature as the grant.
+    assert msgspec.msgpack.decode(grants["old"][64:], type=Grant).source == "old"
+    with pytest.raises(msgspec.MsgspecError):
+        msgspec.msgpack.decode(grants["new"][64:], type=Grant)
 
 
 def test_two_hubs_on_one_store_give_each_chunk_once(bench, hub) -> None:

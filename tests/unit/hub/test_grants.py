@@ -154,6 +154,17 @@ def test_a_forged_one_is_refused(hub, checker) -> None:
             checker.check(body, key=KEY, reader="reader")
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 16])
+def test_a_signature_of_other_digests_or_of_none_grants_nothing(hub, checker, count) -> None:
+    """The hub signs no empty list; a signature of one must not be a grant for all."""
+    body = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch, b"n" * 12))
+    digests = blake3(b"other").digest() * count
+    signature = hub.signer._private.sign(b"penstock grants 2.5\n" + digests)
+    for said in {0, 1, count, 16}:
+        with pytest.raises(GrantRefused):
+            checker.check(signature + bytes([said]) + digests + body, key=KEY, reader="reader")
+
+
 def test_each_leaves_a_line(hub, checker, caplog) -> None:
     caplog.set_level(logging.INFO, "penstock.audit")
     grant = hub.signer.sign(key=KEY, reader="reader", epochs={"source": hub.epoch})["source"]

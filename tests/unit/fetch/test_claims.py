@@ -1,0 +1,155 @@
+"""The first claim of a fetch comes with its first upstreams; later ones are requests of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.trace import Trace
+from penstock.errors import HubUnavailable, PermissionDenied
+from penstock.fetch.run import Fetch
+from penstock.hub.messages import ClaimReply, Identity, UpstreamsReply
+from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.types import I64, DType
+
+NUM_CHUNKS = 8
+
+
+class Storage:
+    """Gives what is asked for, at once."""
+
+    uri = "s"
+    is_touched = False
+
+    def __init__(self, on_read: Callable[[], None]) -> None:
+        self.received_bytes = self.nbytes = 0
+        self.reads: list[list[int]] = []
+        self._on_read = on_read
+
+    def read(self, chunks: I64) -> Iterator[I64]:
+        self.reads.append(chunks.tolist())
+        self.received_bytes += 32 * len(chunks)
+        self._on_read()
+        yield chunks
+
+
+class Member:
+    """A member whose hub answers by a function, and gives a claim by itself all that is missing; notes what it asks."""
+
+    id, links, min_bytes_per_s = "me", None, 0.0
+
+    def __init__(self, answer: Callable[[bool], UpstreamsReply]) -> None:
+        self._answer = answer
+        self.hub = SimpleNamespace(rest_s=0.0, is_busy=False)
+        self.asked: list[str] = []
+
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, claim: bool) -> UpstreamsReply:
+        assert can_read_storage
+        self.asked.append("both" if claim else "upstreams")
+        return self._answer(claim)
+
+    def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
+        self.asked.append("claim")
+        left = np.flatnonzero(~weights.have)
+        return ClaimReply(ranges=((int(left[0]), int(left[-1]) + 1),) if len(left) else ())
+
+    def complain(self, *args: object) -> bool:
+        return True
+
+
+def run(
+    answer: Callable[[bool], UpstreamsReply],
+    *,
+    stall_s: float = 10.0,
+    on_read: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the member, the storage and the fetch, after it got all chunks."""
+    tensors = {"t": torch.zeros(NUM_CHUNKS * 32, dtype=torch.uint8)}
+    table = tabulate(["t"], [DType.U8], [(NUM_CHUNKS * 32,)])
+    layout = WeightLayout.of(table, leaf_bytes=16, chunk_bytes=32)
+    weights = LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
+    member, storage = Member(answer), Storage(on_read)
+    traced = Trace(enabled=False)
+    with Fetch(
+        member,  # type: ignore[arg-type]
+        weights,
+        storage=storage,  # type: ignore[arg-type]
+        stall_s=stall_s,
+        trace=traced,
+        on_first=lambda: None,
+    ) as fetch:
+        fetch.run()
+    return member, storage, fetch
+
+
+def test_the_first_claim_comes_with_the_first_upstreams() -> None:
+    member, storage, fetch = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
+    assert member.asked[0] == "both" and member.asked.count("both") == 1
+    assert storage.reads == [[0, 1, 2, 3], [4, 5, 6, 7]] and fetch.provenance.faults == []
+
+
+def test_a_hub_that_gives_no_first_claim_is_asked_for_one() -> None:
+    """An older hub, or one at which too many claim."""
+    member, storage, _ = run(lambda claim: UpstreamsReply())
+    assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
+
+
+def test_a_hub_without_chunks_to_give_yet_is_asked_again() -> None:
+    member, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ask_again_s=0.1, why="the hub is new")))
+    assert "claim" in member.asked[1:] and storage.reads == [list(range(NUM_CHUNKS))]
+
+
+def test_after_a_failed_first_request_claims_are_requests_of_their_own() -> None:
+    def away(claim: bool) -> UpstreamsReply:
+        if claim:
+            raise HubUnavailable("the hub is away")
+        return UpstreamsReply()
+
+    member, storage, fetch = run(away)
+    assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
+    assert fetch.provenance.faults == []
+
+
+def test_a_refused_member_reads_storage_without_a_claim() -> None:
+    def refuse(claim: bool) -> UpstreamsReply:
+        raise PermissionDenied("not for this model")
+
+    member, storage, fetch = run(refuse)
+    assert "claim" not in member.asked and sorted(chunk for chunks in storage.reads for chunk in chunks) == list(
+        range(NUM_CHUNKS)
+    )
+    assert "without a claim" in fetch.provenance.faults[0]
+
+
+def test_a_first_claim_that_comes_late_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At that moment storage would be read without a claim: no byte came for so long."""
+    skips = Fetch._should_skip_claims
+    asked = list[bool]()
+
+    def should_skip(fetch: Fetch) -> bool:
+        # As if the silence began to count when the answer came.
+        asked.append(fetch._hub_answered.is_set())
+        return asked[-1] or skips(fetch)
+
+    monkeypatch.setattr(Fetch, "_should_skip_claims", should_skip)
+    _, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
+    assert storage.reads[0] == [0, 1, 2, 3]
+
+
+def test_storage_is_read_while_the_first_answer_does_not_come() -> None:
+    """No claim is sent beside the one that is under way: the hub could free what it gives by the other."""
+    over = threading.Event()
+
+    def slow(claim: bool) -> UpstreamsReply:
+        over.wait(30)
+        return UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None)
+
+    member, storage, fetch = run(slow, stall_s=2.0, on_read=over.set)
+    assert storage.reads[0] == list(range(NUM_CHUNKS)) and "claim" not in member.asked
+    assert "without a claim" in fetch.provenance.faults[0]
