@@ -56,7 +56,7 @@ IDENTITY = Identity(model="llama-70b", revision="w1-0", dtype="BF16")
 CHUNK_BYTES = 16 * MIB
 PER_HOST = 8
 JOIN_AT_ONCE = 50
-FIRST_BEAT_S = 0.2
+FIRST_BEAT_S = 1.0
 """`peer.member._BEAT_PAUSE_S`: a member that starts beats this long after its hello at the earliest."""
 
 

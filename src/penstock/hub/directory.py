@@ -668,9 +668,9 @@ class Directory:
         if ranges:
             return ClaimReply(ranges=ranges)
         if quiet:
-            return ClaimReply(
-                ask_again_s=self.beat_s / 4, why="the hub is new: members have one beat to report what they have"
-            )
+            # At most a beat: a fleet of 1,000 would otherwise ask 2,000 times a second until the hub has heard of all.
+            pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
+            return ClaimReply(ask_again_s=pause_s, why="the hub is new: members have one beat to report what they have")
         if not request.ask:
             return ClaimReply(ask_again_s=self.beat_s)
         pause_s = _pause(0.2, view.num_sharing)

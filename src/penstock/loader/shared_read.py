@@ -2,7 +2,8 @@
 
 In: an open weight set, its tensors in an order that all ranks know, a group. Out: tensors and parts of them, to any
 thread that asks.
-Not here: which files are read (`shared_files`), all of a weight set at once (`group`), collectives (`collective`).
+Not here: how tensors are cut (`shared_turns`), which files are read (`shared_files`), all of a weight set at once
+(`group`), collectives (`collective`).
 
     turns: the tensors' bytes in order, cut; rank r reads every r-th run of turns, ahead, into staging
     round k: every rank says READY, BUSY or FAILED -> all READY: all_gather -> each rank keeps what its program wants
@@ -15,10 +16,9 @@ that rank alone when the program requests it.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import Cancelled, DestinationError, IntegrityError, NotFound, PeerLost, PenstockError, PlanError
 from penstock.loader.index import bounding_box
+from penstock.loader.shared_turns import Piece, Region, cut_turns, region_of
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
@@ -125,52 +126,6 @@ class RankWords(GroupCollectives):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes `[start, stop)` of a tensor, at `at` in a rank's payload of a round."""
-
-    row: int
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """A range of one dim, as columns `[first, last)` of the tensor's bytes seen as `[num_rows, row_bytes]`."""
-
-    num_rows: int
-    row_bytes: int
-    first: int
-    last: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_rows * (self.last - self.first)
-
-    def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        """Copy what lies in the region of `data`, the tensor's bytes from `start` on."""
-        stop = start + data.numel()
-        head, tail = -(-start // self.row_bytes), stop // self.row_bytes
-        if head > tail:
-            # Within one row.
-            self._place_part(into, start, data)
-            return
-        first_whole, last_whole = head * self.row_bytes - start, tail * self.row_bytes - start
-        self._place_part(into, start, data[:first_whole])
-        if head < tail:
-            rows = data[first_whole:last_whole].view(tail - head, self.row_bytes)[:, self.first : self.last]
-            into.view(self.num_rows, self.last - self.first)[head:tail].copy_(rows)
-        self._place_part(into, tail * self.row_bytes, data[last_whole:])
-
-    def _place_part(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        row, column = divmod(start, self.row_bytes)
-        low, high = max(column, self.first), min(column + data.numel(), self.last)
-        if low < high:
-            at = row * (self.last - self.first) - self.first
-            into[at + low : at + high].copy_(data[low - column : high - column])
-
-
 class _Tensor:
     """The state of a tensor: what of it is kept, how much has arrived, whether the program has taken it."""
 
@@ -192,7 +147,7 @@ class _Tensor:
         self.in_window = 0
         """Bytes counted as a part of the window."""
         self.buffer: torch.Tensor | None = None
-        self.region: _Region | None = None
+        self.region: Region | None = None
         """Only this part is kept; None: all of it."""
         self.num_waiting = 0
         self.is_kept_whole = False
@@ -258,7 +213,7 @@ class SharedRead:
         # On the CPU one turn a round: a round is waited for there, and a larger one would only take memory.
         self._per_round = 1 if is_host else max(1, min(ROUND_BYTES, budget // 4) // self._turn_bytes)
         self._order = [self._row_of[name] for name in names]
-        self._turns = list(_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
+        self._turns = list(cut_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
         self._num_rounds = -(-len(self._turns) // (self._per_round * ranks.world_size))
         self._tensors = [_Tensor(nbytes) for nbytes in self._table.nbytes.tolist()]
         self._changed = threading.Condition()
@@ -318,7 +273,7 @@ class SharedRead:
         box, rest = bounding_box(index, extent)
         is_whole = box == Box.full(extent)
         tensor = self._tensors[row]
-        region = None if is_whole or dtype is DType.F4 else _region(box, extent, tensor.nbytes)
+        region = None if is_whole or dtype is DType.F4 else region_of(box, extent, tensor.nbytes)
         with self._changed:
             is_kept = not tensor.is_gone and tensor.region in {None, region}
             if is_kept:
@@ -368,7 +323,7 @@ class SharedRead:
         self._progressed = time.monotonic()
         self._changed.notify_all()
 
-    def _demand(self, tensor: _Tensor, region: _Region | None, *, is_whole: bool) -> None:
+    def _demand(self, tensor: _Tensor, region: Region | None, *, is_whole: bool) -> None:
         """Note a thread that will wait; choose what is kept of a tensor of which nothing has arrived."""
         tensor.num_waiting += 1
         if is_whole and tensor.region is None and not tensor.is_kept_whole:
@@ -463,7 +418,7 @@ class SharedRead:
 
     # -- reading
 
-    def _turns_of(self, k: int, rank: int) -> list[list[_Piece]]:
+    def _turns_of(self, k: int, rank: int) -> list[list[Piece]]:
         first = (k * self._ranks.world_size + rank) * self._per_round
         return self._turns[first : first + self._per_round]
 
@@ -477,7 +432,7 @@ class SharedRead:
             for at, turn in enumerate(turns)
         ]
 
-    def _read_turn(self, turn: list[_Piece], staging: torch.Tensor) -> None:
+    def _read_turn(self, turn: list[Piece], staging: torch.Tensor) -> None:
         view = staging.numpy().data
         for piece in turn:
             self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.stop - piece.start])
@@ -661,7 +616,7 @@ class SharedRead:
             with self._changed:
                 self._arrived(done)
 
-    def _keep(self, piece: _Piece, data: torch.Tensor, done: list[_Tensor]) -> None:
+    def _keep(self, piece: Piece, data: torch.Tensor, done: list[_Tensor]) -> None:
         tensor = self._tensors[piece.row]
         if tensor.is_gone:
             return
@@ -704,43 +659,3 @@ def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     # A buffer may be dropped while a copy to it is queued.
     buffer.record_stream(current)
     return buffer
-
-
-def _turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[_Piece]]:
-    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves."""
-    turn: list[_Piece] = []
-    at = 0
-    for row in order:
-        start = 0
-        while start < nbytes[row]:
-            stop = min(nbytes[row], start + turn_bytes - at)
-            if stop < nbytes[row]:
-                stop -= stop % leaf_bytes
-            if stop <= start:
-                yield turn
-                turn, at = [], 0
-                continue
-            turn.append(_Piece(row, start, stop, at))
-            at += stop - start
-            start = stop
-            if at >= turn_bytes:
-                yield turn
-                turn, at = [], 0
-    if turn:
-        yield turn
-
-
-def _region(box: Box, shape: Sequence[int], nbytes: int) -> _Region | None:
-    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes."""
-    cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
-    count = math.prod(shape)
-    if len(cut) != 1 or not math.prod(box.shape) or not count:
-        return None
-    dim = cut[0]
-    column = math.prod(shape[dim + 1 :]) * (nbytes // count)
-    return _Region(
-        num_rows=math.prod(shape[:dim]),
-        row_bytes=shape[dim] * column,
-        first=box.start[dim] * column,
-        last=box.stop[dim] * column,
-    )

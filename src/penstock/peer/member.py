@@ -81,8 +81,9 @@ log = logging.getLogger("penstock.fleet")
 T = TypeVar("T")
 SHOWN_S = 600.0
 """A start that ended longer ago is reported without its phases: a fleet that runs for days need not repeat them."""
-_BEAT_PAUSE_S = 0.2
-"""Least time between two heartbeats that are sent because a phase began; the next regular one reports the rest."""
+_BEAT_PAUSE_S = 1.0
+"""Least time between two heartbeats that are sent because a phase began; the next regular one reports the rest. Phases
+of a start follow each other within a fraction of a second, and a fleet that starts asks its hub enough."""
 LEAVE_S = 2.0
 """Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
 JOIN_AGAIN_S = 0.1

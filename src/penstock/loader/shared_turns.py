@@ -1,0 +1,102 @@
+"""How the tensors of a shared read are cut: into turns, which the ranks read by turns, and regions, which a rank keeps.
+
+In: tensors' bytes and shapes, an order, boxes. Out: the pieces of each turn; a region that takes its part of the bytes.
+Not here: reading and exchanging them (`shared_read`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.types import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `[start, stop)` of a tensor, at `at` in a rank's payload of a round."""
+
+    row: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A range of one dim, as columns `[first, last)` of the tensor's bytes seen as `[num_rows, row_bytes]`."""
+
+    num_rows: int
+    row_bytes: int
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.num_rows * (self.last - self.first)
+
+    def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
+        """Copy what lies in the region of `data`, the tensor's bytes from `start` on."""
+        stop = start + data.numel()
+        head, tail = -(-start // self.row_bytes), stop // self.row_bytes
+        if head > tail:
+            # Within one row.
+            self._place_part(into, start, data)
+            return
+        first_whole, last_whole = head * self.row_bytes - start, tail * self.row_bytes - start
+        self._place_part(into, start, data[:first_whole])
+        if head < tail:
+            rows = data[first_whole:last_whole].view(tail - head, self.row_bytes)[:, self.first : self.last]
+            into.view(self.num_rows, self.last - self.first)[head:tail].copy_(rows)
+        self._place_part(into, tail * self.row_bytes, data[last_whole:])
+
+    def _place_part(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
+        row, column = divmod(start, self.row_bytes)
+        low, high = max(column, self.first), min(column + data.numel(), self.last)
+        if low < high:
+            at = row * (self.last - self.first) - self.first
+            into[at + low : at + high].copy_(data[low - column : high - column])
+
+
+def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves."""
+    turn: list[Piece] = []
+    at = 0
+    for row in order:
+        start = 0
+        while start < nbytes[row]:
+            stop = min(nbytes[row], start + turn_bytes - at)
+            if stop < nbytes[row]:
+                stop -= stop % leaf_bytes
+            if stop <= start:
+                yield turn
+                turn, at = [], 0
+                continue
+            turn.append(Piece(row, start, stop, at))
+            at += stop - start
+            start = stop
+            if at >= turn_bytes:
+                yield turn
+                turn, at = [], 0
+    if turn:
+        yield turn
+
+
+def region_of(box: Box, shape: Sequence[int], nbytes: int) -> Region | None:
+    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes."""
+    cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
+    count = math.prod(shape)
+    if len(cut) != 1 or not math.prod(box.shape) or not count:
+        return None
+    dim = cut[0]
+    column = math.prod(shape[dim + 1 :]) * (nbytes // count)
+    return Region(
+        num_rows=math.prod(shape[:dim]),
+        row_bytes=shape[dim] * column,
+        first=box.start[dim] * column,
+        last=box.stop[dim] * column,
+    )
