@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -56,3 +58,15 @@ def test_an_engine_that_is_no_distribution_has_no_version() -> None:
 def test_values_that_are_no_texts_are_refused() -> None:
     with pytest.raises(ConfigError, match="'tp': 2"):
         key_of("w1-00", engine="mine", config={"tp": 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("device", ["gpu", "CPU", "", "cuda:", "mps", "cuda:9999"])
+def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(device)) if not device.startswith("cuda:9") else "GPUs"):
+        key_of("w1-00", engine="mine", device=device)
+
+
+def test_a_device_is_a_text() -> None:
+    with pytest.raises(ConfigError, match="device"):
+        key_of("w1-00", engine="mine", device=0)  # type: ignore[arg-type]
+    assert key_of("w1-00", engine="mine", device="cpu:0") == key_of("w1-00", engine="mine")
