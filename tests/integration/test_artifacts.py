@@ -195,7 +195,7 @@ def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: s
 def test_a_part_that_is_longer_than_it_may_be_is_not_read(
     homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its header may state any size, and the file have holes: what is not signed must not fill the memory."""
+    """A header may state any size, and a file may have holes; unsigned bytes must not fill the memory."""
     saved, _ = homes.bake()
     # Copies: the file that they are mapped from is written anew.
     tensors = {key: value.clone() for key, value in load_file(saved.uri).items()}

@@ -1,4 +1,4 @@
-"""How the tensors of a shared read are cut: into turns, which the ranks read by turns, and regions, which a rank keeps.
+"""Turns and regions of a shared read: the ranks read the turns in rotation, and a rank keeps its region of a tensor.
 
 In: tensors' bytes and shapes, an order, boxes. Out: the pieces of each turn; a region that takes its part of the bytes.
 Not here: reading and exchanging them (`shared_read`).

@@ -1,4 +1,4 @@
-"""The first claim of a fetch comes with its first upstreams; later ones are requests of their own."""
+"""Claims of a fetch: the first one comes with the first upstreams; later ones are requests of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CHUNKS = 8
 
 
 class Storage:
-    """Gives what is asked for, at once."""
+    """Storage that gives each chunk at once."""
 
     uri = "s"
     is_touched = False
@@ -40,7 +40,7 @@ class Storage:
 
 
 class Member:
-    """A member whose hub answers by a function, and gives a claim by itself all that is missing; notes what it asks."""
+    """A member with a hub that is a function; a claim by itself gets all missing chunks. It notes its requests."""
 
     id, links, min_bytes_per_s = "me", None, 0.0
 
@@ -94,13 +94,13 @@ def test_the_first_claim_comes_with_the_first_upstreams() -> None:
     assert storage.reads == [[0, 1, 2, 3], [4, 5, 6, 7]] and fetch.provenance.faults == []
 
 
-def test_a_hub_that_gives_no_first_claim_is_asked_for_one() -> None:
+def test_a_claim_follows_an_answer_that_has_none() -> None:
     """An older hub, or one at which too many claim."""
     member, storage, _ = run(lambda claim: UpstreamsReply())
     assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
 
 
-def test_a_hub_without_chunks_to_give_yet_is_asked_again() -> None:
+def test_a_claim_follows_an_answer_of_a_new_hub() -> None:
     member, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ask_again_s=0.1, why="the hub is new")))
     assert "claim" in member.asked[1:] and storage.reads == [list(range(NUM_CHUNKS))]
 
@@ -128,7 +128,7 @@ def test_a_refused_member_reads_storage_without_a_claim() -> None:
 
 
 def test_a_first_claim_that_comes_late_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At that moment storage would be read without a claim: no byte came for so long."""
+    """Without it, storage would be read without a claim at that moment: no byte came for too long."""
     skips = Fetch._should_skip_claims
     asked = list[bool]()
 
@@ -143,7 +143,7 @@ def test_a_first_claim_that_comes_late_is_used(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_storage_is_read_while_the_first_answer_does_not_come() -> None:
-    """No claim is sent beside the one that is under way: the hub could free what it gives by the other."""
+    """A second claim is not sent meanwhile: the hub would free the chunks of the first one."""
     over = threading.Event()
 
     def slow(claim: bool) -> UpstreamsReply:

@@ -34,7 +34,7 @@ class Hub:
         self.signer, self.epoch = GrantSigner(seed), 0
 
     def sign(self, *, source: str = "source", epoch: int | None = None, is_alone: bool = False, **changes) -> bytes:
-        """One for the source, beside two for others."""
+        """Return a grant for the source, made with two for other sources."""
         now = self.epoch if epoch is None else epoch
         epochs, alone = {"before": 1, source: now, "after": now}, [source] if is_alone else []
         return self.signer.sign(**{"key": KEY, "reader": "reader", "epochs": epochs, "alone": alone, **changes})[source]
