@@ -141,16 +141,13 @@ def update_table(
         claims: the table before.
         request: of the caller.
         gone: members that have left or died.
-        reported: states of other members that read from storage; new to the hub if it lost the table.
+        reported: states of other members that read from storage and are not in the table, which the hub may have lost.
         now: the hub's clock.
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
-    # Those that the table lists report for themselves, with a request of their own. As a set: a fleet that starts has
-    # a thousand of both.
-    listed = frozenset(claims.members)
     for member, holding in reported.items():
-        if member not in listed and holding.num_chunks == num_chunks:
+        if holding.num_chunks == num_chunks:
             claims = update_member(claims, member, holding, now)
     return update_member(claims, request.member, request.holding, now)
 
@@ -208,9 +205,9 @@ def assign_piece(
     taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]
-    members, num_have, since = claims.members, list(claims.num_have), list(claims.since)
-    if not len(free) or len(members) >= _MAX_CLAIMANTS:
+    if not len(free) or len(claims.members) >= _MAX_CLAIMANTS:
         return claims, ()
+    members, num_have, since = claims.members, list(claims.num_have), list(claims.since)
     if member not in members:
         members, num_have, since = (*members, member), [*num_have, 0], [*since, now]
     me = members.index(member)

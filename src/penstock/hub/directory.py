@@ -639,15 +639,18 @@ class Directory:
         """Return the table of claims after a request, and the chunks assigned."""
         holding, now = request.holding, self._clock()
         # The snapshot may be older than a member's first holding: the store decides whether an absent one is gone.
-        absent = set(before.members).difference(view.held)
-        gone = {name for name in absent if self.store.read(f"hold/{holding.key}/{name}") is None}
+        listed = frozenset(before.members)
+        gone = {name for name in listed.difference(view.held) if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
             view = self._view(holding.key, again=True)
-        reported = {name: view.held[name].holding for name in view.reading.difference(gone, (request.member,))}
+        # Those that the table lists report for themselves, with a claim of their own.
+        others = view.reading.difference(listed, (request.member,))
+        reported = {name: view.held[name].holding for name in others}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
         # Not with each request: a table that changes every time is a lost race for every other claimant.
         if now - after.looked > PROGRESS_CHECK_S:
-            silent_s = {name: holding.silent_s for name, holding in reported.items() if holding.silent_s >= 0}
+            states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
+            silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
             after = note_progress(
                 after, {name: holder.num_have for name, holder in view.held.items()}, now, silent_s=silent_s
             )
