@@ -644,16 +644,14 @@ class Directory:
         if gone:
             view = self._view(holding.key, again=True)
         # Those that the table lists report for themselves, with a claim of their own.
-        others = view.reading.difference(listed, (request.member,))
-        reported = {name: view.held[name].holding for name in others}
+        reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
         # Not with each request: a table that changes every time is a lost race for every other claimant.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
-            after = note_progress(
-                after, {name: holder.num_have for name, holder in view.held.items()}, now, silent_s=silent_s
-            )
+            num_have = {name: holder.num_have for name, holder in view.held.items()}
+            after = note_progress(after, num_have, now, silent_s=silent_s)
         if not give_more:
             return after, ()
         return assign_piece(
