@@ -40,7 +40,13 @@ class Region:
         return self.num_rows * (self.last - self.first)
 
     def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        """Copy what lies in the region of `data`, the tensor's bytes from `start` on."""
+        """Copy what lies in the region of `data`.
+
+        Args:
+            into: the region's bytes, flat uint8 of `nbytes`, written in place.
+            start: offset of `data` in the tensor, in bytes.
+            data: bytes of the tensor, flat uint8.
+        """
         stop = start + data.numel()
         head, tail = -(-start // self.row_bytes), stop // self.row_bytes
         if head > tail:
@@ -63,7 +69,14 @@ class Region:
 
 
 def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves."""
+    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves.
+
+    Args:
+        nbytes: bytes of each tensor, by row.
+        order: rows in the order in which they are read.
+        turn_bytes: most bytes of a turn; at least `leaf_bytes`.
+        leaf_bytes: a tensor is cut at multiples of this only, so that a digest covers bytes of one turn.
+    """
     turn: list[Piece] = []
     at = 0
     for row in order:
@@ -87,7 +100,13 @@ def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf
 
 
 def region_of(box: Box, shape: Sequence[int], nbytes: int) -> Region | None:
-    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes."""
+    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes.
+
+    Args:
+        box: part of the tensor, in elements.
+        shape: of the tensor.
+        nbytes: of the whole tensor.
+    """
     cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
     count = math.prod(shape)
     if len(cut) != 1 or not math.prod(box.shape) or not count:
