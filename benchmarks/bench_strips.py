@@ -143,8 +143,7 @@ def takes(nbytes: int, links: Links) -> None:
         parts = {"wire_s": last.wire_s, "ready_s": last.ready_s, "digest_s": last.digest_s, "planned_s": planned}
         parts |= busy
         say("take, in one process", part.nbytes, seconds[1:], **{key: round(v, 4) for key, v in parts.items()})
-        staging_copy.flip(part)
-        say("flip of a part", part.nbytes, [staging_copy.flip(part) for _ in range(REPEATS)])
+        say("flip of a part", part.nbytes, timed(lambda: staging_copy.flip(part)))
 
 
 def flips(nbytes: int) -> None:

@@ -184,7 +184,7 @@ class Worker:
         self.shapes, self.tag = shapes_of(kind, nbytes, small=few), TAGS.get(kind)
         self.model = Served(served_of(kind, self.shapes), rank, world_size, self.device)
         if arena:
-            rehome(self.model, copy=False)
+            rehome(self.model, copy=False, is_remappable=True)
             gc.collect()
             self._empty()
         self.sync()

@@ -78,10 +78,10 @@ def test_the_device_has_the_memory_while_the_engine_sleeps(
     engine.update()
     assert served.has(trainer.task, 1)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.mem_get_info()[0]
     assert engine.release() >= NBYTES
     # With a staging copy twice as much.
-    assert before - torch.cuda.memory_reserved() >= 0.9 * NBYTES * (2 if mode == "staged" else 1)
+    assert torch.cuda.mem_get_info()[0] - before >= 0.8 * NBYTES * (2 if mode == "staged" else 1)
     with pytest.raises(VersionNotLive), engine.pinned():
         pass
     # The memory is used by others meanwhile, who leave their bytes in it.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver
-from penstock.errors import PeerLost
+from penstock.errors import DestinationError, DeviceOutOfMemory, PeerLost
 from penstock.memory.memfd import MappedMemfd, create_memfd, shared_at
 from penstock.segments import Rectangles
 from penstock.transport.protocol import Memory
@@ -34,6 +34,8 @@ _numbers = itertools.count(1)
 
 PIECE_BYTES = 1 << 20
 """Of virtual memory; torch's pieces are of 20 MiB."""
+UNIT_BYTES = 1 << 16
+"""Of physical memory; a device's unit is 2 MiB."""
 
 
 class FakeCuda(CudaDriver):
@@ -44,10 +46,16 @@ class FakeCuda(CudaDriver):
         pinned: addresses of host memory that is page-locked.
         num_opened: mappings of peers' memory that are open.
         is_shareable: whether virtual memory is made with POSIX handles.
+        num_handles: handles of physical memory that were not released.
+        num_waits: waits for all work of a device.
+        most_bytes: room for one piece of physical memory.
+        refuses: the next call that fails, once: `allow`.
     """
 
     def __init__(self) -> None:
         self.is_stuck, self.is_shareable, self.num_opened = False, True, 0
+        self.num_handles = self.num_waits = 0
+        self.most_bytes, self.refuses = 1 << 40, ""
         self.pinned: set[int] = set()
         self._queued: dict[int, list[tuple[int, int, int]]] = {}
         self._events: dict[int, int] = {}
@@ -139,9 +147,49 @@ class FakeCuda(CudaDriver):
         _map(address, nbytes, fd, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED)
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
-        pass
+        if self.refuses == "allow":
+            self.refuses = ""
+            raise DestinationError("fake: cuMemSetAccess")
+
+    def has_virtual_memory(self, device: int) -> bool:
+        return True
+
+    def virtual_unit(self, device: int) -> int:
+        return UNIT_BYTES
+
+    def create(self, nbytes: int, device: int) -> int:
+        if nbytes > self.most_bytes:
+            raise DeviceOutOfMemory("fake: cuMemCreate")
+        fd = os.memfd_create("penstock-physical")
+        os.ftruncate(fd, nbytes)
+        self.num_handles += 1
+        return fd
+
+    def retain(self, address: int) -> int:
+        self.num_handles += 1
+        return os.dup(self._pieces[address][1])
+
+    def release(self, handle: int) -> None:
+        self.num_handles -= 1
+        os.close(handle)
+
+    def map_handle(self, address: int, nbytes: int, handle: int) -> None:
+        assert address not in self._pieces, "memory is mapped there already"
+        self.map_fd(address, nbytes, handle)
+        self._pieces[address] = (nbytes, os.dup(handle))
+
+    def unmap_handle(self, address: int, nbytes: int) -> None:
+        assert self.num_waits, "nothing waited for the device"
+        os.close(self._pieces.pop(address)[1])
+        _map(address, nbytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED)
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
+        piece = self._pieces.pop(address, None) if mapped_nbytes else None
+        if piece is not None:
+            os.close(piece[1])
         _libc.munmap(address, nbytes)
         self.num_opened -= 1
 

@@ -115,10 +115,13 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (_ptr,),
     "cuCtxPopCurrent_v2": (_ptr,),
     "cuCtxEnablePeerAccess": (_ptr, _uint),
+    "cuCtxSynchronize": (),
     "cuMemGetAddressRange_v2": (_ptr, _ptr, _u64),
     "cuIpcGetMemHandle": (_ptr, _u64),
     "cuIpcOpenMemHandle_v2": (_ptr, IpcHandle, _uint),
     "cuIpcCloseMemHandle": (_u64,),
+    "cuMemGetAllocationGranularity": (_ptr, _ptr, ctypes.c_int),
+    "cuMemCreate": (_ptr, _size, _ptr, _u64),
     "cuMemRetainAllocationHandle": (_ptr, _u64),
     "cuMemGetAllocationPropertiesFromHandle": (_ptr, _u64),
     "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
@@ -155,6 +158,13 @@ _MAPPED, _READ_ONLY = 2, 8
 _UNIFIED = 4
 _HOST_POINTER = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+_VIRTUAL_MEMORY, _POSIX_FD_HANDLES, _RDMA_OF_VIRTUAL = 102, 103, 110
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, _HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED and
+_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED."""
+_PINNED = 1
+"""CU_MEM_ALLOCATION_TYPE_PINNED."""
+_RDMA_FLAG = 1
+"""Index of `gpuDirectRDMACapable` in CUmemAllocationProp.allocFlags."""
 _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -327,10 +337,52 @@ class CudaDriver:
         """Map a piece of another process's memory at reserved addresses. The descriptor stays the caller's."""
         handle = self._get("cuMemImportFromShareableHandle", fd, _POSIX_FD)
         try:
-            self._do("cuMemMap", address, nbytes, 0, handle, 0)
+            self.map_handle(address, nbytes, handle)
         finally:
             # The mapping keeps the memory: without the handle it is freed by `unmap` alone.
-            self._do("cuMemRelease", handle)
+            self.release(handle)
+
+    def has_virtual_memory(self, device: int) -> bool:
+        """Return whether the device has physical memory that is apart from addresses, and shared by descriptors."""
+        return all(self._attribute(what, device) for what in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
+
+    def virtual_unit(self, device: int) -> int:
+        """Return the number of bytes of which `create` takes multiples."""
+        properties, unit = self._properties(device), ctypes.c_size_t()
+        self._do("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
+        return unit.value
+
+    def create(self, nbytes: int, device: int) -> int:
+        """Return a handle of new physical memory of a device; it is freed with its handles and mappings."""
+        return self._get("cuMemCreate", nbytes, ctypes.byref(self._properties(device)), 0)
+
+    def _properties(self, device: int) -> AllocationProp:
+        properties = AllocationProp(
+            type=_PINNED, handle_types=_POSIX_FD, location=Location(_ON_DEVICE, self._ordinal(device))
+        )
+        # Else no network adapter can be given the memory.
+        properties.flags[_RDMA_FLAG] = bool(self._attribute(_RDMA_OF_VIRTUAL, device))
+        return properties
+
+    def retain(self, address: int) -> int:
+        """Return one more handle of the physical memory behind an address."""
+        return self._get("cuMemRetainAllocationHandle", address)
+
+    def release(self, handle: int) -> None:
+        """Give a handle up."""
+        self._do("cuMemRelease", handle)
+
+    def map_handle(self, address: int, nbytes: int, handle: int) -> None:
+        """Map all of a handle's memory at reserved addresses; `allow` makes it usable."""
+        self._do("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap_handle(self, address: int, nbytes: int) -> None:
+        """Undo `map_handle`; the addresses stay reserved. Order: after the device's work with them."""
+        self._do("cuMemUnmap", address, nbytes)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the current context."""
+        self._do("cuCtxSynchronize")
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
         """Let a device use mapped addresses."""
@@ -346,7 +398,10 @@ class CudaDriver:
 
     def sees_host(self, device: int) -> bool:
         """Return whether kernels of the device read pinned memory at the host's own addresses."""
-        return bool(self._get("cuDeviceGetAttribute", _HOST_POINTER, self._ordinal(device)) & 0x7FFFFFFF)
+        return bool(self._attribute(_HOST_POINTER, device))
+
+    def _attribute(self, what: int, device: int) -> int:
+        return self._get("cuDeviceGetAttribute", what, self._ordinal(device)) & 0x7FFFFFFF
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
         """Page-lock host memory, for copy engines and kernels of every device; `is_read_only` for read-only mappings.

@@ -6,7 +6,7 @@ Not here: moving live tensors into an arena (`rehome`), registering it (`transpo
 Host arenas are memfds mapped shared, which other processes of the host can map once they are registered; device arenas
 are one allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it no huge pages
 (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so `populate` touches it in bulk and
-outside the GIL, ahead of the bytes that arrive.
+outside the GIL, ahead of the bytes that arrive. Arenas of staged updates on a device are `cuda.device_memory`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from penstock.memory.memfd import MappedMemfd, create_memfd
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.cuda.device_memory import DeviceMemory
 
 _MADV_POPULATE_WRITE = 23
 """Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
@@ -87,8 +89,12 @@ class Arena:
         self._lock = threading.Lock()
 
     @classmethod
-    def allocate(cls, nbytes: int, device: str | torch.device = "cpu") -> Arena:
+    def allocate(cls, nbytes: int, device: str | torch.device = "cpu", *, is_remappable: bool = False) -> Arena:
         """Allocate an arena of `nbytes`, untouched.
+
+        Args:
+            is_remappable: on a device: let its physical memory be exchanged; see `cuda.device_memory`. Torch's memory,
+                whose cannot, where the device has no memory of that kind.
 
         Raises:
             ConfigError: no arenas on this kind of device.
@@ -101,7 +107,7 @@ class Arena:
         if name == "cpu":
             return cls._on_host(nbytes)
         if name.partition(":")[0] == "cuda":
-            return cls._on_cuda(nbytes, name)
+            return cls._remappable(nbytes, name) if is_remappable else cls._on_cuda(nbytes, name)
         raise ConfigError(f"cannot make an arena on {name}", hint="use cpu or cuda")
 
     @classmethod
@@ -127,6 +133,33 @@ class Arena:
             message = f"{device} has {free} of {total} bytes free; {nbytes} contiguous bytes are needed"
             raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
         return cls(str(region.device), region.data_ptr(), nbytes, region)
+
+    @classmethod
+    def _remappable(cls, nbytes: int, name: str) -> Arena:
+        import torch
+
+        from penstock.cuda.device_memory import DeviceMemory, is_available
+
+        device = torch.device(name)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        if not is_available(number):
+            return cls._on_cuda(nbytes, name)
+        nbytes = max(nbytes, ALIGN_BYTES)
+        try:
+            memory = DeviceMemory(nbytes, number)
+        except DeviceOutOfMemory:
+            # What torch has kept of freed tensors is of use here too.
+            torch.cuda.empty_cache()
+            memory = DeviceMemory(nbytes, number)
+        return cls.over(memory)
+
+    @classmethod
+    def over(cls, memory: DeviceMemory) -> Arena:
+        """Return an arena of all of a device's memory, which it keeps."""
+        import torch
+
+        region = torch.as_tensor(memory, device=f"cuda:{memory.device}")
+        return cls(str(region.device), memory.address, memory.nbytes, region)
 
     @property
     def path(self) -> str:

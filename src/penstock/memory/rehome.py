@@ -14,11 +14,17 @@ from penstock.errors import PlanError
 from penstock.memory.arena import Arena, needed_bytes
 
 
-def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool = True) -> tuple[Arena, ...]:
+def rehome(
+    target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool = True, is_remappable: bool = False
+) -> tuple[Arena, ...]:
     """Move a module's parameters and buffers, or tensors by name, into one arena for each device.
 
     Objects, dtypes, shapes, strides, hooks and gradients stay. Tensors that shared memory still do: tied weights, and
     views of one tensor such as fused projections. Values are copied, device by device, unless `copy` is False.
+
+    Args:
+        copy: copy the values; else the tensors have any.
+        is_remappable: see `Arena.allocate`.
 
     Raises:
         PlanError: a tensor is on the meta device, or not a plain strided one; nothing was moved.
@@ -43,7 +49,7 @@ def rehome(target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool =
         if tensor.untyped_storage().nbytes():
             storages = devices.setdefault(tensor.device, {})
             storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    return tuple(_move(device, list(storages.values()), copy) for device, storages in devices.items())
+    return tuple(_move(device, list(storages.values()), copy, is_remappable) for device, storages in devices.items())
 
 
 def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -54,10 +60,11 @@ def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tu
         yield from target.items()
 
 
-def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool) -> Arena:
+def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is_remappable: bool) -> Arena:
     """Move tensors by storage: each group shares one, and the part of it that the group covers is moved as one run."""
     spans = [_span(group) for group in groups]
-    arena = Arena.allocate(needed_bytes(stop - start for start, stop in spans), device)
+    nbytes = needed_bytes(stop - start for start, stop in spans)
+    arena = Arena.allocate(nbytes, device, is_remappable=is_remappable)
     offsets = arena.place(stop - start for start, stop in spans)
     with torch.no_grad():
         for group, (start, stop), offset in zip(groups, spans, offsets, strict=True):

@@ -1,7 +1,7 @@
 """Copies between memory of this process with one layout: prepared ones, and the staging copy that a flip makes live.
 
 In: memories of equal sizes, and the strips to copy. Out: the copied bytes, and the seconds the copy took; second memory
-of the same sizes.
+of the same sizes, whose physical memory a flip may exchange with that of the first.
 Not here: the moment of a copy (`receive.subscriber`, `publish.offer`), memory of other processes (`receive.transfer`).
 
     strips --packed ones joined--> long runs: the copy engine;  many short runs: one kernel per region (host: numpy)
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.cuda.device_memory import DeviceMemory, memory_of
 from penstock.cuda.driver import load_driver
 from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
-from penstock.errors import PlanError
+from penstock.errors import PenstockError, PlanError
 from penstock.lifecycle import Closing
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
@@ -199,7 +200,7 @@ def received(part: Part) -> Strips:
     return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
 
 
-def allocate_like(memories: Sequence[Memory]) -> list[Memory]:
+def allocate_like(memories: Sequence[Memory], *, is_remappable: bool = False) -> list[Memory]:
     """Allocate arenas of the same sizes on the same devices.
 
     Raises:
@@ -208,47 +209,140 @@ def allocate_like(memories: Sequence[Memory]) -> list[Memory]:
     copies = []
     for memory in memories:
         # One byte for an empty region, whose registration needs an address.
-        arena = Arena.allocate(max(memory.nbytes, 1), memory.device)
+        arena = Arena.allocate(max(memory.nbytes, 1), memory.device, is_remappable=is_remappable)
         copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
     return copies
+
+
+MAX_RUNS = 1 << 20
+"""Most runs of a part whose memory is exchanged: to find the bytes between them takes 0.1 s, once for each plan."""
+REST_SHARE = 0.25
+"""Largest share of a part's bytes that a flip by exchange copies, which a part does not fill: it copies them at each
+flip, and should take much less than a flip by copy."""
+
+
+def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
+    """Return other addresses of the same memory, which keep it when a flip exchanges what lies at the former ones.
+
+    Returns:
+        None: some of the memory cannot be exchanged: it is the host's, or torch's.
+    """
+    found = [memory_of(memory.address) for memory in memories]
+    # Whole: a flip exchanges all that lies at an address, also bytes of others.
+    if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
+        return None
+    arenas = [Arena.over(one.alias()) for one in found if one is not None]
+    return tuple(Memory(address=a.address, nbytes=a.nbytes, device=a.device, owner=a) for a in arenas)
 
 
 class StagingCopy(Closing):
     """Second memory for a target's regions, as large as they are, on the same devices; a context manager.
 
+    A flip copies the version to the live memory. Where the live memory is remappable (`cuda.device_memory`), it
+    exchanges the physical memory of the two instead, in a millisecond: the staging copy then has the version before.
+
     Attributes:
         regions: the memory that a `Transfer` reads into, in place of the live regions.
 
     Args:
-        live: the live regions' memory, in the layout's order; never moved.
+        live: the live regions' memory, in the layout's order; its addresses never change.
         links: the transports that register the staging memory.
+        served: registrations of the live memory by `aliases_of`; None: a flip copies.
 
     Raises:
         DeviceOutOfMemory, DestinationError: there is not enough memory.
         ConfigError: no transport reaches it.
     """
 
-    def __init__(self, live: Sequence[Memory], links: Links) -> None:
+    def __init__(self, live: Sequence[Memory], links: Links, *, served: Regions | None = None) -> None:
         self._live = tuple(live)
-        self.regions = Regions(allocate_like(live), links)
-        self._copies: dict[str, Copy] = {}
+        self._served = served
+        self.regions = Regions(allocate_like(live, is_remappable=served is not None), links)
+        if any(memory_of(memory.address) is None for memory in self.regions.memories):
+            self._served = None
+        self._copies: dict[tuple[str, int], Copy] = {}
+        self._rest: tuple[str, Strips | None] = ("", None)
 
-    def flip(self, part: Part, *, stall_s: float = 30.0) -> float:
-        """Copy the strips that the part filled to the live memory, and return the seconds.
+    def flip(self, part: Part, *, stall_s: float = 30.0) -> bool:
+        """Make the strips that the part filled live; return whether the memory was exchanged.
 
         Raises:
             DestinationError: the device failed; the live memory is a mix of two versions.
 
-        Order: while nothing reads the live memory; after the work queued on the current stream. Cost: one pass on the
-            device; the copies are prepared at the first flip of a plan.
+        Order: while nothing uses the live memory, or the device fails; after the work queued on the current stream.
+        Cost: one pass on the device, or by exchange of what the part does not fill; the copies are prepared at the
+            first flip of a plan.
         """
-        # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since. One
-        # prepared copy is enough, because a new plan replaces the old one for good.
-        if part.key not in self._copies:
-            self._copies = {part.key: Copy(self._live, self.regions.memories, received(part))}
-        return self._copies[part.key].run(stall_s=stall_s)
+        rest = self._rest_of(part) if self._served is not None else None
+        if rest is None:
+            # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since.
+            self._copy(part, self._live, self.regions.memories, received(part)).run(stall_s=stall_s)
+            return False
+        if len(rest):
+            self._copy(part, self.regions.memories, self._live, rest).run(stall_s=stall_s)
+        self._exchange()
+        return True
+
+    def _copy(self, part: Part, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> Copy:
+        """Return the prepared copy; those of an earlier plan are dropped, because a new plan replaces it for good."""
+        # By address too: of memory that is exchanged each flip has another.
+        key = part.key, dst[0].address if dst else 0
+        if key not in self._copies:
+            kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
+            self._copies = {**kept, key: Copy(dst, src, strips)}
+        return self._copies[key]
+
+    def _rest_of(self, part: Part) -> Strips | None:
+        """Return the strips of the live memory that a part does not fill; None: a flip should copy the part."""
+        if self._rest[0] != part.key:
+            self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
+        return self._rest[1]
+
+    def _exchange(self) -> None:
+        """Exchange the physical memory of the live and the staging regions."""
+        assert self._served is not None
+        done: list[tuple[DeviceMemory, Memory]] = []
+        try:
+            for live, served, staged in zip(self._live, self._served.memories, self.regions.memories, strict=True):
+                mine, new = memory_of(live.address), memory_of(staged.address)
+                assert mine is not None
+                assert new is not None
+                mine.take(new)
+                done.append((mine, served))
+        except PenstockError:
+            for mine, served in done:
+                former = memory_of(served.address)
+                assert former is not None
+                mine.take(former)
+            raise
+        self.regions.exchange(self._served)
 
     def close(self) -> None:
         """End the registrations and release the memory. Idempotent."""
         self.regions.close()
         self._copies.clear()
+
+
+def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
+    """Return the strips that others leave out, within regions; None: they are too many bytes, or not worth finding.
+
+    Args:
+        filled: `nbytes` in strips, with offsets over all regions.
+        first: the first offset of each region, and the end of the last.
+    """
+    whole = filled.is_packed()
+    gapped = filled[~whole]
+    if int(gapped.num_rows.sum()) > MAX_RUNS:
+        return None
+    runs = _one_by_one(gapped, np.ones(len(gapped), bool), 0)
+    # Edges of regions are empty runs: what is left out must not cross them.
+    begin = np.concatenate([filled.at[whole], runs.dst, first])
+    stop = np.concatenate([filled.stop[whole], runs.dst + runs.nbytes, first])
+    order = np.argsort(begin, kind="stable")
+    begin, reach = begin[order], np.maximum.accumulate(stop[order])
+    gaps = begin[1:] - reach[:-1]
+    some = np.flatnonzero(gaps > 0)
+    size = gaps[some]
+    if size.sum() > REST_SHARE * nbytes:
+        return None
+    return Strips(at=reach[some], run_bytes=size, num_rows=np.ones(len(some), np.int64), pitch=size)

@@ -93,6 +93,15 @@ class Regions(Closing):
             for handle in handles.values():
                 handle.fence()
 
+    def exchange(self, other: Regions) -> None:
+        """Exchange memory and registrations with regions of the same sizes.
+
+        Order: after a fence of what is served, and while nothing is read into either.
+        """
+        self.memories, other.memories = other.memories, self.memories
+        self._handles, other._handles = other._handles, self._handles
+        self._into, other._into = other._into, self._into
+
     def warm_up(self) -> None:
         """Load the kernels of the digests, so that the first of them does not wait for it."""
         for digester in dict.fromkeys(self._digesters):

@@ -218,7 +218,7 @@ def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[
     return layout
 
 
-def to_arenas(params: torch.nn.Module | Mapping[str, Declarable]) -> None:
+def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappable: bool = False) -> None:
     """Move the declared tensors into one arena per device; see `memory.rehome`."""
     if isinstance(params, torch.nn.Module):
         named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
@@ -228,7 +228,8 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable]) -> None:
             parts = [value] if isinstance(value, torch.Tensor | Shard) else value
             for number, part in enumerate(parts):
                 named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
-    rehome({name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()})
+    local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
+    rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
         # FSDP2 keeps references to its shards' memory from the first forward on, and takes new ones when a module is
         # converted: without this it would compute with the memory that the parameters were moved out of.

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
+from penstock.cuda.device_memory import memory_of
 from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver, StreamPools, load_driver, never_freed, ordinal
 from penstock.errors import (
     ConfigError,
@@ -289,6 +290,10 @@ Source: benchmarks/results/h200x2_202611/transport.md.
 MANY = 64
 """Short segments of a read from which on one kernel copies them; its launch and table cost about 0.2 ms."""
 
+LAID_OUT = 4
+"""Pairs of addresses for which the copies of one object of rectangles are kept: two memories at each end take turns
+where a flip exchanges them (`cuda.device_memory`)."""
+
 SETTLE_S = 30.0
 """Seconds that `register` waits for kernels queued before it, and `close` for copies under way."""
 
@@ -350,10 +355,10 @@ class CudaIpcTransport:
         page = GenerationTable.create()
         self._endpoint = Endpoint(self.name, page, abstract_name=f"penstock-{page.name}")
         self._mapped: Mappings[Mapped] = Mappings()
-        self._laid_out: WeakKeyDictionary[Rectangles, tuple[tuple[int, int, int], Sequence[_Group]]] = (
+        self._laid_out: WeakKeyDictionary[Rectangles, dict[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
         )
-        """Rectangles that are read again, as a sync's are for each version: the addresses and the copies laid out."""
+        """Rectangles that are read again, as a sync's are for each version: by addresses, the copies laid out."""
         self._streams = StreamPools(self._driver, num_streams=num_streams)
         self._in_flight: set[CudaRead] = set()
         self._lock = threading.RLock()
@@ -418,20 +423,21 @@ class CudaIpcTransport:
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Raises as `post_read`.
 
-        Cost: laying the copies out takes some 2 ms a GiB, once. When the same object is read again between the same
-            addresses, they are only queued.
+        Cost: laying the copies out takes some 2 ms a GiB, once. When the same object is read again between addresses
+            of the last `LAID_OUT` kinds, they are only queued.
         """
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
-            # Checked against both addresses: the same rectangles may be read into other memory, or from a peer whose
-            # mapping was made anew.
-            prepared = self._laid_out.get(rectangles)
-            if prepared is None or prepared[0] != (ours, base, device):
-                groups = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
-                prepared = self._laid_out[rectangles] = (ours, base, device), groups
-            return prepared[1]
+            # By both addresses: the same rectangles may be read into other memory, or from a peer whose mapping was
+            # made anew.
+            prepared, at = self._laid_out.setdefault(rectangles, {}), (ours, base, device)
+            if at not in prepared:
+                while len(prepared) >= LAID_OUT:
+                    prepared.pop(next(iter(prepared)))
+                prepared[at] = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
+            return prepared[at]
 
         return self._post(mine, source, int(rectangles.nbytes.sum()), lay_out)
 
@@ -492,6 +498,9 @@ class CudaIpcTransport:
             if source.device != f"cuda:{device}":
                 with self._driver.entered(device):
                     self._driver.enable_peer(ordinal(source.device))
+                virtual = memory_of(payload.address - payload.offset)
+                if virtual is not None:
+                    virtual.allow(device)
             return Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)
         with self._lock:
             mapped = self._mapped.get(claim, device)

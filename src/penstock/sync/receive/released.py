@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.cuda.device_memory import DeviceMemory, memory_of
 from penstock.digest.strip import Strips
 from penstock.errors import (
     ConfigError,
@@ -77,18 +78,26 @@ class ReleasedMemory:
         filled, others = _sorted_out(target, requirements)
         self._kept_tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        # Of a storage that torch cannot resize: its addresses stay.
+        self._remappable: list[DeviceMemory] = []
         self.freed_bytes = self.kept_bytes = 0
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
             beside = others.get(storage.data_ptr(), [])
             # A storage may have bytes of tensors that are not the target's, which no version fills; an arena has gaps.
             covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *beside))
-            if not storage.resizable() or covered < nbytes:
+            remappable = memory_of(storage.data_ptr())
+            if not (storage.resizable() or remappable) or covered < nbytes:
                 self.kept_bytes += nbytes
                 continue
             self._kept_tensors += [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in beside]
-            self._storages.append((storage, nbytes))
+            if remappable is not None:
+                self._remappable.append(remappable)
+            else:
+                self._storages.append((storage, nbytes))
             self.freed_bytes += nbytes
+        for memory in self._remappable:
+            memory.unmap()
         for storage, _ in self._storages:
             storage.resize_(0)
         if any(storage.device.type == "cuda" for storage, _ in self._storages):
@@ -101,6 +110,12 @@ class ReleasedMemory:
         Raises:
             DeviceOutOfMemory, DestinationError: there is not enough memory; call it again when there is.
         """
+        for memory in self._remappable:
+            try:
+                memory.renew()
+            except DeviceOutOfMemory as error:
+                error.mutated = True
+                raise
         for storage, nbytes in self._storages:
             if storage.nbytes() == nbytes:
                 continue

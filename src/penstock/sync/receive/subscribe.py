@@ -103,7 +103,7 @@ def subscriber(
         accept=None if hooks is None else hooks.before_read,
     )
     if arena and isinstance(target, torch.nn.Module | Mapping):
-        to_arenas(target)
+        to_arenas(target, is_remappable=mode == "staged")
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
         this_rank = Subscriber(

@@ -499,7 +499,8 @@ class Subscriber(Closing):
             # that peers may be reading.
             self._withdraw()
             try:
-                buffers.staging_copy.flip(staged.part, stall_s=self._stall_s)
+                if buffers.staging_copy.flip(staged.part, stall_s=self._stall_s):
+                    self._update_loop.note_exchange()
                 installed = time.perf_counter()
                 buffers.install()
             except BaseException:

@@ -23,7 +23,7 @@ from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
-from penstock.sync.copy_plan import StagingCopy
+from penstock.sync.copy_plan import StagingCopy, aliases_of
 from penstock.sync.local_version import LocalVersion, Regions
 from penstock.sync.messages import TableReply
 from penstock.sync.recording.layout import Load, Recording, live_tensors
@@ -216,12 +216,22 @@ class ReceiveBuffers:
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self.memories = memories
-        # Staged without `serve`, the target itself is neither read nor written to by a transport: no registration.
-        self.local_version = LocalVersion(self.layout, memories, links) if serve or not staged else None
+        # By addresses of their own, which stay with their memory when a flip exchanges that of the target.
+        aliases = aliases_of(memories) if staged else None
+        registered = memories if aliases is None else aliases
+        # Staged without `serve`, the target itself is neither read nor written to by a transport: no registration, but
+        # where it will be the staging copy.
+        self.local_version: LocalVersion | None = None
         self.staging_copy: StagingCopy | None = None
+        self._spare: Regions | None = None
         try:
+            if serve or not staged:
+                self.local_version = LocalVersion(self.layout, registered, links)
+            elif aliases is not None:
+                self._spare = Regions(aliases, links)
             if staged:
-                self.staging_copy = StagingCopy(memories, links)
+                served = self._spare if self.local_version is None else self.local_version.regions
+                self.staging_copy = StagingCopy(memories, links, served=None if aliases is None else served)
         except BaseException:
             self.close()
             raise
@@ -257,6 +267,6 @@ class ReceiveBuffers:
 
     def close(self) -> None:
         """End the registrations and free the staging copy. Idempotent."""
-        for memory in (self.local_version, self.staging_copy):
+        for memory in (self.local_version, self.staging_copy, self._spare):
             if memory is not None:
                 memory.close()

@@ -70,7 +70,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 
 
 class Delta:
-    """The digests of one `Transfer`: of one plan's key, and one receiver's memory.
+    """The digests of one `Transfer`: of one plan's key, and one memory of a receiver, which a flip may exchange.
 
     Attributes:
         asks_first: whether this run requests a step's digests before it reads the step.
@@ -199,6 +199,7 @@ class Transfer:
         self.stall_s = stall_s
         self.watermark_bytes = watermark_bytes
         self.delta = delta
+        self._other_delta: Delta | None = None
         self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
@@ -238,6 +239,12 @@ class Transfer:
         if self.delta is not None:
             self.delta.ended(report, were_ready=all(link.map.is_ready for link in sources.values()))
         return report
+
+    def note_exchange(self) -> None:
+        """Note that `into` has other memory since the last run, and had the present one before it."""
+        # Each memory's digests are those of the version that it has, two versions before the next.
+        if self.delta is not None:
+            self.delta, self._other_delta = self._other_delta or Delta(), self.delta
 
     def summary(self, report: TransferReport) -> str:
         """Return a line of text about how much of the version was read; empty without a delta."""

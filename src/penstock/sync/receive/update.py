@@ -200,6 +200,11 @@ class UpdateLoop:
         # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
 
+    def note_exchange(self) -> None:
+        """Note that the flip gave the staging copy the memory, and the bytes, of the version before."""
+        if isinstance(self._transfer, Transfer):
+            self._transfer.note_exchange()
+
     def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
         """Report the outcome of the last transfer to the planner that was asked; see `hub.messages.Progress`."""
         if self._asking is not None and self._transfer is not None:

@@ -544,7 +544,8 @@ class _Destinations:
         for device in dict.fromkeys(place.device for place in places):
             mine = [place for place in places if place.device == device]
             nbytes = [place.box.num_elements * place.source.kind.itemsize for place in mine]
-            arena = Arena.allocate(needed_bytes(nbytes), device)
+            # Remappable: a flip exchanges the memory of all regions, or copies all.
+            arena = Arena.allocate(needed_bytes(nbytes), device, is_remappable=True)
             for place, length, offset in zip(mine, nbytes, arena.place(nbytes), strict=True):
                 place.tensor = arena.bytes_at(offset, length).view(place.source.kind).view(place.box.shape)
             total += arena.nbytes

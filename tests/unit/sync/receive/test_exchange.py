@@ -1,0 +1,231 @@
+"""Staged versions go live by an exchange of memory, on a driver of host memory; tests/gpu has the device's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.fake_cuda import FakeCuda
+from tests.support.sync import SyncTask, SyncWorker, whole
+
+import penstock as ps
+from penstock.cuda.device_memory import DeviceMemory
+from penstock.digest.strip import Strips
+from penstock.errors import DestinationError
+from penstock.memory.arena import ALIGN_BYTES, Arena
+from penstock.sync.copy_plan import rest_of
+
+NUM_LAYERS, ROWS, COLUMNS = 6, 64, 48
+SETTINGS = ps.ConnectionSettings(stall_s=20.0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Remappable arenas are of host memory that this driver maps."""
+    made = FakeCuda()
+    allocate = Arena.allocate
+
+    def over(memory: DeviceMemory) -> Arena:
+        raw = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+        # Kept by the tensor, as torch keeps what it took by the CUDA array interface.
+        raw.memory = memory
+        return Arena("cpu", memory.address, memory.nbytes, torch.frombuffer(raw, dtype=torch.uint8))
+
+    def fake(nbytes: int, device: Any = "cpu", *, is_remappable: bool = False) -> Arena:
+        if not is_remappable:
+            return allocate(nbytes, device)
+        return over(DeviceMemory(max(nbytes, ALIGN_BYTES), 0, driver=made))
+
+    monkeypatch.setattr(Arena, "over", staticmethod(over))
+    monkeypatch.setattr(Arena, "allocate", staticmethod(fake))
+    return made
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack]:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
+    with ExitStack() as found:
+        yield found
+
+
+class Model(torch.nn.Module):
+    """Layers, and a buffer of the engine's own in the same arena."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(NUM_LAYERS))
+        self.register_buffer("angles", torch.arange(64.0), persistent=False)
+
+    def check(self, task: SyncTask, version: int) -> None:
+        """Every bit is the version's."""
+        live = dict(self.named_parameters())
+        for name, one in whole(task, version).items():
+            assert torch.equal(live[name], one), name
+
+
+def trainer(stack: ExitStack, directory: Path, **options: Any) -> tuple[SyncTask, SyncWorker]:
+    task = SyncTask(
+        side="publisher",
+        mode="snapshot",
+        num_layers=NUM_LAYERS,
+        rows=ROWS,
+        columns=COLUMNS,
+        dtype="float32",
+        environ={"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"},
+        **options,
+    )
+    worker = stack.enter_context(SyncWorker(task))
+    worker.say_until("joined", timeout_s=90)
+    return task, worker
+
+
+def publish(worker: SyncWorker, version: int) -> None:
+    assert "error" not in worker.ask(f"publish {version}", timeout_s=90)
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_versions_go_live_without_a_copy(driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool) -> None:
+    task, worker = trainer(stack, tmp_path, frozen=2)
+    served = Model()
+    engine = stack.enter_context(
+        ps.subscriber("policy", served, arena=True, serve=serve, connection=SETTINGS, rank=(0, 1))
+    )
+    places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
+    for version in range(1, 7):
+        publish(worker, version)
+        served.angles.add_(1.0)  # the engine's own bytes change between versions, and stay
+        report = engine.update(version)
+        served.check(task, version)
+        assert torch.equal(served.angles, torch.arange(64.0) + version)
+        assert report.version_bytes == NUM_LAYERS * ROWS * COLUMNS * 4
+        assert driver.num_waits == version
+    assert {name: tensor.data_ptr() for name, tensor in served.state_dict().items()} == places
+
+
+def test_another_engine_reads_what_was_exchanged(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+    task, worker = trainer(stack, tmp_path)
+    first, second = Model(), Model()
+    engine = stack.enter_context(ps.subscriber("policy", first, arena=True, connection=SETTINGS, rank=(0, 2)))
+    for version in (1, 2, 3):
+        publish(worker, version)
+        engine.update(version)
+    # Without a trainer the version comes from the engine, whose live memory was the staging copy before.
+    worker.kill()
+    late = stack.enter_context(ps.subscriber("policy", second, arena=True, connection=SETTINGS, rank=(1, 2)))
+    late.update(3)
+    second.check(task, 3)
+    first.check(task, 3)
+
+
+def test_a_check_sees_the_version_that_is_staged(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+    task, worker = trainer(stack, tmp_path)
+    served, seen = Model(), dict[int, bool]()
+
+    def check(version: int, staged: Any) -> bool:
+        wanted = whole(task, version)
+        seen[version] = all(torch.equal(staged.tensors[name], one) for name, one in wanted.items())
+        return version != 2
+
+    engine = stack.enter_context(
+        ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1), hooks=ps.Hooks(check=check))
+    )
+    publish(worker, 1)
+    engine.update(1)
+    publish(worker, 2)
+    with pytest.raises(ps.VersionRefused):
+        engine.update(2)
+    served.check(task, 1)
+    for version in (3, 4):
+        publish(worker, version)
+        engine.update(version)
+        served.check(task, version)
+    assert seen == {1: True, 2: True, 3: True, 4: True}
+
+
+def test_a_refused_exchange_leaves_the_version_before(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+    task, worker = trainer(stack, tmp_path)
+    served = Model()
+    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    publish(worker, 1)
+    engine.update(1)
+    publish(worker, 2)
+    engine.stage()
+    driver.refuses = "allow"
+    with pytest.raises(DestinationError):
+        engine.commit()
+    assert engine.is_dirty
+    served.check(task, 1)
+    engine.update(2)
+    served.check(task, 2)
+    publish(worker, 3)
+    engine.update(3)
+    served.check(task, 3)
+
+
+def test_released_memory_comes_back_at_its_addresses(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+    task, worker = trainer(stack, tmp_path)
+    served = Model()
+    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
+    for version in (1, 2):
+        publish(worker, version)
+        engine.update(version)
+    before = driver.num_opened
+    assert engine.release() >= NUM_LAYERS * ROWS * COLUMNS * 4
+    assert driver.num_opened < before
+    publish(worker, 3)
+    assert engine.restore().version == 3
+    served.check(task, 3)
+    assert torch.equal(served.angles, torch.arange(64.0))
+    publish(worker, 4)
+    engine.update(4)
+    served.check(task, 4)
+    assert {name: tensor.data_ptr() for name, tensor in served.state_dict().items()} == places
+
+
+def strips(*rows: tuple[int, int, int, int]) -> Strips:
+    at, run_bytes, num_rows, pitch = np.array(rows, np.int64).reshape(-1, 4).T
+    return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_rest_is_what_the_strips_leave_out(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    sizes = [int(n) for n in chance.integers(1000, 3000, 3)]
+    first = np.cumsum([0, *sizes])
+    filled = np.zeros(first[-1], bool)
+    rows = []
+    for begin, stop in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        at = begin + int(chance.integers(0, 9))
+        while at + 300 < stop:
+            run, count = int(chance.integers(20, 40)), int(chance.integers(1, 5))
+            pitch = run + int(chance.integers(0, 3))
+            rows.append((at, run, count, pitch))
+            for i in range(count):
+                filled[at + i * pitch :][:run] = True
+            at += count * pitch + int(chance.integers(0, 5))
+    rest = rest_of(strips(*rows), first, int(filled.sum()))
+    assert rest is not None
+    rest.check(int(first[-1]))
+    for at, nbytes in zip(rest.at.tolist(), rest.run_bytes.tolist(), strict=True):
+        assert not filled[at : at + nbytes].any()
+        filled[at : at + nbytes] = True
+        assert np.searchsorted(first, at, side="right") == np.searchsorted(first, at + nbytes - 1, side="right")
+    assert filled.all()
+
+
+def test_a_part_that_fills_little_is_copied() -> None:
+    first = np.array([0, 10_000])
+    assert rest_of(strips((0, 7000, 1, 7000)), first, 7000) is None
+    rest = rest_of(strips((0, 9000, 1, 9000)), first, 9000)
+    assert rest is not None
+    assert (rest.at.tolist(), rest.run_bytes.tolist()) == ([9000], [1000])
+    whole_part = rest_of(strips((0, 10_000, 1, 10_000)), first, 10_000)
+    assert whole_part is not None
+    assert len(whole_part) == 0
