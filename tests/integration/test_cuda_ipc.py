@@ -82,7 +82,7 @@ def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
 
 
 def test_what_is_mapped_ahead_is_not_mapped_by_the_first_read(reader, holder) -> None:
-    reader.transport.reach(reader.into, holder.descriptor)
+    reader.transport.reach(reader.into.memory.device, holder.descriptor)
     assert reader.driver.num_opened == 1
     assert ctypes.string_at(reader.into.memory.address, NBYTES) != pattern(NBYTES)
     assert reader.read(holder.descriptor) == pattern(NBYTES)
@@ -101,7 +101,7 @@ def test_a_read_of_what_is_mapped_does_not_wait_for_another_mapping(reader, hold
     monkeypatch.setattr(cuda_ipc, "map_peer", slow)
     with HolderProcess("fake_cuda", nbytes=NBYTES) as second:
         descriptor = second.fence(3)
-        mapping = threading.Thread(target=reader.transport.reach, args=(reader.into, descriptor))
+        mapping = threading.Thread(target=reader.transport.reach, args=(reader.into.memory.device, descriptor))
         mapping.start()
         assert is_mapping.wait(30)
         assert reader.read(holder.descriptor) == pattern(NBYTES)

@@ -78,7 +78,7 @@ def holder():
 def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) -> None:
     most = into_device.NUM_BUFFERS if kind == "staged" else 1
     if kind == "pinned":
-        reader.transport.reach(reader.into, holder.descriptor)
+        reader.transport.reach(reader.into.memory.device, holder.descriptor)
         assert len(reader.driver.pinned) == 1
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     assert reader.read(holder.fence(2), ROWS) == pattern(NBYTES, 2)
@@ -186,7 +186,7 @@ def test_many_threads_share_a_bounded_pool(reader, holder) -> None:
 def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader.driver, "pin", _refuse)
     with pytest.raises(DestinationError):
-        reader.transport.reach(reader.into, holder.descriptor)
+        reader.transport.reach(reader.into.memory.device, holder.descriptor)
     assert not reader.driver.pinned
 
 

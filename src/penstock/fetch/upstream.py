@@ -353,7 +353,7 @@ class UpstreamReader:
             )
             # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
             if isinstance(transport, Reaching):
-                transport.reach(handles[transport.name], descriptor)
+                transport.reach(handles[transport.name].memory.device, descriptor)
                 self.step_chunks = self.step_chunks if self._max_bytes_per_s else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why

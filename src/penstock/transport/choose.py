@@ -18,7 +18,7 @@ import logging
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,7 +30,7 @@ from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closing
 from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Sweeping, Transport, decode
+from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 
 ENTRY_POINTS = "penstock.transports"
 """Group of entry points in which an installed package names its transports; each is a `TransportKind`.
@@ -353,6 +353,21 @@ class Links(Closing):
             elif name not in unnamed:
                 why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
+
+    def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:
+        """Map a peer's device memory for a device of ours, before there is memory to read into.
+
+        The first read, of the same registrations, then does not wait for it. Nothing happens for memory that the
+        device cannot map.
+
+        Raises:
+            PenstockError: as `Transport.post_read`: the choice for a read, which comes later, says what is wrong.
+        """
+        transport = self.transports.get("cuda_ipc")
+        if isinstance(transport, Reaching):
+            for offered in regions:
+                if "cuda_ipc" in offered:
+                    transport.reach(device, decode(offered["cuda_ipc"]))
 
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
         """Return which side lacks a transport, and why."""

@@ -477,11 +477,11 @@ class CudaIpcTransport:
                         self._in_flight.add(read)
         return read
 
-    def reach(self, into: Handle, source: Descriptor) -> None:
+    def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`. Raises as `post_read`."""
-        mine = self._endpoint.check_mine(into, source)
+        self._endpoint.check_theirs(source)
         payload = decode_payload(source, _DECODER)
-        self._map(self._endpoint.claim(source, payload.page), payload, ordinal(mine.memory.device))
+        self._map(self._endpoint.claim(source, payload.page), payload, ordinal(device))
 
     def sweep(self) -> None:
         """See `Sweeping`. A post does so too."""

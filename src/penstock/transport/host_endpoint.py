@@ -505,11 +505,17 @@ class Endpoint:
             ConfigError: one of them is another transport's.
             Cancelled: the handle or the endpoint is closed.
         """
-        if not isinstance(into, OwnHandle) or into.endpoint is not self or source.transport != self.transport:
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.transport}")
-        self.check_open()
+        if not isinstance(into, OwnHandle) or into.endpoint is not self:
+            raise ConfigError(f"a foreign handle was given to {self.transport}")
+        self.check_theirs(source)
         into.check_open()
         return into
+
+    def check_theirs(self, source: Descriptor) -> None:
+        """Check that a descriptor is of this kind of transport, and that it is open. Raises as `check_mine`."""
+        if source.transport != self.transport:
+            raise ConfigError(f"a {source.transport} descriptor was given to {self.transport}")
+        self.check_open()
 
     def claim(self, source: Descriptor, address: GenerationAddress) -> Claim:
         """Return the claim of a descriptor, checked once.

@@ -99,12 +99,16 @@ class IntoDevice:
 
     def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
         """Return our own open handle. ConfigError: it or the descriptor is another transport's. Cancelled: closed."""
-        is_mine = isinstance(into, IntoHandle) and into.endpoint is self._endpoint
-        if source.transport != self._source_name or not is_mine:
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
-        assert isinstance(into, IntoHandle)
+        if not isinstance(into, IntoHandle) or into.endpoint is not self._endpoint:
+            raise ConfigError(f"a foreign handle was given to {self.name}")
+        self._check_theirs(source)
         into.check_open()
         return into
+
+    def _check_theirs(self, source: Descriptor) -> None:
+        """Check that a descriptor is of the transport that this one reads by. ConfigError: it is another's."""
+        if source.transport != self._source_name:
+            raise ConfigError(f"a {source.transport} descriptor was given to {self.name}")
 
     def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
         """Copy host memory from `base` on, which `keep` keeps alive; return once it is there. Raises as `queued`."""
@@ -382,9 +386,10 @@ class PinnedTransport(IntoDevice):
         self._shm = shm
         self._pinned: Mappings[_Pinned] = Mappings()
 
-    def reach(self, into: Handle, source: Descriptor) -> None:
+    def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`; pins too. Raises as `post_read`."""
-        self._reached(self._check(into, source), source)
+        self._check_theirs(source)
+        self._reached(device, source)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
         """See `Transport.post_read`; the descriptor is of `shm`. The first read of a peer's memory pins it.
@@ -394,7 +399,7 @@ class PinnedTransport(IntoDevice):
         """
         mine = self._check(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        claim, pinned, base = self._reached(mine, source)
+        claim, pinned, base = self._reached(mine.memory.device, source)
         return PinnedRead(self, mine, claim, pinned, base, segments.joined())
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PinnedRead:
@@ -404,7 +409,7 @@ class PinnedTransport(IntoDevice):
         # A kernel gathers short runs at the host's own addresses; where it cannot, copy engines take run after run.
         if not self._driver.sees_host(ordinal(mine.memory.device)):
             return self.post_read(into, source, rectangles.segments())
-        claim, pinned, base = self._reached(mine, source)
+        claim, pinned, base = self._reached(mine.memory.device, source)
         return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
 
     def gather(self, into: IntoHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
@@ -412,10 +417,10 @@ class PinnedTransport(IntoDevice):
         driver = self._driver
         self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)
 
-    def _reached(self, into: IntoHandle, source: Descriptor) -> tuple[Claim, _Pinned, int]:
-        """Return the claim, the pinned memory, and the address of the registration in this process."""
+    def _reached(self, name: str, source: Descriptor) -> tuple[Claim, _Pinned, int]:
+        """Return the claim, the memory pinned for a device, and the address of the registration in this process."""
         claim, mapped, base = self._shm.view(source)
-        device = ordinal(into.memory.device)
+        device = ordinal(name)
         # Pinned under the lock: two threads that pinned the same pages would each be refused or pay twice.
         with self._lock:
             pinned = self._pinned.get(claim, device)

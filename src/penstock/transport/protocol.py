@@ -244,8 +244,11 @@ class Sweeping(Protocol):
 class Reaching(Protocol):
     """A transport whose first read of a peer's memory maps it, which takes milliseconds."""
 
-    def reach(self, into: Handle, source: Descriptor) -> None:
-        """Map a peer's memory now, so that the first read does not wait for it. Raises as `Transport.post_read`."""
+    def reach(self, device: str, source: Descriptor) -> None:
+        """Map a peer's memory for a device now, so that the first read does not wait for it.
+
+        Raises as `Transport.post_read`.
+        """
         ...
 
 

@@ -444,7 +444,7 @@ class SourceRead:
                     # Pinning a peer's memory can fail at first use, for example by the limit of locked memory. The
                     # next nearest transport reads the same bytes, only slower.
                     try:
-                        route[0].reach(handles["pinned_shm"], route[1])
+                        route[0].reach(handles["pinned_shm"].memory.device, route[1])
                     except DestinationError as error:
                         nearest = {name: handle for name, handle in handles.items() if name != "pinned_shm"}
                         transport, descriptor, why = self._choose(theirs, nearest)
