@@ -225,6 +225,9 @@ def simulate_sync(
     direct: Annotated[
         bool, typer.Option("--direct", help="Receive into live memory, without a flip at the end.")
     ] = False,
+    arena: Annotated[
+        bool, typer.Option("--arena", help="Targets lie in arenas: a flip exchanges memory in place of a copy.")
+    ] = False,
     one_node: Annotated[
         bool,
         typer.Option(
@@ -265,6 +268,7 @@ def simulate_sync(
         transformed=transformed_bytes(plan, layouts, wanted),
         watermark_bytes=watermark,
         staged=not direct,
+        in_arenas=arena,
         one_node=one_node,
         seed=seed,
     )

@@ -81,6 +81,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     digest_gb_per_s: float
     device_copy_gb_per_s: float
     """Bytes copied within one device: the flip of a staged update."""
+    exchange_gb_per_s: float = 28_000.0
+    """Bytes that the flip of an update into an arena makes live, by an exchange of memory: 30 GiB in 1.1 ms."""
     step_s: float
     """Time of one batch of a device's work, from the call on: a digest, a transform, a copy of many runs."""
     slab_s: float = 0.0
@@ -114,7 +116,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def check(self) -> None:
         """Raise PlanError unless every rate and cost can be one."""
-        if min(self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s) <= 0:
+        stages = self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s, self.exchange_gb_per_s
+        if min(stages) <= 0:
             raise PlanError(f"{self.name}: the rates of stages must be above 0")
         if min(self.operation_gb_per_s.values(), default=1.0) <= 0:
             raise PlanError(f"{self.name}: the rates of operations must be above 0")
@@ -152,6 +155,7 @@ H200_RATES = Rates(
         ("quantise_gb_per_s", "benchmarks/results/h200_202611/transform.md, fp8-block128, large tensors"),
         ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load.md, row f"),
         ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
+        ("exchange_gb_per_s", "benchmarks/results/h200x2_202611/sync.md, 30 GiB in one piece"),
         ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),
         ("slab_s", "benchmarks/results/h100_202611/digest.md, host us a call: 4096 MiB beside 256 MiB"),
         ("post_s", "benchmarks/results/h200x2_202611/transport.md, one segment; assumed for NICs"),

@@ -190,6 +190,7 @@ def simulate_sync(
     watermark_bytes: int = WATERMARK_BYTES,
     reads_of_one: int = READS_OF_ONE,
     staged: bool = True,
+    in_arenas: bool = False,
     one_node: bool = False,
     seed: int = 0,
 ) -> Prediction:
@@ -203,6 +204,7 @@ def simulate_sync(
         watermark_bytes: most that a receiver has asked for and not verified.
         reads_of_one: reads of one source under way; sources of the receiver's node count as one.
         staged: the flip at the end counts: a copy of all bytes on the device.
+        in_arenas: staged targets lie in arenas (`subscriber(arena=True)`): the flip exchanges memory.
         one_node: receivers take the next GPUs, be they of the sources' node.
         seed: chooses the slow members and those that fail.
     """
@@ -219,7 +221,8 @@ def simulate_sync(
     if transformed is None or not transformed.any():
         run.answered = _answered(work, rates)
     run.go()
-    flip_s = run.nbytes_of / rates.device_copy_gb_per_s / GB if staged else np.zeros(len(plan.receivers))
+    flip_gb_per_s = rates.exchange_gb_per_s if in_arenas else rates.device_copy_gb_per_s
+    flip_s = run.nbytes_of / flip_gb_per_s / GB if staged else np.zeros(len(plan.receivers))
     done = np.where(run.nbytes_of > 0, run.done + ANSWERS_AFTER * rates.answer_s, 0.0) + flip_s
     total_s = float(done.max(initial=0.0))
     nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity

@@ -103,6 +103,8 @@ def test_transform_and_flip_add_what_cannot_overlap() -> None:
     assert found.bottleneck.startswith("transform")
     staged = simulate_sync(one, CLUSTER, rates, transformed=source)
     assert staged.predicted_s == pytest.approx(found.predicted_s + NBYTES / 1e9)
+    exchanged = simulate_sync(one, CLUSTER, rates, transformed=source, in_arenas=True)
+    assert exchanged.predicted_s == pytest.approx(found.predicted_s + NBYTES / rates.exchange_gb_per_s / 1e9)
 
 
 def test_posts_are_made_one_by_one() -> None:
