@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -186,10 +186,14 @@ def slow_storage(pause_s: float) -> None:
     from penstock.fetch import join, storage_reader
 
     class SlowPart(storage_reader.StorageReader):
-        def read(self, chunks: I64) -> Iterator[I64]:
-            for some in super().read(chunks):
+        def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
+            left = len(chunks)
+            for some in super().read(chunks, lambda: None):
                 for chunk in some:
                     time.sleep(pause_s)
+                    left -= 1
+                    if left == int(storage_reader.LITTLE * len(chunks)):
+                        near_end()
                     yield some[some == chunk]
 
     vars(join)["StorageReader"] = SlowPart

@@ -53,7 +53,7 @@ READS_AT_ONCE = 6
 READS_OF_ONE = 3
 """Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
 PARTS_AT_ONCE = 2
-"""Claims read from storage at once: of slow storage the next begins when little of the last is left."""
+"""Claims read from storage at once: the next begins when little of the last is left; see `storage_reader.LITTLE`."""
 NUM_VERIFYING = 2
 TURN_S = 0.05
 """Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
@@ -63,9 +63,6 @@ ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
-LITTLE = 0.5
-"""Fraction of a claim left to be read when the next is begun, so that the two overlap. It is looked at after each batch
-of storage, so a claim that takes less than `storage_reader.GATHER_S` ends before the next begins."""
 
 
 class Fetch(Run):
@@ -398,10 +395,15 @@ class Fetch(Run):
         assert self._storage is not None
         left = set(chunks.tolist())
         # Once for each claim: a second time would end the wait for the next claim's reads, which has begun by then.
-        has_asked = False
+        has_asked = threading.Event()
+
+        def near_end() -> None:
+            has_asked.set()
+            self._claim_wanted.set()
+
         self.note_first_read()
         try:
-            for some in self._storage.read(chunks):
+            for some in self._storage.read(chunks, near_end):
                 self.is_touched = True
                 left -= set(some.tolist())
                 self.add_received(
@@ -409,14 +411,11 @@ class Fetch(Run):
                 )
                 if self.ticket.done:
                     break
-                if not has_asked and len(left) <= LITTLE * len(chunks):
-                    has_asked = True
-                    self._claim_wanted.set()
         except PenstockError as error:
             if error.blame != "source":
                 raise
             self._storage_failed(error, np.array(sorted(left), np.int64))
-        if not has_asked:
+        if not has_asked.is_set():
             self._claim_wanted.set()
 
     def _clear_flags(self, chunks: I64) -> None:

@@ -32,7 +32,7 @@ class Storage:
         self.reads: list[list[int]] = []
         self._on_read = on_read
 
-    def read(self, chunks: I64) -> Iterator[I64]:
+    def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
         self.reads.append(chunks.tolist())
         self.received_bytes += 32 * len(chunks)
         self._on_read()
