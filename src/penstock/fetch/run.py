@@ -528,7 +528,7 @@ class Fetch(Run):
         """Return the number of bytes of these chunks."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
-    def leaves_of(self, chunks: I64) -> I64:
+    def leaves_of(self, chunks: I64) -> slice | I64:
         """Return the indices of the chunks' leaves in the layout."""
         return self._weights.layout.chunks.leaves_of(chunks)
 

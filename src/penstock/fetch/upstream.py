@@ -109,7 +109,7 @@ class UpstreamReader:
         self._ticket = ticket
         count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
-        self.leaves: U64 = np.zeros(len(weights.layout.chunks.leaf_row), np.uint64)
+        self.leaves: U64 = np.zeros(weights.layout.chunks.num_leaves, np.uint64)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
         self.not_before = 0.0
@@ -389,8 +389,7 @@ class UpstreamReader:
         layout, table = self._weights.layout, self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
-        at = table.leaves_of(chunks)
-        if len(leaves) != len(at):
+        if len(leaves) != table.leaf_counts(chunks).sum():
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
         # Before a byte is read: digests that contradict the manifest prove a damaged or lying member.
         clash = self._weights.contradicting_chunks(chunks, leaves)
@@ -404,7 +403,7 @@ class UpstreamReader:
             self._ticket.fail(error)
             raise
         # In this order: another thread reads the digests of chunks that it sees in `has`.
-        self.leaves[at] = leaves
+        self.leaves[table.leaves_of(chunks)] = leaves
         self.has[chunks] = True
         self._ticket.wake()
 

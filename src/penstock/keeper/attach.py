@@ -481,11 +481,11 @@ def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
-    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
-    at = layout.chunks.leaves_of(chunks)
-    if len(at) != len(digests):
-        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(at)} leaves")
-    leaves[at] = digests
+    leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
+    # Every chunk is named once, so there is a digest for each leaf.
+    if len(leaves) != len(digests):
+        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(leaves)} leaves")
+    leaves[layout.chunks.leaves_of(chunks)] = digests
     return leaves
 
 

@@ -286,7 +286,7 @@ class LocalWeights:
         self._link = nearest_link(self._device_id)
         self.place = place_rows(rows, arenas)
         self.has_manifest = leaves is not None
-        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(layout.chunks.leaf_row), np.uint64)
+        self.leaves: U64 = leaves if leaves is not None else np.zeros(layout.chunks.num_leaves, np.uint64)
         self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers = max_readers
@@ -410,15 +410,14 @@ class LocalWeights:
     def digest(self, chunks: I64) -> U64:
         """Digest these chunks in memory; return their leaf digests, chunk after chunk. The bytes must be complete."""
         table = self.layout.chunks
-        at = table.leaves_of(chunks)
-        row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
         if self.device.type == "cuda":
             from penstock.digest.cuda import leaf_digests_cuda
 
-            got = leaf_digests_cuda(self._address[row] + start, nbytes, self.device)
+            leaves = table.leaf_pieces(chunks)
+            got = leaf_digests_cuda(self._address[leaves.row] + leaves.start, leaves.nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
         # A call per piece of a tensor, not per leaf: the digest's own loop over leaves is native code.
-        pieces, out, done = table.pieces(chunks), np.empty(len(at), np.uint64), 0
+        pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
             data = self._host[r]
@@ -431,15 +430,9 @@ class LocalWeights:
         """Return the chunks with at least one differing leaf."""
         if np.array_equal(got, wanted):
             return chunks[:0]
-        wrong = np.repeat(np.arange(len(chunks)), self._leaf_counts(chunks))[got != wanted]
+        wrong = np.repeat(np.arange(len(chunks)), self.layout.chunks.leaf_counts(chunks))[got != wanted]
         differ: I64 = chunks[np.unique(wrong)]
         return differ
-
-    def _leaf_counts(self, chunks: I64) -> I64:
-        """Return the number of leaves of each of these chunks."""
-        first_leaf = self.layout.chunks.first_leaf
-        counts: I64 = first_leaf[chunks + 1] - first_leaf[chunks]
-        return counts
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
         """Return the chunks whose digests, as a peer states them, differ from the manifest; none without a manifest."""
@@ -457,7 +450,7 @@ class LocalWeights:
             return
         with self.changed:
             is_known = self._source_index[chunks] >= 0
-            counts = self._leaf_counts(chunks)
+            counts = self.layout.chunks.leaf_counts(chunks)
             known = chunks[is_known]
             if len(known):
                 stated = leaves[np.repeat(is_known, counts)]
@@ -480,7 +473,7 @@ class LocalWeights:
             # A chunk may arrive twice, from a slow source and from the one that replaced it; the log has it once.
             new = ~self.have[chunks]
             if not new.all():
-                chunks, leaves = chunks[new], leaves[np.repeat(new, self._leaf_counts(chunks))]
+                chunks, leaves = chunks[new], leaves[np.repeat(new, self.layout.chunks.leaf_counts(chunks))]
             self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
             self.have[chunks] = True
             self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
