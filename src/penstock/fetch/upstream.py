@@ -254,7 +254,7 @@ class UpstreamReader:
     def _note_alive(self, chunks: I64) -> None:
         """Record that it gave, or now has, these chunks."""
         now = time.monotonic()
-        for tree in np.unique(chunks % NUM_TREES).tolist():
+        for tree in set((chunks % NUM_TREES).tolist()):
             self._alive_at[tree] = now
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
