@@ -102,7 +102,7 @@ class FetchTarget:
             # A thread touches the pages in advance: a page fault in the middle of a read stops its thread.
             arena.warm(is_over)
             offsets = arena.place(nbytes)
-            flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
+            flat = arena.runs_at(offsets, nbytes)
             tensors = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
             arenas.append(arena)
         weights = LocalWeights(

@@ -178,43 +178,66 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The placement of a layout's rows: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+    """The placement of a layout's rows: regions of memory, and each row's place in them.
+
+    Attributes:
+        row_region: each row's region; -1: it has no bytes.
+        row_offset: where it starts in that region.
+        row_address: where it starts in this process's memory; 0: it has no bytes.
+    """
 
     regions: tuple[Memory, ...]
     row_region: I64
     row_offset: I64
+    row_address: I64
 
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
     """Find the regions behind flat uint8 tensors: the arena that they lie in, else their torch storage."""
     regions: list[Memory] = []
-    at: dict[int, int] = {}
-    row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    row_region = np.full(len(rows), -1, np.int64)
+    address = np.array([flat.data_ptr() for flat in rows], np.int64)
+    is_left = np.array([flat.numel() for flat in rows], np.int64) > 0
     # Whole arenas and storages are registered, not single tensors: a registration costs a system call or more, and a
     # model has thousands of tensors.
-    for row, flat in enumerate(rows):
-        if not flat.numel():
-            continue
-        address = flat.data_ptr()
-        arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
-        if arena is not None:
-            base, nbytes = arena.address, arena.nbytes
-        else:
-            storage = flat.untyped_storage()
-            base, nbytes = storage.data_ptr(), storage.nbytes()
+    for arena in arenas:
+        is_inside = is_left & (address >= arena.address) & (address < arena.address + arena.nbytes)
+        if is_inside.any():
+            row_region[is_inside] = len(regions)
+            device = str(rows[int(is_inside.argmax())].device)
+            regions.append(Memory(address=arena.address, nbytes=arena.nbytes, device=device, owner=arena))
+            is_left &= ~is_inside
+    at: dict[int, int] = {}
+    for row in np.flatnonzero(is_left).tolist():
+        storage = rows[row].untyped_storage()
+        base = storage.data_ptr()
         if base not in at:
             at[base] = len(regions)
-            owner: object = arena if arena else flat
-            regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
-        row_region[row], row_offset[row] = at[base], address - base
-    return RowPlacement(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+            device = str(rows[row].device)
+            regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=rows[row]))
+        row_region[row] = at[base]
+    # The last entry is that of rows without bytes, whose region is -1.
+    start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
+    row_offset = np.where(row_region < 0, 0, address - start)
+    return RowPlacement(
+        regions=tuple(regions), row_region=row_region, row_offset=row_offset, row_address=start + row_offset
+    )
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
     """Decode little-endian numbers that a peer sent. Raises FormatError if the length does not fit their size."""
+    return _column(raw, kind).astype(np.int64)
+
+
+def decode_digests(raw: bytes) -> U64:
+    """Decode leaf digests that a peer sent, as a view of `raw`. Raises FormatError as `decode_column` does."""
+    return _column(raw, "<u8").astype(np.uint64, copy=False)
+
+
+def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
     if len(raw) % np.dtype(kind).itemsize:
         raise FormatError(f"a peer sent a column of {len(raw)} bytes, not a multiple of {np.dtype(kind).itemsize}")
-    return np.frombuffer(raw, kind).astype(np.int64)
+    return np.frombuffer(raw, kind)
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
@@ -319,12 +342,6 @@ class LocalWeights:
         # Then the gap between two tensors may be another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
-        self._set_addresses(rows)
-
-    def _set_addresses(self, rows: Sequence[torch.Tensor]) -> None:
-        """Compute the addresses and host views of the rows, which every digest needs."""
-        self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
-        self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
     @property
     def is_whole(self) -> bool:
@@ -415,15 +432,14 @@ class LocalWeights:
             from penstock.digest.cuda import leaf_digests_cuda
 
             leaves = table.leaf_pieces(chunks)
-            got = leaf_digests_cuda(self._address[leaves.row] + leaves.start, leaves.nbytes, self.device)
+            got = leaf_digests_cuda(self.place.row_address[leaves.row] + leaves.start, leaves.nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
         # A call per piece of a tensor, not per leaf: the digest's own loop over leaves is native code.
         pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
-            data = self._host[r]
-            assert data is not None
-            leaf_digests(memoryview(data[first : first + length]), table.leaf_bytes, out[done : done + count])
+            data = memoryview(self.rows[r].numpy())[first : first + length]
+            leaf_digests(data, table.leaf_bytes, out[done : done + count])
             done += count
         return out
 
@@ -571,7 +587,6 @@ class LocalWeights:
             self.place = place_rows([])
             self.tier = tier
             self.state = "whole"
-            self._set_addresses(self.rows)
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """Take memory that has all bytes again. It must be registered before others can read it."""
@@ -580,7 +595,6 @@ class LocalWeights:
             self.place = place_rows(rows, arenas)
             self.tier = ""
             self.state = "whole"
-            self._set_addresses(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
         """Return the chunks verified since `serial`, waiting at most `wait_s`; a serial past the end starts at 0."""
