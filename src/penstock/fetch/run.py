@@ -46,7 +46,7 @@ from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
 from penstock.transport.protocol import Pending as PendingRead
 from penstock.transport.protocol import Stoppable, Transport, wait_all
-from penstock.types import GB, I64
+from penstock.types import GB, I64, U64
 
 READS_AT_ONCE = 6
 """Concurrent reads of all upstreams together."""
@@ -528,9 +528,10 @@ class Fetch(Run):
         """Return the number of bytes of these chunks."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
-    def leaves_of(self, chunks: I64) -> slice | I64:
-        """Return the indices of the chunks' leaves in the layout."""
-        return self._weights.layout.chunks.leaves_of(chunks)
+    def stated_digests(self, chunks: I64) -> U64:
+        """Return the leaf digests of chunks that an upstream has: all sources state the same, see `UpstreamReader`."""
+        digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
+        return digests
 
     def add_received(self, arrival: ReceivedChunks) -> None:
         """Queue chunks whose bytes are in place, to be verified."""
@@ -687,7 +688,7 @@ class ReadFromUpstream:
         fetch.end_read(self)
         # The next read starts before these bytes are verified, so that the link stays busy.
         fetch.assign()
-        wanted = reader.leaves[fetch.leaves_of(self._chunks)]
+        wanted = fetch.stated_digests(self._chunks)
         fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
 
     def _read(self) -> None:

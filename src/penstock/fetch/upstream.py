@@ -3,8 +3,8 @@
 In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
 Not here: the choice of chunks to read from it (`choice`).
 
-The thread writes `has` and `leaves`, then wakes the fetch, whose threads read them and note finished reads. Values that
-both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
+The thread records digests in the weights, writes `has`, then wakes the fetch, whose threads read both and note finished
+reads. Values that both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.errors import (
 from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
+from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
 from penstock.transport.choose import Links
@@ -109,7 +109,6 @@ class UpstreamReader:
         self._ticket = ticket
         count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
-        self.leaves: U64 = np.zeros(weights.layout.chunks.num_leaves, np.uint64)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
         self.not_before = 0.0
@@ -372,7 +371,7 @@ class UpstreamReader:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
-                self._add_news(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
+                self._add_news(chunks, decode_digests(reply.leaves), reply)
             if reply.state == "whole":
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
@@ -402,8 +401,8 @@ class UpstreamReader:
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
-        # In this order: another thread reads the digests of chunks that it sees in `has`.
-        self.leaves[table.leaves_of(chunks)] = leaves
+        # Last: another thread reads the digests of chunks that it sees in `has`. They are now those in our weights: of
+        # the manifest, or recorded from the first source that stated them.
         self.has[chunks] = True
         self._ticket.wake()
 

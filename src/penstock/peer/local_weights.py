@@ -467,9 +467,8 @@ class LocalWeights:
             return
         with self.changed:
             is_known = self._source_index[chunks] >= 0
-            counts = self.layout.chunks.leaf_counts(chunks)
-            known = chunks[is_known]
-            if len(known):
+            if is_known.any():
+                known, counts = chunks[is_known], self.layout.chunks.leaf_counts(chunks)
                 stated = leaves[np.repeat(is_known, counts)]
                 wrong = self.differing_chunks(known, stated, self.leaves[self.layout.chunks.leaves_of(known)])
                 if len(wrong):
@@ -478,10 +477,10 @@ class LocalWeights:
                         f"{other} and {source} state different digests of chunk {int(wrong[0])}",
                         hint="write a manifest with `penstock manifest`: only a manifest tells which source is right",
                     )
-            new = ~is_known
-            if new.any():
-                self.leaves[self.layout.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
-                self._source_index[chunks[new]] = len(self._sources)
+                chunks, leaves = chunks[~is_known], leaves[np.repeat(~is_known, counts)]
+            if len(chunks):
+                self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
+                self._source_index[chunks] = len(self._sources)
                 self._sources.append(source)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
@@ -613,7 +612,7 @@ class LocalWeights:
                 serial=self._num_logged,
                 state=self.state if self.damage is None else "damaged",  # type: ignore[arg-type]
                 chunks=new.astype("<u4").tobytes(),
-                leaves=leaves.astype("<u8").tobytes(),
+                leaves=leaves.astype("<u8", copy=False).tobytes(),
             )
 
     def status(self) -> HoldingState:

@@ -39,7 +39,7 @@ class Ticket:
 
 
 def follow(peer: Peer, ranks: tuple[int, ...]) -> UpstreamReader:
-    chunks = SimpleNamespace(num_chunks=8, num_leaves=8, chunk_bytes=1)
+    chunks = SimpleNamespace(num_chunks=8, chunk_bytes=1)
     weights = SimpleNamespace(layout=SimpleNamespace(chunks=chunks))
     return UpstreamReader(peer, ranks, weights, None, Ticket())
 
