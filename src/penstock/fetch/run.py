@@ -134,19 +134,22 @@ class Fetch(Run):
         self._is_refused = False
         self._is_hub_away = False
 
+    def start(self) -> None:
+        """Begin to ask the hub for upstreams, to connect to them, and to read."""
+        if self._weights.is_whole:
+            self.ticket.finish()
+        self._start(self._poll_upstreams, "penstock-flight")
+        if self._storage is not None:
+            self._start(self._poll_claims, "penstock-claims")
+
     def run(self) -> Provenance:
-        """Return once every chunk is verified.
+        """Return once every chunk is verified. Order: after `start`.
 
         Raises:
             SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or none sent a byte.
             IntegrityError: holders state different digests, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
-        if self._weights.is_whole:
-            self.ticket.finish()
-        self._start(self._poll_upstreams, "penstock-flight")
-        if self._storage is not None:
-            self._start(self._poll_claims, "penstock-claims")
         while not self.ticket.done:
             pause_s = self.assign()
             with self.ticket.changed:
