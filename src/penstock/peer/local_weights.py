@@ -14,11 +14,13 @@ taken away meanwhile; where both are held, `_digesting` comes first.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -54,7 +56,9 @@ class WeightLayout:
     @classmethod
     def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> WeightLayout:
         """Return the layout of these tensors, given in any order."""
-        ordered = table.take(name_order(table))
+        rows = name_order(table)
+        # That of a peer is in order.
+        ordered = table if rows == list(range(len(table))) else table.take(rows)
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
         return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered))
@@ -98,7 +102,7 @@ def from_message(message: TableMessage) -> WeightLayout:
         raise FormatError("a peer's tensor table names a tensor twice")
     if message.leaf_bytes < 1 or message.chunk_bytes < message.leaf_bytes:
         raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
-    if any(extent < 0 for shape in message.shapes for extent in shape):
+    if min(chain.from_iterable(message.shapes), default=0) < 0:
         raise FormatError("a peer's tensor table has a negative dim")
     table = tabulate(message.names, message.dtypes, message.shapes)
     return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes)
@@ -106,14 +110,13 @@ def from_message(message: TableMessage) -> WeightLayout:
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
     """Return a table of tensors that are not in files."""
-    nbytes = []
+    bits = {dtype: dtype.bits for dtype in set(dtypes)}
     # Python's integers: shapes of a peer may be of any size, and numpy's product would wrap around.
-    for dtype, shape in zip(dtypes, shapes, strict=True):
-        count = 1
-        for extent in shape:
-            count *= extent
+    nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
+    if any(width % 8 for width in bits.values()):
         try:
-            nbytes.append(bits_to_bytes(count, dtype))
+            for dtype, shape in zip(dtypes, shapes, strict=True):
+                bits_to_bytes(math.prod(shape), dtype)
         except ValueError as error:
             raise FormatError(f"a tensor does not fill whole bytes: {error}") from error
     if sum(nbytes) >= 1 << 62:
