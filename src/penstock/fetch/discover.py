@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from penstock.errors import (
     SourceError,
 )
 from penstock.hub.messages import HoldingState, Identity
+from penstock.lifecycle import paused_gc
 from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
@@ -77,38 +79,52 @@ class FetchTarget:
 
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
-    ) -> tuple[LocalWeights, dict[str, torch.Tensor] | None]:
-        """Return the local weights to fill; also the tensors by name, if their memory is new (else None).
+    ) -> tuple[LocalWeights, Callable[[], list[torch.Tensor]] | None]:
+        """Return the local weights to fill; also a function that makes their tensors, if their memory is new.
 
         New memory is where a `PlacedTarget` places it, else one arena: one registration for all of it.
+
+        Raises:
+            PlanError: torch cannot hold a dtype or shape; nothing was allocated.
+            BudgetTooSmall, DestinationError, DeviceOutOfMemory: there is no room.
         """
         if self.rows is not None:
             weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
             return weights, None
         table = self.layout.table
+        # Here, since the tensors are made after the fetch has begun.
+        for dtype, shape in set(zip(table.dtypes, table.shapes, strict=True)):
+            torch_dtype(dtype)
+            torch_shape(dtype, shape)
         arenas: list[Arena] = []
         if isinstance(target, PlacedTarget):
             flat = target.place(table)
             arenas += target.arenas
-            tensors = [
-                as_tensor(raw, dtype, shape)
-                if raw.numel()
-                else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
-                for raw, dtype, shape in zip(flat, table.dtypes, table.shapes, strict=True)
-            ]
+            make: Callable[[], list[torch.Tensor]] = partial(self._tensors_of, flat)
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
             # A thread touches the pages in advance: a page fault in the middle of a read stops its thread.
             arena.warm(is_over)
             offsets = arena.place(nbytes)
-            flat = [arena.bytes_at(*run) for run in zip(offsets, nbytes, strict=True)]
-            tensors = as_tensors(arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets) if flat else []
+            with paused_gc():
+                flat = arena.runs_at(offsets, nbytes)
+            make = partial(as_tensors, arena.bytes_at(0, arena.nbytes), table.dtypes, table.shapes, offsets)
             arenas.append(arena)
         weights = LocalWeights(
             self.identity, self.layout, flat, leaves=self.leaves, arenas=arenas, max_readers=max_readers
         )
-        return weights, dict(zip(table.names, tensors, strict=True))
+        return weights, make
+
+    def _tensors_of(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors in the memory of each row."""
+        table = self.layout.table
+        return [
+            as_tensor(raw, dtype, shape)
+            if raw.numel()
+            else torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.device)
+            for raw, dtype, shape in zip(flat, table.dtypes, table.shapes, strict=True)
+        ]
 
 
 class Discovery:

@@ -46,7 +46,7 @@ from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
 from penstock.transport.protocol import Pending as PendingRead
 from penstock.transport.protocol import Stoppable, Transport, wait_all
-from penstock.types import GB, I64
+from penstock.types import GB, I64, U64
 
 READS_AT_ONCE = 6
 """Concurrent reads of all upstreams together."""
@@ -131,19 +131,22 @@ class Fetch(Run):
         self._is_refused = False
         self._is_hub_away = False
 
+    def start(self) -> None:
+        """Begin to ask the hub for upstreams, to connect to them, and to read."""
+        if self._weights.is_whole:
+            self.ticket.finish()
+        self._start(self._poll_upstreams, "penstock-flight")
+        if self._storage is not None:
+            self._start(self._poll_claims, "penstock-claims")
+
     def run(self) -> Provenance:
-        """Return once every chunk is verified.
+        """Return once every chunk is verified. Order: after `start`.
 
         Raises:
             SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or none sent a byte.
             IntegrityError: holders state different digests, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
-        if self._weights.is_whole:
-            self.ticket.finish()
-        self._start(self._poll_upstreams, "penstock-flight")
-        if self._storage is not None:
-            self._start(self._poll_claims, "penstock-claims")
         while not self.ticket.done:
             pause_s = self.assign()
             with self.ticket.changed:
@@ -527,9 +530,10 @@ class Fetch(Run):
         """Return the number of bytes of these chunks."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
-    def leaves_of(self, chunks: I64) -> I64:
-        """Return the indices of the chunks' leaves in the layout."""
-        return self._weights.layout.chunks.leaves_of(chunks)
+    def stated_digests(self, chunks: I64) -> U64:
+        """Return the leaf digests of chunks that an upstream has: all sources state the same, see `UpstreamReader`."""
+        digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
+        return digests
 
     def add_received(self, arrival: ReceivedChunks) -> None:
         """Queue chunks whose bytes are in place, to be verified."""
@@ -686,7 +690,7 @@ class ReadFromUpstream:
         fetch.end_read(self)
         # The next read starts before these bytes are verified, so that the link stays busy.
         fetch.assign()
-        wanted = reader.leaves[fetch.leaves_of(self._chunks)]
+        wanted = fetch.stated_digests(self._chunks)
         fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
 
     def _read(self) -> None:

@@ -3,8 +3,8 @@
 In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
 Not here: the choice of chunks to read from it (`choice`).
 
-The thread writes `has` and `leaves`, then wakes the fetch, whose threads read them and note finished reads. Values that
-both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
+The thread records digests in the weights, writes `has`, then wakes the fetch, whose threads read both and note finished
+reads. Values that both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.errors import (
 from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights, decode_column, locate_rows
+from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
 from penstock.transport.choose import Links
@@ -109,7 +109,6 @@ class UpstreamReader:
         self._ticket = ticket
         count = weights.layout.chunks.num_chunks
         self.has = np.zeros(count, bool)
-        self.leaves: U64 = np.zeros(len(weights.layout.chunks.leaf_row), np.uint64)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
         self.not_before = 0.0
@@ -254,7 +253,7 @@ class UpstreamReader:
     def _note_alive(self, chunks: I64) -> None:
         """Record that it gave, or now has, these chunks."""
         now = time.monotonic()
-        for tree in np.unique(chunks % NUM_TREES).tolist():
+        for tree in set((chunks % NUM_TREES).tolist()):
             self._alive_at[tree] = now
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
@@ -372,7 +371,7 @@ class UpstreamReader:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
-                self._add_news(chunks, decode_column(reply.leaves, "<u8").view(np.uint64), reply)
+                self._add_news(chunks, decode_digests(reply.leaves), reply)
             if reply.state == "whole":
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
@@ -389,8 +388,7 @@ class UpstreamReader:
         layout, table = self._weights.layout, self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
-        at = table.leaves_of(chunks)
-        if len(leaves) != len(at):
+        if len(leaves) != table.leaf_counts(chunks).sum():
             raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
         # Before a byte is read: digests that contradict the manifest prove a damaged or lying member.
         clash = self._weights.contradicting_chunks(chunks, leaves)
@@ -403,8 +401,8 @@ class UpstreamReader:
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
-        # In this order: another thread reads the digests of chunks that it sees in `has`.
-        self.leaves[at] = leaves
+        # Last: another thread reads the digests of chunks that it sees in `has`. They are now those in our weights: of
+        # the manifest, or recorded from the first source that stated them.
         self.has[chunks] = True
         self._ticket.wake()
 

@@ -54,7 +54,7 @@ def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple
     # One call for the batch: on a device each call is a kernel launch and a wait.
     digests, at, compared = weights.digest(chunks), 0, []
     for entry in batch:
-        stop = at + int((table.first_leaf[entry.chunks + 1] - table.first_leaf[entry.chunks]).sum())
+        stop = at + int(table.leaf_counts(entry.chunks).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
         # Chunks of storage are compared with the manifest; without one the first digests are those of this read.
         if wanted is None and weights.has_manifest:

@@ -51,7 +51,15 @@ from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
 from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights, WeightLayout, decode_column, device_id, from_message, locate_rows
+from penstock.peer.local_weights import (
+    LocalWeights,
+    WeightLayout,
+    decode_column,
+    decode_digests,
+    device_id,
+    from_message,
+    locate_rows,
+)
 from penstock.phases import Phases
 from penstock.report import Summarised, bytes_text
 from penstock.telemetry.journey import Journey
@@ -477,15 +485,15 @@ MAX_THREADS = 16
 def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
     chunks = decode_column(log.chunks, "<u4")
-    digests = decode_column(log.leaves, "<u8").view(np.uint64)
+    digests = decode_digests(log.leaves)
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
-    leaves = np.zeros(len(layout.chunks.leaf_row), np.uint64)
-    at = layout.chunks.leaves_of(chunks)
-    if len(at) != len(digests):
-        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(at)} leaves")
-    leaves[at] = digests
+    leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
+    # Every chunk is named once, so there is a digest for each leaf.
+    if len(leaves) != len(digests):
+        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(leaves)} leaves")
+    leaves[layout.chunks.leaves_of(chunks)] = digests
     return leaves
 
 

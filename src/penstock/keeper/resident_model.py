@@ -47,7 +47,7 @@ class _InArena(PlacedTarget):
     def place(self, table: TensorTable) -> list[torch.Tensor]:
         """See `PlacedTarget.place`."""
         arena, nbytes = self.arenas[0], table.nbytes.tolist()
-        return [arena.bytes_at(*run) for run in zip(arena.place(nbytes), nbytes, strict=True)]
+        return arena.runs_at(arena.place(nbytes), nbytes)
 
 
 class ResidentModel:
@@ -164,7 +164,7 @@ class ResidentModel:
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
         """Return each row's bytes, as `_InArena` placed them."""
         nbytes = self.shown.layout.table.nbytes.tolist()
-        return [arena.bytes_at(*run) for run in zip(offsets_of(nbytes)[0], nbytes, strict=True)]
+        return arena.runs_at(offsets_of(nbytes)[0], nbytes)
 
 
 class ConvertedModel(ResidentModel):

@@ -79,6 +79,8 @@ class PeerClient(Closing):
         self._lease: Lease | None = None
         self._ending = threading.Lock()
         self._is_ending = False
+        self._is_asking = False
+        self._is_interrupted = False
         self._same_host = same_host
         self._stall_s = stall_s
         self._connection: ControlConnection | None = None
@@ -195,7 +197,14 @@ class PeerClient(Closing):
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
     def log(self, after: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since serial `after`, waiting at most `wait_s` for news; renew the lease."""
+        """Return the chunks verified since serial `after`, waiting at most `wait_s` for news; renew the lease.
+
+        Raises PeerLost after `interrupt`, which may come just before this.
+        """
+        # In this order, and `interrupt` in the other: the wait at the peer is either not begun or cut off.
+        self._is_asking = True
+        if self._is_interrupted:
+            raise PeerLost("the connection to the member's server was interrupted", uri=self._uri())
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
     def recheck(self, chunk: int) -> None:
@@ -228,12 +237,15 @@ class PeerClient(Closing):
         if self._connection is None:
             self._connection = self._open()
         try:
+            self._is_asking = True
             return self._connection.request(verb, path, body, timeout_s=self._stall_s)
         except TimeoutError as error:
             message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
             raise SourceStalled(message, uri=self._uri()) from error
         except OSError as error:
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
+        finally:
+            self._is_asking = False
 
     def _refusal(self, code: int, raw: bytes) -> PenstockError:
         """Return the error that an answer of another status than 200 stands for."""
@@ -253,8 +265,10 @@ class PeerClient(Closing):
 
     def interrupt(self) -> None:
         """Abort a request of another thread, which raises PeerLost there; the release in `close` is not aborted."""
+        self._is_interrupted = True
         with self._ending:
-            if self._connection is not None and not self._is_ending:
+            # A connection without a request is left for the release, which would have to open another.
+            if self._is_asking and self._connection is not None and not self._is_ending:
                 self._connection.interrupt()
 
     def close(self) -> None:
@@ -264,10 +278,9 @@ class PeerClient(Closing):
         connection, lease = self._connection, self._lease
         self._lease = None
         if connection is not None:
-            # An interrupted connection cannot carry the release: the next request opens a new socket.
-            connection.close()
             if lease is not None and not self._release(connection, lease):
-                # One retry. After that the lease expires at the peer.
+                # One retry, which opens a new socket: the present one may have been interrupted after its last request.
+                # After that the lease expires at the peer.
                 self._release(connection, lease)
             connection.close()
 

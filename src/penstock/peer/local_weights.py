@@ -14,11 +14,13 @@ taken away meanwhile; where both are held, `_digesting` comes first.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -54,7 +56,9 @@ class WeightLayout:
     @classmethod
     def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> WeightLayout:
         """Return the layout of these tensors, given in any order."""
-        ordered = table.take(name_order(table))
+        rows = name_order(table)
+        # That of a peer is in order.
+        ordered = table if rows == list(range(len(table))) else table.take(rows)
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
         return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered))
@@ -98,7 +102,7 @@ def from_message(message: TableMessage) -> WeightLayout:
         raise FormatError("a peer's tensor table names a tensor twice")
     if message.leaf_bytes < 1 or message.chunk_bytes < message.leaf_bytes:
         raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
-    if any(extent < 0 for shape in message.shapes for extent in shape):
+    if min(chain.from_iterable(message.shapes), default=0) < 0:
         raise FormatError("a peer's tensor table has a negative dim")
     table = tabulate(message.names, message.dtypes, message.shapes)
     return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes)
@@ -106,14 +110,13 @@ def from_message(message: TableMessage) -> WeightLayout:
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
     """Return a table of tensors that are not in files."""
-    nbytes = []
+    bits = {dtype: dtype.bits for dtype in set(dtypes)}
     # Python's integers: shapes of a peer may be of any size, and numpy's product would wrap around.
-    for dtype, shape in zip(dtypes, shapes, strict=True):
-        count = 1
-        for extent in shape:
-            count *= extent
+    nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
+    if any(width % 8 for width in bits.values()):
         try:
-            nbytes.append(bits_to_bytes(count, dtype))
+            for dtype, shape in zip(dtypes, shapes, strict=True):
+                bits_to_bytes(math.prod(shape), dtype)
         except ValueError as error:
             raise FormatError(f"a tensor does not fill whole bytes: {error}") from error
     if sum(nbytes) >= 1 << 62:
@@ -178,43 +181,66 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The placement of a layout's rows: regions of memory, and each row's region (-1: no bytes) and offset in it."""
+    """The placement of a layout's rows: regions of memory, and each row's place in them.
+
+    Attributes:
+        row_region: each row's region; -1: it has no bytes.
+        row_offset: where it starts in that region.
+        row_address: where it starts in this process's memory; 0: it has no bytes.
+    """
 
     regions: tuple[Memory, ...]
     row_region: I64
     row_offset: I64
+    row_address: I64
 
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
     """Find the regions behind flat uint8 tensors: the arena that they lie in, else their torch storage."""
     regions: list[Memory] = []
-    at: dict[int, int] = {}
-    row_region, row_offset = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    row_region = np.full(len(rows), -1, np.int64)
+    address = np.array([flat.data_ptr() for flat in rows], np.int64)
+    is_left = np.array([flat.numel() for flat in rows], np.int64) > 0
     # Whole arenas and storages are registered, not single tensors: a registration costs a system call or more, and a
     # model has thousands of tensors.
-    for row, flat in enumerate(rows):
-        if not flat.numel():
-            continue
-        address = flat.data_ptr()
-        arena = next((a for a in arenas if a.address <= address < a.address + a.nbytes), None)
-        if arena is not None:
-            base, nbytes = arena.address, arena.nbytes
-        else:
-            storage = flat.untyped_storage()
-            base, nbytes = storage.data_ptr(), storage.nbytes()
+    for arena in arenas:
+        is_inside = is_left & (address >= arena.address) & (address < arena.address + arena.nbytes)
+        if is_inside.any():
+            row_region[is_inside] = len(regions)
+            device = str(rows[int(is_inside.argmax())].device)
+            regions.append(Memory(address=arena.address, nbytes=arena.nbytes, device=device, owner=arena))
+            is_left &= ~is_inside
+    at: dict[int, int] = {}
+    for row in np.flatnonzero(is_left).tolist():
+        storage = rows[row].untyped_storage()
+        base = storage.data_ptr()
         if base not in at:
             at[base] = len(regions)
-            owner: object = arena if arena else flat
-            regions.append(Memory(address=base, nbytes=nbytes, device=str(flat.device), owner=owner))
-        row_region[row], row_offset[row] = at[base], address - base
-    return RowPlacement(regions=tuple(regions), row_region=row_region, row_offset=row_offset)
+            device = str(rows[row].device)
+            regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=rows[row]))
+        row_region[row] = at[base]
+    # The last entry is that of rows without bytes, whose region is -1.
+    start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
+    row_offset = np.where(row_region < 0, 0, address - start)
+    return RowPlacement(
+        regions=tuple(regions), row_region=row_region, row_offset=row_offset, row_address=start + row_offset
+    )
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
     """Decode little-endian numbers that a peer sent. Raises FormatError if the length does not fit their size."""
+    return _column(raw, kind).astype(np.int64)
+
+
+def decode_digests(raw: bytes) -> U64:
+    """Decode leaf digests that a peer sent, as a view of `raw`. Raises FormatError as `decode_column` does."""
+    return _column(raw, "<u8").astype(np.uint64, copy=False)
+
+
+def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
     if len(raw) % np.dtype(kind).itemsize:
         raise FormatError(f"a peer sent a column of {len(raw)} bytes, not a multiple of {np.dtype(kind).itemsize}")
-    return np.frombuffer(raw, kind).astype(np.int64)
+    return np.frombuffer(raw, kind)
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
@@ -286,7 +312,7 @@ class LocalWeights:
         self._link = nearest_link(self._device_id)
         self.place = place_rows(rows, arenas)
         self.has_manifest = leaves is not None
-        self.leaves: U64 = leaves if leaves is not None else np.zeros(len(layout.chunks.leaf_row), np.uint64)
+        self.leaves: U64 = leaves if leaves is not None else np.zeros(layout.chunks.num_leaves, np.uint64)
         self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers = max_readers
@@ -319,12 +345,6 @@ class LocalWeights:
         # Then the gap between two tensors may be another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
-        self._set_addresses(rows)
-
-    def _set_addresses(self, rows: Sequence[torch.Tensor]) -> None:
-        """Compute the addresses and host views of the rows, which every digest needs."""
-        self._address: I64 = np.array([row.data_ptr() if row.numel() else 0 for row in rows], np.int64)
-        self._host = [row.numpy() if self.device.type == "cpu" else None for row in rows]
 
     @property
     def is_whole(self) -> bool:
@@ -396,7 +416,8 @@ class LocalWeights:
         dst = self.place.row_offset[pieces.row] + pieces.start
         from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
         joined = {}
-        for pair in np.unique(from_to).tolist():
+        # Not `np.unique`, here and in what else a first read waits for: its first call imports numpy.ma, 8 to 40 ms.
+        for pair in sorted(set(from_to.tolist())):
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
@@ -410,20 +431,18 @@ class LocalWeights:
     def digest(self, chunks: I64) -> U64:
         """Digest these chunks in memory; return their leaf digests, chunk after chunk. The bytes must be complete."""
         table = self.layout.chunks
-        at = table.leaves_of(chunks)
-        row, start, nbytes = table.leaf_row[at], table.leaf_start[at], table.leaf_nbytes[at]
         if self.device.type == "cuda":
             from penstock.digest.cuda import leaf_digests_cuda
 
-            got = leaf_digests_cuda(self._address[row] + start, nbytes, self.device)
+            leaves = table.leaf_pieces(chunks)
+            got = leaf_digests_cuda(self.place.row_address[leaves.row] + leaves.start, leaves.nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
         # A call per piece of a tensor, not per leaf: the digest's own loop over leaves is native code.
-        pieces, out, done = table.pieces(chunks), np.empty(len(at), np.uint64), 0
+        pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
-            data = self._host[r]
-            assert data is not None
-            leaf_digests(memoryview(data[first : first + length]), table.leaf_bytes, out[done : done + count])
+            data = memoryview(self.rows[r].numpy())[first : first + length]
+            leaf_digests(data, table.leaf_bytes, out[done : done + count])
             done += count
         return out
 
@@ -431,15 +450,9 @@ class LocalWeights:
         """Return the chunks with at least one differing leaf."""
         if np.array_equal(got, wanted):
             return chunks[:0]
-        wrong = np.repeat(np.arange(len(chunks)), self._leaf_counts(chunks))[got != wanted]
+        wrong = np.repeat(np.arange(len(chunks)), self.layout.chunks.leaf_counts(chunks))[got != wanted]
         differ: I64 = chunks[np.unique(wrong)]
         return differ
-
-    def _leaf_counts(self, chunks: I64) -> I64:
-        """Return the number of leaves of each of these chunks."""
-        first_leaf = self.layout.chunks.first_leaf
-        counts: I64 = first_leaf[chunks + 1] - first_leaf[chunks]
-        return counts
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
         """Return the chunks whose digests, as a peer states them, differ from the manifest; none without a manifest."""
@@ -457,9 +470,8 @@ class LocalWeights:
             return
         with self.changed:
             is_known = self._source_index[chunks] >= 0
-            counts = self._leaf_counts(chunks)
-            known = chunks[is_known]
-            if len(known):
+            if is_known.any():
+                known, counts = chunks[is_known], self.layout.chunks.leaf_counts(chunks)
                 stated = leaves[np.repeat(is_known, counts)]
                 wrong = self.differing_chunks(known, stated, self.leaves[self.layout.chunks.leaves_of(known)])
                 if len(wrong):
@@ -468,10 +480,10 @@ class LocalWeights:
                         f"{other} and {source} state different digests of chunk {int(wrong[0])}",
                         hint="write a manifest with `penstock manifest`: only a manifest tells which source is right",
                     )
-            new = ~is_known
-            if new.any():
-                self.leaves[self.layout.chunks.leaves_of(chunks[new])] = leaves[np.repeat(new, counts)]
-                self._source_index[chunks[new]] = len(self._sources)
+                chunks, leaves = chunks[~is_known], leaves[np.repeat(~is_known, counts)]
+            if len(chunks):
+                self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
+                self._source_index[chunks] = len(self._sources)
                 self._sources.append(source)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
@@ -480,7 +492,7 @@ class LocalWeights:
             # A chunk may arrive twice, from a slow source and from the one that replaced it; the log has it once.
             new = ~self.have[chunks]
             if not new.all():
-                chunks, leaves = chunks[new], leaves[np.repeat(new, self._leaf_counts(chunks))]
+                chunks, leaves = chunks[new], leaves[np.repeat(new, self.layout.chunks.leaf_counts(chunks))]
             self.leaves[self.layout.chunks.leaves_of(chunks)] = leaves
             self.have[chunks] = True
             self._log[self._num_logged : self._num_logged + len(chunks)] = chunks
@@ -502,6 +514,8 @@ class LocalWeights:
         for named in (self.identity.revision, expected):
             if named.startswith("w1-") and not root.startswith(named):
                 raise IntegrityError(f"the digests are of revision {root}, not {named}", uri=f"penstock:{self.key}")
+        # For `set_state`, which follows: the digest over all leaves takes milliseconds.
+        self._root = root
 
     def spot_check(self, chance: random.Random) -> int | None:
         """Digest one verified chunk again; return its number if its bytes have changed since, else None.
@@ -575,7 +589,6 @@ class LocalWeights:
             self.place = place_rows([])
             self.tier = tier
             self.state = "whole"
-            self._set_addresses(self.rows)
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
         """Take memory that has all bytes again. It must be registered before others can read it."""
@@ -584,7 +597,6 @@ class LocalWeights:
             self.place = place_rows(rows, arenas)
             self.tier = ""
             self.state = "whole"
-            self._set_addresses(rows)
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
         """Return the chunks verified since `serial`, waiting at most `wait_s`; a serial past the end starts at 0."""
@@ -603,7 +615,7 @@ class LocalWeights:
                 serial=self._num_logged,
                 state=self.state if self.damage is None else "damaged",  # type: ignore[arg-type]
                 chunks=new.astype("<u4").tobytes(),
-                leaves=leaves.astype("<u8").tobytes(),
+                leaves=leaves.astype("<u8", copy=False).tobytes(),
             )
 
     def status(self) -> HoldingState:

@@ -84,6 +84,7 @@ def run(
         trace=traced,
         on_first=lambda: None,
     ) as fetch:
+        fetch.start()
         fetch.run()
     return member, storage, fetch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from penstock.errors import PeerLost
@@ -40,7 +39,7 @@ class Ticket:
 
 
 def follow(peer: Peer, ranks: tuple[int, ...]) -> UpstreamReader:
-    chunks = SimpleNamespace(num_chunks=8, leaf_row=np.zeros(8), chunk_bytes=1)
+    chunks = SimpleNamespace(num_chunks=8, chunk_bytes=1)
     weights = SimpleNamespace(layout=SimpleNamespace(chunks=chunks))
     return UpstreamReader(peer, ranks, weights, None, Ticket())
 

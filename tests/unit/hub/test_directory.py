@@ -454,7 +454,7 @@ class Stated:
         counts = np.full(3, 100 * 256, np.int64)
         table = tabulate(tuple("abc"), (DType.U8,) * 3, tuple((count * 1024,) for count in counts.tolist()))
         self.layout = WeightLayout.of(table)
-        self.leaves = np.arange(len(self.layout.chunks.leaf_row), dtype=np.uint64)
+        self.leaves = np.arange(self.layout.chunks.num_leaves, dtype=np.uint64)
         body = canonical(self.layout.table, range(3))
         revision = root(body, self.layout.chunks.leaf_bytes, self.leaves)
         self.identity = msgspec.structs.replace(IDENTITY, revision=revision)

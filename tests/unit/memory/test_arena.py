@@ -39,6 +39,21 @@ def test_an_arena_that_is_full_says_what_would_do() -> None:
     assert arena.place([400]) == [512]
 
 
+def test_runs_are_views_of_the_arena_with_gaps_and_without() -> None:
+    lengths = [1, 512, 0, 513, 7, 0]
+    arena = Arena.allocate(needed_bytes(lengths) + 100)
+    offsets = arena.place(lengths)
+    runs = arena.runs_at(offsets, lengths)
+    for number, (run, offset, length) in enumerate(zip(runs, offsets, lengths, strict=True)):
+        run.fill_(number + 1)
+        assert run.dtype is torch.uint8 and run.shape == (length,)
+        assert arena.bytes_at(offset, length).tolist() == [number + 1] * length
+        assert not length or run.data_ptr() == arena.address + offset
+    assert arena.runs_at([], []) == []
+    with pytest.raises(ConfigError, match="outside of an arena"):
+        arena.runs_at([0, 2048], [100, 1000])
+
+
 def test_views_keep_the_memory_alive_and_give_it_back() -> None:
     gc.collect()  # what other tests left
     before = fds()

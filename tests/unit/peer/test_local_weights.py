@@ -91,7 +91,26 @@ def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
     alone, empty = torch.zeros(8, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
     place = place_rows([*inside, alone, empty], [arena])
     assert place.row_region.tolist() == [0, 0, 1, -1] and place.row_offset.tolist() == [0, 512, 0, 0]
+    assert place.row_address.tolist() == [arena.address, arena.address + 512, alone.data_ptr(), 0]
     assert [region.nbytes for region in place.regions] == [4096, 8] and place.regions[0].owner is arena
+
+
+def test_tensors_of_two_arenas_and_of_one_storage() -> None:
+    arenas = [Arena.allocate(1024) for _ in range(3)]
+    shared = torch.zeros(32, dtype=torch.uint8)
+    rows = [shared[16:], arenas[1].bytes_at(512, 10), arenas[0].bytes_at(0, 1024), shared[:8], arenas[1].bytes_at(0, 1)]
+    place = place_rows(rows, arenas)
+    regions = [place.regions[number] for number in place.row_region.tolist()]
+    assert [region.address for region in regions] == [
+        shared.data_ptr(),
+        arenas[1].address,
+        arenas[0].address,
+        shared.data_ptr(),
+        arenas[1].address,
+    ]
+    assert place.row_offset.tolist() == [16, 512, 0, 0, 0] and len(place.regions) == 3
+    assert place.row_address.tolist() == [row.data_ptr() for row in rows]
+    assert [region.nbytes for region in place.regions] == [1024, 1024, 32]
 
 
 def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:

@@ -25,6 +25,7 @@ from penstock.errors import (
 )
 from penstock.hub.messages import LeaseRequest, Upstream
 from penstock.net.admission import ConnectionLimits
+from penstock.peer import client
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, from_message
 from penstock.peer.server import PeerServer
@@ -122,6 +123,29 @@ def test_a_request_under_way_can_be_interrupted(door: PeerServer, holding: Local
         reader.log(0, 5.0)
     reader.close()
     assert door.num_readers(holding.key) == 0
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_lease_is_given_back_over_the_connection_that_is_open(
+    door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    opened: list[str] = []
+    connect = client.connect_peer_socket
+
+    def count(path: str, timeout_s: float) -> socket.socket:
+        opened.append(path)
+        return connect(path, timeout_s)
+
+    monkeypatch.setattr(client, "connect_peer_socket", count)
+    reader = peer(door, holding.key)
+    reader.lease()
+    if is_interrupted:
+        reader.interrupt()
+        # Else a request that begins a moment after the interrupt would wait for news.
+        with pytest.raises(PeerLost, match="interrupted"):
+            reader.log(0, 5.0)
+    reader.close()
+    assert door.num_readers(holding.key) == 0 and len(opened) == 1
 
 
 def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: LocalWeights) -> None:

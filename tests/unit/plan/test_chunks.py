@@ -8,9 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.schedule import chunk_table, to_ranges
+from penstock.plan.schedule import Pieces, chunk_table, to_ranges
+from penstock.types import I64
 
-sizes = st.lists(st.integers(0, 70), max_size=30)
+# Some rows of many chunks, which are cut in one step.
+sizes = st.lists(st.integers(0, 70) | st.integers(0, 500), max_size=30)
+
+
+def _columns(pieces: Pieces) -> tuple[I64, I64, I64]:
+    return pieces.row, pieces.start, pieces.nbytes
+
+
+def _bytes(pieces: Pieces) -> list[list[tuple[int, int]]]:
+    """The bytes of each piece, as rows and offsets."""
+    columns = zip(*(column.tolist() for column in _columns(pieces)), strict=True)
+    return [[(row, byte) for byte in range(start, start + nbytes)] for row, start, nbytes in columns]
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40))
@@ -32,15 +44,34 @@ def test_pieces_of_some_chunks_are_their_leaves_in_order(rows: list[int], leaf: 
     some = [chunk for chunk in range(table.num_chunks) if chance.random() < 0.5]
     chunks = np.array(some, np.int64)
     leaves = [i for chunk in some for i in range(table.first_leaf[chunk], table.first_leaf[chunk + 1])]
-    assert table.leaves_of(chunks).tolist() == leaves
-    assert table.pieces(chunks).nbytes.sum() == table.leaf_nbytes[leaves].sum()
+    assert np.arange(table.num_leaves)[table.leaves_of(chunks)].tolist() == leaves
+    every = [(row, at, min(leaf, size - at)) for row, size in enumerate(rows) for at in range(0, size, leaf)]
+    apart = table.leaf_pieces(chunks)
+    assert list(zip(*(column.tolist() for column in _columns(apart)), strict=True)) == [every[i] for i in leaves]
+    # The same bytes in the same order, but neighbours are one piece.
+    pieces = table.pieces(chunks)
+    assert [byte for piece in _bytes(pieces) for byte in piece] == [byte for piece in _bytes(apart) for byte in piece]
+    assert all(a[-1][0] != b[0][0] or a[-1][1] + 1 != b[0][1] for a, b in itertools.pairwise(_bytes(pieces)))
 
 
 def test_a_chunk_is_filled_with_leaves_while_they_fit() -> None:
     table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
     # Leaves 4 4 2 | 4 4 2 | 3: greedy up to 12.
     assert table.nbytes.tolist() == [10, 10, 3]
-    assert table.leaf_row.tolist() == [0, 0, 0, 2, 2, 2, 3]
+    assert table.leaf_pieces(np.arange(3)).row.tolist() == [0, 0, 0, 2, 2, 2, 3]
+
+
+@given(sizes, st.integers(1, 9), st.integers(0, 40))
+def test_every_chunk_takes_what_fits(rows: list[int], leaf: int, more: int) -> None:
+    """Members that cut one model differently cannot read from each other."""
+    table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
+    first_leaf, filled = [0], 0
+    for number, nbytes in enumerate(min(leaf, size - at) for size in rows for at in range(0, size, leaf)):
+        if filled + nbytes > leaf + more:
+            first_leaf.append(number)
+            filled = 0
+        filled += nbytes
+    assert table.first_leaf.tolist() == first_leaf + [table.num_leaves] * bool(table.num_leaves)
 
 
 def test_a_leaf_larger_than_a_chunk_is_refused() -> None:

@@ -1,0 +1,87 @@
+"""The destination of a fetch: new tensors of any dtype and shape in one arena."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import PlanError
+from penstock.fetch.discover import FetchTarget
+from penstock.hub.messages import Identity
+from penstock.memory.arena import Arena
+from penstock.peer.local_weights import LocalWeights, WeightLayout, tabulate
+from penstock.types import DType
+
+TENSORS: dict[str, tuple[DType, tuple[int, ...], torch.dtype]] = {
+    "a.scalar": (DType.F32, (), torch.float32),
+    "b.odd": (DType.I8, (3, 7), torch.int8),
+    "c.empty": (DType.BF16, (0, 4), torch.bfloat16),
+    "d.wide": (DType.F64, (2, 3, 5), torch.float64),
+    "e.packed": (DType.F4, (3, 6), torch.float4_e2m1fn_x2),
+    "f.small": (DType.F8_E4M3, (513,), torch.float8_e4m3fn),
+    "g.bool": (DType.BOOL, (1,), torch.bool),
+    "h.last": (DType.I64, (65,), torch.int64),
+    "i.empty": (DType.U8, (0,), torch.uint8),
+}
+
+
+def target_of(tensors: dict[str, tuple[DType, tuple[int, ...]]]) -> FetchTarget:
+    table = tabulate(list(tensors), [dtype for dtype, _ in tensors.values()], [shape for _, shape in tensors.values()])
+    layout = WeightLayout.of(table, leaf_bytes=16, chunk_bytes=64)
+    return FetchTarget(identity=Identity(model="m"), layout=layout, device=torch.device("cpu"))
+
+
+def allocate(target: FetchTarget) -> tuple[LocalWeights, dict[str, torch.Tensor]]:
+    weights, make = target.allocate({}, 4, lambda: False)
+    assert make is not None
+    return weights, dict(zip(target.layout.table.names, make(), strict=True))
+
+
+def test_new_tensors_are_the_rows_whatever_their_dtypes_and_shapes() -> None:
+    # Not in the order of their names, which is that of the layout.
+    weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
+    assert list(tensors) == sorted(TENSORS)
+    (region,) = weights.place.regions
+    assert isinstance(region.owner, Arena)
+    for row, (name, tensor) in enumerate(tensors.items()):
+        dtype, shape, kind = TENSORS[name]
+        assert tensor.dtype is kind and tensor.is_contiguous() and not tensor.requires_grad
+        assert tuple(tensor.shape) == ((3, 3) if dtype is DType.F4 else shape)
+        assert weights.rows[row].shape == (tensor.nbytes,) and weights.rows[row].dtype is torch.uint8
+        if tensor.numel():
+            assert tensor.data_ptr() == weights.rows[row].data_ptr() == int(weights.place.row_address[row])
+            assert tensor.data_ptr() % 512 == 0
+            weights.rows[row].fill_(row + 1)
+            assert tensor.reshape(-1).view(torch.uint8).tolist() == [row + 1] * tensor.nbytes
+        else:
+            assert weights.place.row_region[row] == -1
+    # Each row's bytes were written alone.
+    assert [row.tolist() for row in weights.rows] == [[i + 1] * row.numel() for i, row in enumerate(weights.rows)]
+
+
+def test_a_model_without_bytes_has_its_tensors() -> None:
+    weights, tensors = allocate(target_of({"a": (DType.F32, (0, 2)), "b": (DType.U8, (0,))}))
+    assert [tuple(tensor.shape) for tensor in tensors.values()] == [(0, 2), (0,)] and weights.is_whole
+    assert allocate(target_of({}))[1] == {}
+
+
+def test_a_dtype_that_torch_lacks_is_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("memory was allocated")
+
+    monkeypatch.setattr(Arena, "allocate", refuse)
+    with pytest.raises(PlanError, match="F6_E3M2"):
+        target_of({"a": (DType.F6_E3M2, (4,)), "b": (DType.U8, (4,))}).allocate({}, 4, lambda: False)
+    with pytest.raises(PlanError, match="divisible by 2"):
+        target_of({"a": (DType.F4, (2, 3))}).allocate({}, 4, lambda: False)
+
+
+def test_the_digests_of_rows_in_an_arena_are_those_of_the_tensors() -> None:
+    weights, tensors = allocate(target_of({name: spec[:2] for name, spec in TENSORS.items()}))
+    for row in weights.rows:
+        row.copy_(torch.arange(row.numel(), dtype=torch.int64).to(torch.uint8))
+    alone = [tensor.reshape(-1).view(torch.uint8).clone() for tensor in tensors.values()]
+    chunks = np.arange(weights.layout.chunks.num_chunks)
+    apart = LocalWeights(weights.identity, weights.layout, alone)
+    assert weights.digest(chunks).tolist() == apart.digest(chunks).tolist()
