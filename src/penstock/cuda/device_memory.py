@@ -160,6 +160,18 @@ def is_available(device: int, driver: CudaDriver | None = None) -> bool:
     return (load_driver() if driver is None else driver).has_virtual_memory(device)
 
 
+def wake(device: int, driver: CudaDriver | None = None) -> None:
+    """Have the driver ready to allocate and map memory of a device.
+
+    Its first call about memory after a pause of 20 ms takes 15 to 30 ms, whatever the size; those after it do not. Call
+    this in a thread, before the memory's size is known. Source: benchmarks/results/h200x2_202611/sync.md.
+    """
+    driver = load_driver() if driver is None else driver
+    with driver.entered(device):
+        if driver.has_virtual_memory(device):
+            driver.release(driver.create(driver.virtual_unit(device), device))
+
+
 def _free(pid: int, driver: CudaDriver, device: int, room: _Room) -> None:
     """Give the addresses back, and the physical memory if no others have it."""
     if pid != os.getpid():

@@ -8,6 +8,7 @@ Not here: fetching it (`run`), the API for users (`join`).
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from penstock.config import Settings
+from penstock.cuda.device_memory import wake
 from penstock.digest.leaf import revision as root_revision
 from penstock.errors import (
     FormatError,
@@ -160,6 +162,8 @@ class Discovery:
         tensors = targets_of(target) if is_given else {}
         if tensors:
             device = next(iter(tensors.values())).device
+        if device.type == "cuda":
+            _beside(partial(wake, device.index))
         if fallback is not None:
             options = Options(device=device, storage_options=storage_options)
             session = stack.enter_context(Session(fallback, options, self._settings, in_group=True, journey=""))
@@ -171,7 +175,7 @@ class Discovery:
             identity = self._state_of(identity, {"revision"}, wait_s).identity
             return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
         state = self._state_of(self._identity, {"revision", "layout"}, wait_s)
-        return FetchTarget(identity=state.identity, layout=self._ask_layout(state, wait_s), device=device)
+        return FetchTarget(identity=state.identity, layout=self._ask_layout(state, device, wait_s), device=device)
 
     def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
         """Return the tensors of the fallback, or those of them that the target has."""
@@ -260,11 +264,11 @@ class Discovery:
             return self._state_now(same, set()).is_of(requested)
         return False
 
-    def _ask_layout(self, state: HoldingState, wait_s: float) -> WeightLayout:
+    def _ask_layout(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
         """Return the layout of a key from a member that holds it; wait for a member that has a free reader's place."""
         return self._patiently(
             "a free holder",
-            lambda left_s: self._ask_layout_now(state, left_s),
+            lambda left_s: self._ask_layout_now(state, device, left_s),
             wait_s,
             SourceError,
             PeerLost,
@@ -285,7 +289,7 @@ class Discovery:
             # Longer for a slow hub: each of these answers costs it the time of all members of the fleet.
             time.sleep(max(ASK_S, min(self._member.hub.rest_s, wait_s / 8)))
 
-    def _ask_layout_now(self, state: HoldingState, within_s: float) -> WeightLayout:
+    def _ask_layout_now(self, state: HoldingState, device: torch.device, within_s: float) -> WeightLayout:
         """Return the layout from the first upstream that answers; raise the last one's error if none does."""
         empty = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
         reply = self._member.find_holders(empty, within_s=within_s)
@@ -297,15 +301,30 @@ class Discovery:
                 # A quarter of the stall: a slow member must not use up the time, since others know the layout too.
                 with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
-                    layout = from_message(peer.table())
+                    message = peer.table()
+                    if device.type == "cuda" and peer.is_on_host:
+                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms, and needs no memory of
+                        # ours: it goes on while that is allocated.
+                        _beside(partial(self._member.links.reach_device, str(device), peer.map().regions))
+                    layout = from_message(message)
                     # The table comes from a peer, the layout's digest from the hub: a peer may lie about its table.
                     if layout.digest != state.identity.layout:
-                        message = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
-                        raise FormatError(message, uri=f"penstock:{upstream.member}")
+                        fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
+                        raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     return layout
             except PenstockError as error:
                 last = error
         raise last
+
+
+def _beside(work: Callable[[], None]) -> None:
+    """Do work in a thread that nothing waits for, which only saves time: its errors are raised where it is needed."""
+
+    def attempt() -> None:
+        with contextlib.suppress(PenstockError):
+            work()
+
+    threading.Thread(target=attempt, name="penstock-ahead", daemon=True).start()
 
 
 def _num_have(state: HoldingState) -> int:

@@ -8,7 +8,7 @@ import gc
 import pytest
 from tests.support.fake_cuda import UNIT_BYTES, FakeCuda
 
-from penstock.cuda.device_memory import DeviceMemory, memory_of
+from penstock.cuda.device_memory import DeviceMemory, memory_of, wake
 from penstock.errors import DestinationError, DeviceOutOfMemory
 
 NBYTES = UNIT_BYTES + 100
@@ -101,3 +101,12 @@ def test_addresses_are_given_back_with_the_last_reference() -> None:
     del alias
     gc.collect()
     assert (driver.num_opened, driver.num_handles) == (0, 0)
+
+
+def test_waking_the_driver_leaves_nothing() -> None:
+    driver = FakeCuda()
+    wake(0, driver)
+    assert (driver.num_opened, driver.num_handles) == (0, 0)
+    driver.most_bytes = 0
+    with pytest.raises(DeviceOutOfMemory):
+        wake(0, driver)
