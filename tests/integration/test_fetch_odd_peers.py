@@ -194,12 +194,12 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
 
-    def read_badly(self: storage_reader.StorageReader, chunks: I64) -> Iterator[I64]:
+    def read_badly(self: storage_reader.StorageReader, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
         if self not in reads:
             reads.append(self)
         if self is not reads[0]:
             raise SourceUnavailable("the disk is gone")
-        for some in read(self, chunks):
+        for some in read(self, chunks, lambda: None):
             yield some
             while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
                 time.sleep(0.01)
@@ -290,9 +290,9 @@ def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
 
-    def hang(self: storage_reader.StorageReader, chunks: I64) -> Iterator[I64]:
+    def hang(self: storage_reader.StorageReader, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
         reads.append(self)
-        for some in read(self, chunks):
+        for some in read(self, chunks, near_end):
             yield some
             if self is reads[0]:
                 over.wait(30.0)

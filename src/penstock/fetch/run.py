@@ -61,6 +61,10 @@ LEAST_WAIT_S = 0.1
 """Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
 ALONE_CHUNKS = 16
 """Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
+GATHERED_S = 0.25
+"""Longest wait for as many chunks as one read of an upstream takes, while storage is read. Each read, with its digests
+and reports, costs some milliseconds of Python, which the threads that read storage wait for. A link that is slower
+than storage takes few chunks at once, so nothing waits there."""
 HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 
@@ -499,16 +503,18 @@ class Fetch(Run):
                     self._hub_now.set()
                 if (early_s := reader.not_before - time.monotonic()) > 0:
                     pause_s = min(pause_s, early_s)
+                gathers = False
                 while (
                     reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
                 ):
                     chunks = self._choice.next_chunks(reader)
-                    if not len(chunks):
+                    gathers = self._should_gather(reader, len(chunks))
+                    if gathers or not len(chunks):
                         break
                     self._flying[chunks] = True
                     reader.num_flying += 1
                     items.append(ReadFromUpstream(self, reader, chunks))
-                if self._choice.wants_news(reader):
+                if not gathers and self._choice.wants_news(reader):
                     reader.request_news()
             if items and not self._closing.is_set():
                 self._peer_reads.post(*items)
@@ -516,6 +522,14 @@ class Fetch(Run):
             # For `run` to look again when it is time, if another thread called.
             self.ticket.wake()
         return pause_s
+
+    def _should_gather(self, reader: UpstreamReader, num_chunks: int) -> bool:
+        """Return True if a read of so few chunks should wait for more. The caller holds the lock."""
+        return (
+            num_chunks < reader.step_chunks
+            and time.monotonic() - reader.last_read < GATHERED_S
+            and self._storage_reads.is_busy()
+        )
 
     # -- Called by work items.
 

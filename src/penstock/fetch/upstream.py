@@ -81,6 +81,7 @@ class UpstreamReader:
         ranks: its position in the hub's order of each tree of chunks; 0 is the parent. Without trees it is one order.
         has: per chunk, True if it can be read from this upstream.
         num_flying: reads under way.
+        last_read: when the last read ended.
         fault: the reason why it is no longer used; "" while it is used.
         is_too_slow: True if its pace is that reason.
         proof: evidence that it stated wrong digests, if it did and that can be proven.
@@ -111,7 +112,7 @@ class UpstreamReader:
         self.has = np.zeros(count, bool)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
-        self.not_before = 0.0
+        self.not_before = self.last_read = 0.0
         self.error: PenstockError | None = None
         self.is_too_slow = False
         self.path = self._why_no_nearer = ""
@@ -228,7 +229,7 @@ class UpstreamReader:
 
     def note_read(self, chunks: I64, nbytes: int, seconds: float) -> None:
         """Record a finished read; its pace determines the size of the next one."""
-        now = time.monotonic()
+        self.last_read = now = time.monotonic()
         self._note_alive(chunks)
         self.moved_bytes += nbytes
         self._recent_pace.add(now, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 
 from penstock.engine.trace import Trace
 from penstock.errors import PeerLost, PenstockError, SourceBusy
-from penstock.fetch import retries
+from penstock.fetch import retries, run
 from penstock.fetch.run import Fetch
 from penstock.fetch.upstream import UNNAMED
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
@@ -35,7 +36,7 @@ class Reader:
         self.error: PenstockError | None = None
         self.proof = None
         self.num_flying = 0
-        self.not_before = 0.0
+        self.not_before = self.last_read = 0.0
         self.step_chunks = NUM_CHUNKS
         self.is_connected = self.connects_at_once
         self.is_too_slow = self.is_closed = self.is_asked = self.is_measured = self.is_fast = False
@@ -270,3 +271,30 @@ def test_a_spare_gets_the_newest_grant(fetch: Fetch) -> None:
     newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
     fetch._follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
     assert [reader.upstream.grant for reader in fetch._choice.readers] == [b"newer", b"newer"]
+
+
+def test_few_chunks_wait_for_a_full_read_while_storage_is_read(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, posted = [True], list[list[int]]()
+    monkeypatch.setattr(fetch._storage_reads, "is_busy", lambda: busy[0])
+    monkeypatch.setattr(fetch._peer_reads, "post", lambda *items: posted.extend(one._chunks.tolist() for one in items))
+    fetch._follow(reply_of("P"))
+    reader = readers(fetch)["P"]
+    reader.path, reader.step_chunks = "p", 3
+
+    def given(*chunks: int) -> list[int]:
+        posted.clear()
+        reader.is_asked, reader.num_flying = False, 0
+        reader.has[list(chunks)] = True
+        fetch.assign()
+        return [chunk for read in posted for chunk in read]
+
+    assert given(0, 1) == [0, 1], "nothing was read before"
+    reader.last_read = time.monotonic()
+    assert given(2, 3) == []
+    assert not reader.is_asked, "news would only be more of few"
+    assert given(4) == [2, 3, 4], "a full read"
+    assert given(5) == []
+    reader.last_read -= run.GATHERED_S
+    assert given() == [5], "it waited for long"
+    reader.last_read, busy[0] = time.monotonic(), False
+    assert given(6) == [6], "storage is not read"
