@@ -410,10 +410,17 @@ class Directory:
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
-                before = Claims() if entry is None else _CLAIMS.decode(entry.value)
                 view = self._view(holding.key, again=attempt > 0)
-                after, ranges = self._claimed(request, before, view, give_more=request.ask and not quiet)
                 version = ABSENT if entry is None else entry.version
+                give_more = request.ask and not quiet
+                # In a fleet that starts, most find every chunk claimed: looked at once for all that only ask.
+                only_asks = give_more and not (holding.have or holding.claims or view.out_of_reach(request.member))
+                if only_asks and view.is_all_claimed(version, besides=request.member):
+                    return self._claim_reply(request, view, (), quiet=quiet)
+                before = Claims() if entry is None else _CLAIMS.decode(entry.value)
+                after, ranges = self._claimed(request, before, view, give_more=give_more)
+                if only_asks and not ranges and after == before:
+                    view.note_all_claimed(version, before.members)
                 if after == before or self.store.write(
                     name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
                 ):

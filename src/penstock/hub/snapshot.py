@@ -140,6 +140,8 @@ class HubSnapshot:
         """Members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
         """Members that came after the snapshot was made."""
+        # Version of a table of claims that leaves no chunk to a member that has none, and the claimants in it.
+        self._all_claimed: tuple[bytes, frozenset[str]] | None = None
         # Made on request: most requests of a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
@@ -229,6 +231,15 @@ class HubSnapshot:
         """Return the members that this reader cannot read from: complained of by it, demoted, or drained."""
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
+
+    def note_all_claimed(self, version: bytes, claimants: Iterable[str]) -> None:
+        """Note that a version of a table of claims leaves no chunk to a member that has none."""
+        self._all_claimed = version, frozenset(claimants)
+
+    def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
+        """Return whether that was noted of this version, and the member `besides` is no claimant in it."""
+        known = self._all_claimed
+        return known is not None and known[0] == version and besides not in known[1]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return for each tree the members to read its chunks from, in order; one order if it cannot follow trees."""
