@@ -56,8 +56,6 @@ IDENTITY = Identity(model="llama-70b", revision="w1-0", dtype="BF16")
 CHUNK_BYTES = 16 * MIB
 PER_HOST = 8
 JOIN_AT_ONCE = 50
-FIRST_BEAT_S = 1.0
-"""`peer.member._BEAT_PAUSE_S`: a member that starts beats this long after its hello at the earliest."""
 
 
 class Asker:
@@ -158,8 +156,8 @@ class Member:
         """Requests and beats, each when it is time, the first request with a claim; whole after `fill_s`."""
         await asyncio.sleep(wait_s)
         started = time.monotonic()
-        # Its bytes begin to move then, which a beat reports.
-        next_beat = started + FIRST_BEAT_S
+        # The first request stands for a beat.
+        next_beat = started + self.welcome.beat_s
         next_flight, next_claim = 0.0, math.inf
         while (now := time.monotonic()) < until:
             self.have = min(self.num_chunks, int(self.num_chunks * (now - started) / fill_s))

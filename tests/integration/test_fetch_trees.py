@@ -59,7 +59,9 @@ class Hosts:
     def _note_orders(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ask, first = Member.upstreams, dict[str, UpstreamsReply]()
 
-        def upstreams(member: Member, weights: LocalWeights, *, can_read_storage: bool, claim: bool) -> UpstreamsReply:
+        def upstreams(
+            member: Member, weights: LocalWeights, *, can_read_storage: bool, is_first: bool
+        ) -> UpstreamsReply:
             if member.id in first:
                 now = ask(member, weights, can_read_storage=can_read_storage)
                 if not self.is_asked_once:

@@ -183,9 +183,7 @@ class Fetch(Run):
             try:
                 is_first = not self._hub_answered.is_set()
                 reply = self._member.upstreams(
-                    self._weights,
-                    can_read_storage=self._can_read_storage,
-                    claim=is_first and self._storage is not None,
+                    self._weights, can_read_storage=self._can_read_storage, is_first=is_first
                 )
                 if is_first:
                     self._first_claim = reply.claim

@@ -96,6 +96,9 @@ JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 _CLAIMS_TTL_S = 86400.0
 # Of a fleet of this size or more, newcomers poll after 0.5 s: by then a snapshot of 1,000 members has been renewed.
 _NEWCOMERS = 50
+# Those with a place poll after 2 s: a second request of each within the second in which 1,000 members start was a third
+# of all requests then.
+_PLACED_NEWCOMERS = 200
 # Of compare-and-set: as many directories on one store would have to lose in a row.
 _ATTEMPTS = 64
 # The same for the claim in a request for upstreams, whose answer must not wait: the member claims again by itself.
@@ -322,11 +325,12 @@ class Directory:
         holding = request.holding
         # The key must belong to the identity: it is by the identity that the caller's right to the model was checked.
         check_state(holding)
-        hello = self._known(request.member)[1].hello
+        entry = None
         if holding.num_chunks:
-            self._record_request(request.member, holding, reads_storage=request.can_read_storage)
-        view = self._view(holding.key)
-        is_placed = holding.num_chunks > 0 and request.member in view.held
+            entry = self._record_request(request.member, holding, reads_storage=request.can_read_storage)
+        hello = entry.hello if entry is not None else self._known(request.member)[1].hello
+        view = self._view(holding.key, asks=entry)
+        is_placed = holding.num_chunks > 0 and view.is_placed(request.member, holding.num_chunks)
         names: tuple[str, ...] = ()
         orders: tuple[tuple[str, ...], ...] = ()
         if is_placed:
@@ -335,7 +339,8 @@ class Directory:
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
-            # It requests the layout, or came after the snapshot was made: any holders will do until it is placed.
+            # It requests the layout, or came after the snapshot was made, whose relay is no ring: any holders will do
+            # until it is placed.
             names = view.known_to(hello, holding)
         holders = {name: view.held[name] for name in names}
         grants = self._grants().sign(
@@ -365,9 +370,12 @@ class Directory:
         # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
-        # holders that are named to other newcomers too.
+        # holders that are named to other newcomers too. One that got a place at once reads from that meanwhile, and
+        # asks a quarter of the pause later if there is nothing to read (`fetch.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
-        num_asking = len(view.held) if is_placed else min(len(view.held), _NEWCOMERS)
+        num_asking = len(view.held)
+        if not is_placed or request.member in view.newcomers:
+            num_asking = min(num_asking, _PLACED_NEWCOMERS if is_placed else _NEWCOMERS)
         return UpstreamsReply(
             upstreams=upstreams,
             orders=tuple(tuple(names.index(name) for name in order) for order in orders) if len(orders) > 1 else (),
@@ -384,6 +392,7 @@ class Directory:
             UnknownMember, PlanError: see `beat`.
             HubUnavailable: too many members claimed at the same moment.
         """
+        check_state(request.holding)
         self._mark_life(check_store=True)
         self._record_request(request.member, request.holding, reads_storage=request.ask)
         reply = self._assign(request, attempts=_ATTEMPTS)
@@ -401,10 +410,17 @@ class Directory:
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
-                before = Claims() if entry is None else _CLAIMS.decode(entry.value)
                 view = self._view(holding.key, again=attempt > 0)
-                after, ranges = self._claimed(request, before, view, give_more=request.ask and not quiet)
                 version = ABSENT if entry is None else entry.version
+                give_more = request.ask and not quiet
+                # In a fleet that starts, most find every chunk claimed: looked at once for all that only ask.
+                only_asks = give_more and not (holding.have or holding.claims or view.out_of_reach(request.member))
+                if only_asks and view.is_all_claimed(version, besides=request.member):
+                    return self._claim_reply(request, view, (), quiet=quiet)
+                before = Claims() if entry is None else _CLAIMS.decode(entry.value)
+                after, ranges = self._claimed(request, before, view, give_more=give_more)
+                if only_asks and not ranges and after == before:
+                    view.note_all_claimed(version, before.members)
                 if after == before or self.store.write(
                     name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
                 ):
@@ -589,7 +605,7 @@ class Directory:
         self.store.write(name, None)
         return False
 
-    def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> None:
+    def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> HoldingEntry:
         """Store a member's state of a key; `reads_storage` is None in a beat, which does not say it."""
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
@@ -618,10 +634,10 @@ class Directory:
             record_key(self.store, holding, ttl_s=3 * self.ttl_s)
             self._noted = {key: when for key, when in self._noted.items() if local - when < self.ttl_s}
             self._noted[holding.key] = local
+        return holder
 
-    def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> None:
-        """Record the state that a request reports, and that its member lives."""
-        check_state(holding)
+    def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> HoldingEntry:
+        """Record the checked state that a request reports, and that its member lives; return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
@@ -631,7 +647,7 @@ class Directory:
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
             if self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys)):
                 break
-        self._hold(known, holding, reads_storage=reads_storage)
+        return self._hold(known, holding, reads_storage=reads_storage)
 
     def _claimed(
         self, request: ClaimRequest, before: Claims, view: HubSnapshot, *, give_more: bool
@@ -677,8 +693,8 @@ class Directory:
         pause_s = _pause(0.2, view.num_sharing)
         return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
 
-    def _view(self, key: str, *, again: bool = False) -> HubSnapshot:
-        """Return a snapshot of a key, perhaps a moment old; `again`: read it now."""
+    def _view(self, key: str, *, again: bool = False, asks: HoldingEntry | None = None) -> HubSnapshot:
+        """Return a snapshot of a key, perhaps a moment old, but with the member that asks; `again`: read it now."""
         # Popped and put back: the order of the dict is that of use, so the keys unused longest are dropped first.
         with self._lock:
             cache = self._readings.pop(key, None)
@@ -687,7 +703,7 @@ class Directory:
             self._readings[key] = cache
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
-        return cache.at(self._timer, self._look_share, again=again)
+        return cache.at(self._timer, self._look_share, again=again, asks=asks)
 
 
 def _weight(complained: ComplaintEntry) -> int:

@@ -136,6 +136,12 @@ class HubSnapshot:
         self._complained = tuple(complaints.values())
         self.complaints = tuple(entry.complaint for entry in self._complained)
         self._parents = before.parents if before is not None else {}
+        self.num_sharing = sum(map(_shares_storage, held.values()))
+        """Members that fetch the key and can read storage."""
+        self.newcomers: set[str] = set()
+        """Members that came after the snapshot was made."""
+        # Version of a table of claims that leaves no chunk to a member that has none, and the claimants in it.
+        self._all_claimed: tuple[bytes, frozenset[str]] | None = None
         # Made on request: most requests of a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
@@ -186,10 +192,21 @@ class HubSnapshot:
         """Return the number of callers that complain of a member; a proof counts as `DISTRUST` callers."""
         return DISTRUST if member in self.proven else len(self.callers.get(member, ()))
 
-    @cached_property
-    def num_sharing(self) -> int:
-        """Return the number of members that fetch the key and can read storage."""
-        return sum(1 for holder in self.held.values() if holder.reads_storage and holder.holding.state == "filling")
+    def add(self, newcomer: HoldingEntry) -> None:
+        """Add a member that was not there when the snapshot was made, and give it a place in a ring.
+
+        It is an upstream of those that come after it; others read from it by the next snapshot.
+        """
+        name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
+        self.relay(num_chunks).append(self._node(name, newcomer))
+        # A new dict, since other threads may be reading this one.
+        self.held = {**self.held, name: newcomer}
+        self.newcomers.add(name)
+        self.num_sharing += _shares_storage(newcomer)
+
+    def is_placed(self, member: str, num_chunks: int) -> bool:
+        """Return whether a member has a place in the relay of this number of chunks."""
+        return member in self.held and member in self.relay(num_chunks)
 
     @cached_property
     def reading(self) -> frozenset[str]:
@@ -214,6 +231,15 @@ class HubSnapshot:
         """Return the members that this reader cannot read from: complained of by it, demoted, or drained."""
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
+
+    def note_all_claimed(self, version: bytes, claimants: Iterable[str]) -> None:
+        """Note that a version of a table of claims leaves no chunk to a member that has none."""
+        self._all_claimed = version, frozenset(claimants)
+
+    def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
+        """Return whether that was noted of this version, and the member `besides` is no claimant in it."""
+        known = self._all_claimed
+        return known is not None and known[0] == version and besides not in known[1]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return for each tree the members to read its chunks from, in order; one order if it cannot follow trees."""
@@ -303,6 +329,11 @@ class HubSnapshot:
         )
 
 
+def _shares_storage(holder: HoldingEntry) -> bool:
+    """Return whether a member fetches the key and can read storage."""
+    return holder.reads_storage and holder.holding.state == "filling"
+
+
 def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the members of several orders once each, those that come first in one of them before all others."""
     names = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
@@ -363,8 +394,10 @@ class SnapshotCache:
         # Seconds that the last relays took.
         self._relays_s = 0.0
 
-    def at(self, timer: Callable[[], float], share: float, *, again: bool) -> HubSnapshot:
-        """Return the present snapshot (`again`), or the cached one while it is valid."""
+    def at(
+        self, timer: Callable[[], float], share: float, *, again: bool, asks: HoldingEntry | None = None
+    ) -> HubSnapshot:
+        """Return the present snapshot (`again`), or the cached one while it is valid, with the member that asks."""
         # Under the lock: of many requests that find the snapshot too old, one makes it and the others use it.
         with self._lock:
             start = timer()
@@ -382,6 +415,8 @@ class SnapshotCache:
                     self._relays_s = stop - start - read_s
                 cost_s = read_s + self._relays_s
                 self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
+            if asks is not None and asks.hello.member not in self._view.held:
+                self._view.add(asks)
             return self._view
 
 

@@ -14,7 +14,7 @@ Not here: the building of chains and trees (`relay_parents`), which members are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from zlib import crc32
 
 from penstock.plan.relay_parents import (
@@ -37,7 +37,7 @@ leases, and follows two logs. Source: docs/design/003-fetch.md."""
 
 
 class Relay:
-    """The upstreams of every receiver of one key; a value once made.
+    """The upstreams of every receiver of one key; once made, a value but for members that `append` adds to a ring.
 
     Attributes:
         trees: one or two; each is receiver -> the member it reads from in the first place, for the chunks of that tree
@@ -45,6 +45,7 @@ class Relay:
             receiver ends at a whole one; without, they go round in a ring.
 
     Cost: O(n log n) to make, while members complain of few others; `upstreams` looks at a bounded number of members.
+    Order: from several threads, but `append` from one at a time.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -52,7 +53,11 @@ class Relay:
         self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
         self._number = {member: i for i, member in enumerate(self._nodes)}
         has_whole = any(node.whole for node in self._nodes.values())
-        self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(self._nodes),)
+        self._is_ring = not has_whole
+        ring = () if has_whole else _ring_order(self._nodes)
+        self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(ring),)
+        # Place -> the last member of it in the ring. A later one replaces those before it.
+        self._last = {place: node.member for node in ring for place in _ring_places(node)}
         self._spans = tuple(_spans(parents) if has_whole else {} for parents in self.trees)
         self._choice: dict[tuple[str, ...], list[Node]] = {}
         best = sorted(
@@ -72,6 +77,35 @@ class Relay:
     def parents(self) -> Parents:
         """Return the first tree: the only one, unless the chunks are spread over two."""
         return self.trees[0]
+
+    def __contains__(self, member: str) -> bool:
+        """Return whether a member is among the nodes."""
+        return member in self._nodes
+
+    def append(self, node: Node) -> bool:
+        """Add a newcomer to a ring, behind the last member of its host, rack or fleet; return False if this is no ring.
+
+        No other member's upstreams change. Not for chains and trees: these place all that come within a second
+        together, and built from single members they become deep, for good, since parents are kept.
+        """
+        if not self._is_ring or node.whole:
+            return False
+        before = [self._last[place] for place in _ring_places(node) if place in self._last]
+        if before:
+            # As in the ring: one that serves, if there is one here.
+            keen = (name for name in before if not self._nodes[name].last_resort)
+            parent = next((name for name in keen if node.member not in self._nodes[name].complainers), before[0])
+            # A new dict, since other threads may be reading this one.
+            self.trees = ({**self.trees[0], node.member: parent},)
+            places_of_both = {*_ring_places(self._nodes[parent]), *_ring_places(node)}
+        else:
+            parent, places_of_both = "", set(_ring_places(node))
+        # Where its parent was the last one, or nobody was.
+        for place in places_of_both:
+            if self._last.get(place, parent) == parent:
+                self._last[place] = node.member
+        self._nodes[node.member] = node
+        return True
 
     def upstreams(self, member: str, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
         """Return the members to read from, in order: parent, its own parent, then the near and the far with most.
@@ -193,13 +227,22 @@ class _Estimate:
         self.time = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
 
 
-def _ring(nodes: dict[str, Node]) -> Parents:
-    """Return a ring in which each reads from the one that came before it; members of a rack or host are neighbours."""
+def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:
+    """Return the places whose members are neighbours in a ring, nearest first."""
+    return ("host", node.host), ("rack", node.rack), ("any",)
+
+
+def _ring_order(nodes: dict[str, Node]) -> list[Node]:
+    """Return the order of a ring: that in which members came, those of a rack or host together."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
-        for place in (("rack", node.rack), ("host", node.host)):
+        for place in _ring_places(node):
             first.setdefault(place, i)
-    order = sorted(nodes.values(), key=lambda node: (first["rack", node.rack], first["host", node.host], node.order))
+    return sorted(nodes.values(), key=lambda node: (first["rack", node.rack], first["host", node.host], node.order))
+
+
+def _ring(order: Sequence[Node]) -> Parents:
+    """Return the parents of a ring in which each member reads from the one before it."""
     parents = {}
     for i, node in enumerate(order):
         before = (order[i - k] for k in range(1, min(len(order), SCANNED)))

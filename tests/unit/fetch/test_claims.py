@@ -49,10 +49,10 @@ class Member:
         self.hub = SimpleNamespace(rest_s=0.0, is_busy=False)
         self.asked: list[str] = []
 
-    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, claim: bool) -> UpstreamsReply:
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool) -> UpstreamsReply:
         assert can_read_storage
-        self.asked.append("both" if claim else "upstreams")
-        return self._answer(claim)
+        self.asked.append("both" if is_first else "upstreams")
+        return self._answer(is_first)
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
         self.asked.append("claim")

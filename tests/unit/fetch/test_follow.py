@@ -77,7 +77,7 @@ class Member:
     def __init__(self) -> None:
         self.reply = UpstreamsReply()
 
-    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, claim: bool) -> UpstreamsReply:
+    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool) -> UpstreamsReply:
         return self.reply
 
     def complain(self, *args: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import msgspec
@@ -160,6 +161,26 @@ def test_two_hubs_on_one_store_give_each_chunk_once(bench, hub) -> None:
     bench.join(hub, *members)
     read = fill(bench, [hub, bench.hub()], members)
     assert set().union(*read.values()) == set(range(100))
+
+
+def test_what_is_all_claimed_is_given_again_when_it_comes_free(bench) -> None:
+    """Also where the hub answers many requests by one snapshot."""
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)) / 1000)
+    readers = [f"r{i}" for i in range(4)]
+    bench.join(hub, *readers, "a", "b")
+    given: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(readers, ())
+    while sum(len(chunks(ranges)) for ranges in given.values()) < 100:
+        for reader, ranges in given.items():
+            given[reader] = tuple(sorted((*ranges, *bench.claim(hub, reader, key_state(claims=ranges)).ranges)))
+    for _ in range(3):
+        assert all(not bench.claim(hub, member, key_state()).ranges for member in ("a", "b"))
+    # A claimant that reads none of its chunks any more gives them back, though it reports no chunk and no claim.
+    again = chunks(bench.claim(hub, "r1", key_state()).ranges)
+    assert again and again <= chunks(given["r1"])
+    assert bench.claim(hub, "r0", key_state(), ask=False).ranges == ()
+    new = chunks(bench.claim(hub, "a", key_state()).ranges)
+    assert new and new <= chunks(given["r0"]) | chunks(given["r1"]) - again
 
 
 def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:

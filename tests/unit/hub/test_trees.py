@@ -143,6 +143,46 @@ def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
     assert not late.is_placed and late.ask_again_s < 0.7
 
 
+def test_a_newcomer_of_a_fleet_without_a_whole_member_has_its_place_at_once(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    members = [f"m{i}" for i in range(600)]
+    bench.join(hub, *members)
+    bench.join(hub, "n1", "n2", "n3", host="host-n")
+    for member in members:
+        bench.beat(hub, member, key_state())
+    assert ask(hub, "m1").ask_again_s > 3.7
+    first = ask(hub, "n1")
+    assert first.is_placed and len(first.upstreams) == 4
+    # The hub knows the others of its host by now, though the snapshot is older.
+    second = ask(hub, "n2")
+    assert second.is_placed and second.upstreams[0].member == "n1" and second.upstreams[0].grant
+    assert ask(hub, "n3").upstreams[0].member == "n2"
+    # It learns of those that come after it: sooner than a member that knows the whole fleet.
+    assert all(1.5 <= reply.ask_again_s <= 2.5 for reply in (first, second))
+    assert ask(hub, "n1").ask_again_s <= 2.5
+    # The next snapshots have it in the ring too.
+    for _ in range(100):
+        again = ask(hub, "n2", parent="n1")
+        assert again.is_placed and again.upstreams[0].member == "n1"
+    assert again.ask_again_s > 3.7
+
+
+def test_a_newcomer_counts_for_the_pieces_of_storage(bench: HubBench) -> None:
+    seconds = itertools.count()
+    hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
+    members = [f"m{i}" for i in range(8)]
+    bench.join(hub, *members)
+    pieces = []
+    for member in members:
+        state = key_state(num_chunks=1600)
+        reply = hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
+        assert reply.is_placed and reply.claim is not None
+        pieces.append(sum(stop - start for start, stop in reply.claim.ranges))
+    # A quarter of an equal share of those that are there by then, at most 1 GiB.
+    assert pieces == [64] * 6 + [57, 50]
+
+
 def test_members_that_start_together_ask_again_soon_until_one_has_all(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))

@@ -127,6 +127,50 @@ def test_nobody_whole_is_one_ring_that_visits_each_host_once(hosts) -> None:
     assert crossings == (len(set(hosts)) if len(set(hosts)) > 1 else 0)
 
 
+def test_a_newcomer_of_a_ring_reads_from_the_last_of_its_host_rack_or_fleet() -> None:
+    places = {"a1": ("A", "r"), "b1": ("B", "s"), "a2": ("A", "r"), "c1": ("C", "r")}
+    relay = Relay(node(name, host=host, rack=rack, joined=i) for i, (name, (host, rack)) in enumerate(places.items()))
+    before = dict(relay.parents)
+    newcomers = {
+        "a3": ("A", "r", "a2"),
+        "a4": ("A", "r", "a3"),
+        # The last of the rack is of host C, as in the ring.
+        "d1": ("D", "r", "c1"),
+        "d2": ("D", "r", "d1"),
+        "e1": ("E", "t", "b1"),
+        "f1": ("F", "u", "e1"),
+    }
+    for name, (host, rack, parent) in newcomers.items():
+        newcomer = node(name, host=host, rack=rack, joined=9)
+        assert relay.append(newcomer) and name in relay
+        assert relay.parents[name] == relay.upstreams(name)[0] == parent
+        assert name not in relay.upstreams(name)
+    # Nobody else reads from another member than before.
+    assert {name: relay.parents[name] for name in before} == before
+
+
+def test_a_newcomer_of_a_ring_passes_over_members_that_do_not_serve() -> None:
+    full = node("a1", host="A", joined=1, num_readers=2, max_readers=2)
+    poor = node("b1", host="B", joined=2, complainers=frozenset({"b2"}))
+    relay = Relay([node("c1", host="C", joined=0), full, poor, node("d1", host="D", joined=3)])
+    assert relay.append(node("a2", host="A", joined=4)) and relay.parents["a2"] == "d1"
+    assert relay.append(node("b2", host="B", joined=5)) and relay.parents["b2"] == "a2"
+    # Better a poor upstream than none.
+    alone = Relay([full])
+    assert alone.append(node("z", host="Z", joined=6)) and alone.upstreams("z") == ("a1",)
+
+
+def test_only_a_ring_takes_newcomers_one_by_one() -> None:
+    empty = Relay([])
+    assert empty.append(node("a")) and empty.upstreams("a") == ()
+    assert empty.append(node("b")) and empty.upstreams("b") == ("a",)
+    assert not empty.append(node("w", CHUNKS)) and "w" not in empty
+    for fleet in ([node("w", CHUNKS)], [node("w", CHUNKS), *members(5)]):
+        relay = Relay(fleet)
+        before = relay.parents
+        assert not relay.append(node("late")) and "late" not in relay and relay.parents == before
+
+
 def test_receivers_form_one_chain_below_one_holder() -> None:
     fleet = [node("w", CHUNKS, joined=0), *(replace(one, joined=one.joined + 1) for one in members(5))]
     relay = Relay(fleet)

@@ -1,0 +1,65 @@
+"""Heartbeats of a member: a fetch's first request stands for one, once between two heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from tests.integration.conftest import Host
+
+import penstock as ps
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Beat, BeatReply
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+
+BEAT_S = 1.0
+"""A hub asks for heartbeats after 0.75 to 1 times this."""
+
+
+class NotedBeats(Directory):
+    """A hub that notes when heartbeats come."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(), fresh=True, beat_s=BEAT_S, ttl_s=10.0)
+        self.beats: list[float] = []
+
+    def beat(self, member: str, beat: Beat, *more: object) -> BeatReply:
+        self.beats.append(time.monotonic())
+        return super().beat(member, beat, *more)  # type: ignore[arg-type]
+
+    def wait_for(self, is_there: Callable[[list[float]], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not is_there(self.beats):
+            assert time.monotonic() < deadline, "no heartbeat came"
+            time.sleep(0.01)
+
+
+def test_a_first_request_puts_off_one_heartbeat(host: Host, truth: dict[str, torch.Tensor]) -> None:
+    hub, url = NotedBeats(), f"unix://{host.directory}/own.sock"
+    server = HubThread(hub, bind(url, Auth()))
+    server.start()
+    try:
+        with ps.join("m", connection=url) as fleet:
+            fleet.offer(truth)
+            member = fleet.member
+            weights = member.weights[0]
+            # A regular one, after those of the start.
+            hub.wait_for(lambda beats: len(beats) > 3)
+            time.sleep(0.4 * BEAT_S)
+            requested = time.monotonic()
+            member.upstreams(weights, can_read_storage=False, is_first=True)
+            hub.wait_for(lambda beats: beats[-1] > requested)
+            # Without the request it would have come 0.6 s after it at most.
+            assert hub.beats[-1] - requested > 0.7 * BEAT_S
+            # Other requests do not put one off, nor does a second first one before the heartbeat.
+            for is_first in (False, True):
+                begun = time.monotonic()
+                while hub.beats[-1] < begun:
+                    member.upstreams(weights, can_read_storage=False, is_first=is_first)
+                    time.sleep(0.05)
+                    assert time.monotonic() < begun + 10 * BEAT_S, "heartbeats no longer come"
+    finally:
+        server.stop()
