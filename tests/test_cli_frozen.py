@@ -40,7 +40,7 @@ COMMANDS = {
     "artifacts list": "URI --at --public-key --format",
     "plan load": "URI --names --memory-bytes --explain --format",
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
-    "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --one-node "
+    "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --arena --one-node "
     "--bucket-bytes --watermark-bytes --cluster --rates --seed --picture --format",
     "plan convert": "SOURCES --to --op --task-bytes --workers --cluster --rates --seed --picture --format",
     "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
