@@ -207,6 +207,8 @@ def test_an_engine_that_brings_its_bytes_back_itself(fleet: Fleet) -> None:
             for one in fleet.model.parameters():
                 one.fill_(float("nan"))
 
+    with pytest.raises(ConfigError, match="to be freed here"):
+        fleet.engine.release(returns=True)
     assert fleet.engine.release(free=False, returns=True) == 0
     poison()  # as an allocator that unmaps and maps
     fleet.refuses()

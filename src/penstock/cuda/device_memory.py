@@ -8,8 +8,9 @@ Not here: the driver's calls (`driver`), placing tensors (`memory.arena`), shari
     a.take(b)        A --> the physical memory of b; P stays with its other addresses, or is freed
 
 30 GiB change their physical memory in 1.1 ms, where a copy within the device takes 15 ms; allocation takes as long as
-cudaMalloc (benchmarks/results/h200x2_202611/sync.md). Two limits, for which other memory is torch's:
-torch.multiprocessing cannot share it, and its storages cannot be resized.
+cudaMalloc (benchmarks/results/h200x2_202611/sync.md). Limits, for which other memory is torch's: torch.multiprocessing
+cannot share it, its storages cannot be resized, and other devices of the process reach it by copies alone. A
+registration of addresses that take other memory keeps and serves the former: register an alias.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ class DeviceMemory:
             # At the interpreter's exit the driver may be gone already.
             freed.atexit = False
             try:
-                handle = driver.create(whole, device) if of is None else driver.retain(of.address)
-                self._map(handle)
+                self._map_and_release(driver.create(whole, device) if of is None else driver.retain(of.address))
             except PenstockError:
                 freed()
                 raise
@@ -89,25 +89,33 @@ class DeviceMemory:
         return DeviceMemory(self.nbytes, self.device, of=self, driver=self._driver)
 
     def take(self, other: DeviceMemory) -> None:
-        """Have the physical memory of `other` at these addresses, in place of the present one.
+        """Have the physical memory of `other` at these addresses, in place of the present one, if there is one.
 
         Raises:
-            DestinationError: the driver refused; the addresses have their former memory, or none if it refused twice.
+            DestinationError: the driver refused. The addresses have their former memory, or none, and `is_mapped` is
+                False, if it refused twice.
 
         Order: nothing may use these addresses meanwhile, or the device fails. Waits for all work of the device.
         """
-        driver = self._driver
+        driver, room = self._driver, self._room
         with driver.entered(self.device):
             driver.synchronize()
-            new, old = driver.retain(other.address), driver.retain(self.address)
+            old = driver.retain(self.address) if room.is_mapped else None
             try:
-                self._unmap()
-                self._map(new)
-            except PenstockError:
-                # Where even this fails the addresses have no memory, and the error says that the device failed.
-                self._map(old)
-                raise
-            driver.release(old)
+                new = driver.retain(other.address)
+                try:
+                    if room.is_mapped:
+                        self._unmap()
+                    self._map(new)
+                except PenstockError:
+                    if old is not None and not room.is_mapped:
+                        self._map(old)
+                    raise
+                finally:
+                    driver.release(new)
+            finally:
+                if old is not None:
+                    driver.release(old)
 
     def unmap(self) -> None:
         """Give up the physical memory, and keep the addresses for `renew`. Idempotent. Order: as for `take`."""
@@ -120,7 +128,7 @@ class DeviceMemory:
         """Have new physical memory, with any bytes, at the same addresses. Idempotent. DeviceOutOfMemory: no room."""
         if not self._room.is_mapped:
             with self._driver.entered(self.device):
-                self._map(self._driver.create(self._room.nbytes, self.device))
+                self._map_and_release(self._driver.create(self._room.nbytes, self.device))
 
     def allow(self, device: int) -> None:
         """Let another device of this process use the addresses, until they take other memory."""
@@ -132,18 +140,21 @@ class DeviceMemory:
         self._room.is_mapped = False
 
     def _map(self, handle: int) -> None:
-        """Map a handle's memory, and release the handle: the mapping keeps the memory."""
+        """Map a handle's memory, which the mapping keeps; the handle stays the caller's."""
         driver, room = self._driver, self._room
+        driver.map_handle(room.address, room.nbytes, handle)
         try:
-            driver.map_handle(room.address, room.nbytes, handle)
-            try:
-                driver.allow(room.address, room.nbytes, self.device)
-            except PenstockError:
-                driver.unmap_handle(room.address, room.nbytes)
-                raise
-            room.is_mapped = True
+            driver.allow(room.address, room.nbytes, self.device)
+        except PenstockError:
+            driver.unmap_handle(room.address, room.nbytes)
+            raise
+        room.is_mapped = True
+
+    def _map_and_release(self, handle: int) -> None:
+        try:
+            self._map(handle)
         finally:
-            driver.release(handle)
+            self._driver.release(handle)
 
 
 _memories: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()

@@ -301,16 +301,16 @@ class Discovery:
                 # A quarter of the stall: a slow member must not use up the time, since others know the layout too.
                 with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
-                    message = peer.table()
-                    if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms, and needs no memory of
-                        # ours: it goes on while that is allocated.
-                        _beside(partial(self._member.links.reach_device, str(device), peer.map().regions))
-                    layout = from_message(message)
+                    layout = from_message(peer.table())
                     # The table comes from a peer, the layout's digest from the hub: a peer may lie about its table.
                     if layout.digest != state.identity.layout:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
+                    if device.type == "cuda" and peer.is_on_host:
+                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms, and needs no memory of
+                        # ours: it goes on while that is allocated. Its error says nothing of the layout.
+                        with contextlib.suppress(PenstockError):
+                            _beside(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout
             except PenstockError as error:
                 last = error

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.cuda.device_memory import DeviceMemory, memory_of
+from penstock.cuda.device_memory import memory_of
 from penstock.cuda.driver import load_driver
 from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import DestinationError, PenstockError, PlanError
 from penstock.lifecycle import Closing
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
@@ -116,22 +116,25 @@ class Copy:
         self._streams = streams_of([*dst, *src]) if streams is None else streams
         self.nbytes = int(strips.nbytes.sum())
 
-    def run(self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None) -> float:
+    def run(
+        self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
+    ) -> float:
         """Copy, and return the seconds once every byte has arrived.
 
         Args:
             stall_s: the deadline for progress.
             meanwhile: called once, while the devices copy.
+            mutates: whether the destination is the user's memory.
 
         Raises:
-            DestinationError: the device failed, or finished no region for `stall_s`; `mutated`.
+            DestinationError: the device failed, or finished no region for `stall_s`; `mutated` if `mutates`.
 
         Order: after the work queued on the device's current stream; the caller keeps other streams away.
         """
         begun = time.perf_counter()
         events = self.queue()
         meanwhile()
-        wait_events(events, stall_s, work="copy", mutated=True)
+        wait_events(events, stall_s, work="copy", mutated=mutates)
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
@@ -260,33 +263,36 @@ class StagingCopy(Closing):
         self.regions = Regions(allocate_like(live, is_remappable=served is not None), links)
         if any(memory_of(memory.address) is None for memory in self.regions.memories):
             self._served = None
-        self._copies: dict[tuple[str, int], Copy] = {}
+        self._copies: dict[tuple[str, int, int], Copy] = {}
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: Part, *, stall_s: float = 30.0) -> bool:
         """Make the strips that the part filled live; return whether the memory was exchanged.
 
         Raises:
-            DestinationError: the device failed; the live memory is a mix of two versions.
+            DestinationError: the device failed. The live memory is a mix of two versions if `mutated`, else as before.
 
         Order: while nothing uses the live memory, or the device fails; after the work queued on the current stream.
         Cost: one pass on the device, or by exchange of what the part does not fill; the copies are prepared at the
             first flip of a plan.
         """
-        rest = self._rest_of(part) if self._served is not None else None
+        rest = None
+        if self._served is not None:
+            self._check_mapped()
+            rest = self._rest_of(part)
         if rest is None:
             # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since.
             self._copy(part, self._live, self.regions.memories, received(part)).run(stall_s=stall_s)
             return False
         if len(rest):
-            self._copy(part, self.regions.memories, self._live, rest).run(stall_s=stall_s)
+            self._copy(part, self.regions.memories, self._live, rest).run(stall_s=stall_s, mutates=False)
         self._exchange()
         return True
 
     def _copy(self, part: Part, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> Copy:
         """Return the prepared copy; those of an earlier plan are dropped, because a new plan replaces it for good."""
-        # By address too: of memory that is exchanged each flip has another.
-        key = part.key, dst[0].address if dst else 0
+        # By addresses too: of memory that is exchanged each flip has others.
+        key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
             self._copies = {**kept, key: Copy(dst, src, strips)}
@@ -298,22 +304,32 @@ class StagingCopy(Closing):
             self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
         return self._rest[1]
 
+    def _check_mapped(self) -> None:
+        """Raise DestinationError if the driver left live addresses without memory in an earlier flip."""
+        for memory in self._live:
+            live = memory_of(memory.address)
+            if live is not None and not live.is_mapped:
+                message = f"{memory.nbytes} bytes of the target on {memory.device} have no memory since a flip failed"
+                raise DestinationError(message, mutated=True, hint="start this engine again")
+
     def _exchange(self) -> None:
-        """Exchange the physical memory of the live and the staging regions."""
+        """Exchange the physical memory of the live and the staging regions: of all, or of none if the driver refuses.
+
+        Raises:
+            DestinationError: it refused; `mutated` if it also refused to undo it.
+        """
         assert self._served is not None
-        done: list[tuple[DeviceMemory, Memory]] = []
+        done: list[tuple[Memory, Memory]] = []
         try:
             for live, served, staged in zip(self._live, self._served.memories, self.regions.memories, strict=True):
-                mine, new = memory_of(live.address), memory_of(staged.address)
-                assert mine is not None
-                assert new is not None
-                mine.take(new)
-                done.append((mine, served))
-        except PenstockError:
-            for mine, served in done:
-                former = memory_of(served.address)
-                assert former is not None
-                mine.take(former)
+                done.append((live, served))
+                _take(live, staged)
+        except PenstockError as error:
+            for live, former in done:
+                try:
+                    _take(live, former)
+                except PenstockError:
+                    error.mutated = True
             raise
         self.regions.exchange(self._served)
 
@@ -321,6 +337,14 @@ class StagingCopy(Closing):
         """End the registrations and release the memory. Idempotent."""
         self.regions.close()
         self._copies.clear()
+
+
+def _take(live: Memory, other: Memory) -> None:
+    """Map other memory at the live addresses."""
+    mine, new = memory_of(live.address), memory_of(other.address)
+    assert mine is not None
+    assert new is not None
+    mine.take(new)
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:

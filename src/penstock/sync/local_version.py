@@ -98,9 +98,11 @@ class Regions(Closing):
 
         Order: after a fence of what is served, and while nothing is read into either.
         """
-        self.memories, other.memories = other.memories, self.memories
-        self._handles, other._handles = other._handles, self._handles
-        self._into, other._into = other._into, self._into
+        # One assignment, so that an interrupt cannot come between memory and its registrations.
+        (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
+            (other.memories, other._handles, other._into),
+            (self.memories, self._handles, self._into),
+        )
 
     def warm_up(self) -> None:
         """Load the kernels of the digests, so that the first of them does not wait for it."""

@@ -100,7 +100,7 @@ class ReleasedMemory:
             memory.unmap()
         for storage, _ in self._storages:
             storage.resize_(0)
-        if any(storage.device.type == "cuda" for storage, _ in self._storages):
+        if self._remappable or any(storage.device.type == "cuda" for storage, _ in self._storages):
             # To the device, not only to torch's cache: the memory is for another process.
             torch.cuda.empty_cache()
 
@@ -112,7 +112,7 @@ class ReleasedMemory:
         """
         for memory in self._remappable:
             try:
-                memory.renew()
+                _renew(memory)
             except DeviceOutOfMemory as error:
                 error.mutated = True
                 raise
@@ -130,6 +130,16 @@ class ReleasedMemory:
         with torch.no_grad():
             for tensor, value in self._kept_tensors:
                 tensor.copy_(value)
+
+
+def _renew(memory: DeviceMemory) -> None:
+    """Have physical memory behind the addresses again."""
+    try:
+        memory.renew()
+    except DeviceOutOfMemory:
+        # What torch has kept of freed tensors is of use here too.
+        torch.cuda.empty_cache()
+        memory.renew()
 
 
 def _sorted_out(

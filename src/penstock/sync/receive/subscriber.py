@@ -325,13 +325,15 @@ class Subscriber(Closing):
         Args:
             free: free the memory of the tensors that a version fills; they have other addresses afterwards. False: the
                 engine frees it by its own allocator once this returns, and has it again before `restore`.
-            returns: the engine also brings the bytes back itself: digest them now, for `restore(in_place=True)`.
+            returns: with `free=False`: the engine also brings the bytes back itself: digest them now, for
+                `restore(in_place=True)`.
 
         Returns:
             The bytes that were freed. Memory that cannot be freed stays: host memory in an arena, for example.
 
         Raises:
-            ConfigError: they are released already; or `free`, and neither `prepare` nor an update was called yet.
+            ConfigError: they are released already; or `free`, and neither `prepare` nor an update was called yet, or
+                `returns`.
 
         Order: when the engine is idle; like an update, one thread at a time.
         """
@@ -346,6 +348,9 @@ class Subscriber(Closing):
                     hint="call prepare() or update() first, or release(free=False)",
                 )
             target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
+            if returns and free:
+                message = f"the weights of {self.name!r} are to be freed here, so that no engine can bring them back"
+                raise ConfigError(message, hint="call release(free=False, returns=True)")
             if returns and target is None:
                 raise ConfigError(
                     f"the target of {self.name!r} is a function, whose tensors are not digested",
@@ -449,7 +454,9 @@ class Subscriber(Closing):
         """Make the staged version live; one that is published together once the fleet has decided to commit it.
 
         Raises:
-            ConfigError: nothing is staged. DestinationError: the device failed; the target is dirty.
+            ConfigError: nothing is staged.
+            DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip; `mutated`: the
+                target is dirty, else the version before is live and the new one still staged.
             VersionRefused: the fleet withdrew the version; the version before is still live.
             SourceStalled: the decision could not be learned; the version before is still live. The version stays
                 staged: call this again.
@@ -503,13 +510,24 @@ class Subscriber(Closing):
                     self._update_loop.note_exchange()
                 installed = time.perf_counter()
                 buffers.install()
-            except BaseException:
-                # Every exception, an interrupt too: some rows may have been copied.
-                self.is_dirty = True
+            except BaseException as error:
+                if isinstance(error, PenstockError) and not error.mutated and not self.is_dirty:
+                    self._go_on_with_former(staged)
+                else:
+                    # Every exception, an interrupt too: some rows may have been copied.
+                    self.is_dirty = True
                 raise
             return self._make_live(staged, begun, time.perf_counter() - installed)
         finally:
             self._leases.end_flip()
+
+    def _go_on_with_former(self, staged: Staged) -> None:
+        """Serve and resume the version before, which a flip that failed left as it was; the new one stays staged."""
+        self._staged = staged
+        if self.version >= 0:
+            self._serve()
+            self._leases.end_flip()
+            self._call(self._hooks.after_resume, self.version)
 
     def _await_commit(self, staged: Staged, decide_by: float) -> None:
         try:

@@ -74,7 +74,7 @@ class Delta:
 
     Attributes:
         asks_first: whether this run requests a step's digests before it reads the step.
-        density: the share of bytes in strips that changed at the last version; None: not measured yet.
+        density: the share of bytes in strips that changed since the version in the memory; None: not measured yet.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Delta:
         self._is_whole = bool(self._digests)
         if not self._digests:
             self.asks_first = False
-            self._why = "this plan has received no version yet"
+            self._why = "this plan has received no version yet, or none in this memory"
         elif self.density is None:
             self.asks_first = True
             self._why = "the share of changed bytes is being measured"
@@ -309,7 +309,9 @@ class _TransferRun(Run):
         self._delta = transfer.delta
         # From every source, also one that had all rows at the start.
         self._asks_first = self._delta is not None and self._delta.asks_first
-        self._leases = BufferLeases(lambda: self.ticket.stopped)
+        # Not by `self`: in a cycle the run would keep the receiver's memory until Python collects it.
+        ticket = self.ticket
+        self._leases = BufferLeases(lambda: ticket.stopped)
         self._reads = {
             i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
             for i in dict.fromkeys(step.source for step in windows.steps)

@@ -369,12 +369,12 @@ class UpdateLoop:
             if buffers is not None:
                 self._before_free()
                 buffers.close()
-                self.buffers = None
+                self.buffers = buffers = None
+            # Its part and its stored digests are of the old buffers, which it would keep.
+            self._forget_transfer()
             # The memory that these strips lie in may be another.
             self._live_proven = []
             buffers = self._allocate(requirements)
-            # Its part and its stored digests are of the old buffers.
-            self._forget_transfer()
             self.buffers, self.requirements = buffers, requirements
         self._table = key
         self._run = planner.state.run

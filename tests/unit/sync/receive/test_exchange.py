@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,15 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.sync import SyncTask, SyncWorker, whole
 
 import penstock as ps
-from penstock.cuda.device_memory import DeviceMemory
+from penstock.cuda.device_memory import DeviceMemory, memory_of
 from penstock.digest.strip import Strips
 from penstock.errors import DestinationError
 from penstock.memory.arena import ALIGN_BYTES, Arena
-from penstock.sync.copy_plan import rest_of
+from penstock.sync import copy_plan
+from penstock.sync.copy_plan import StagingCopy, aliases_of, rest_of
+from penstock.sync.local_version import Regions
+from penstock.transport.choose import open_links
+from penstock.transport.protocol import Memory
 
 NUM_LAYERS, ROWS, COLUMNS = 6, 64, 48
 SETTINGS = ps.ConnectionSettings(stall_s=20.0)
@@ -150,22 +156,97 @@ def test_a_check_sees_the_version_that_is_staged(driver: FakeCuda, stack: ExitSt
 
 def test_a_refused_exchange_leaves_the_version_before(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
-    served = Model()
-    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    served, resumed = Model(), list[int]()
+    hooks = ps.Hooks(after_resume=resumed.append)
+    engine = stack.enter_context(
+        ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1), hooks=hooks)
+    )
     publish(worker, 1)
     engine.update(1)
     publish(worker, 2)
     engine.stage()
     driver.refuses = "allow"
-    with pytest.raises(DestinationError):
+    with pytest.raises(DestinationError) as caught:
         engine.commit()
-    assert engine.is_dirty
+    assert not caught.value.mutated
+    assert (engine.is_dirty, engine.version, resumed) == (False, 1, [1, 1])
     served.check(task, 1)
-    engine.update(2)
+    assert driver.num_handles == 0
+    # It is still staged.
+    assert engine.commit().version == 2
     served.check(task, 2)
     publish(worker, 3)
     engine.update(3)
     served.check(task, 3)
+
+
+def test_a_target_that_lost_its_memory_is_not_touched_again(
+    driver: FakeCuda, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, worker = trainer(stack, tmp_path)
+    served = Model()
+    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    publish(worker, 1)
+    engine.update(1)
+    live = memory_of(next(served.parameters()).untyped_storage().data_ptr())
+    assert live is not None
+
+    def refuse(*_: object) -> None:
+        raise DestinationError("fake: cuMemMap")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "map_handle", refuse)
+        publish(worker, 2)
+        with pytest.raises(DestinationError) as caught:
+            engine.update(2)
+    assert (caught.value.mutated, engine.is_dirty, live.is_mapped, driver.num_handles) == (True, True, False, 0)
+    with pytest.raises(DestinationError, match="have no memory") as caught:
+        engine.update(2)
+    assert caught.value.mutated
+
+
+def test_a_plan_that_comes_back_after_an_exchange_copies_the_present_staging_memory(
+    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plan B is copied, A is exchanged, and B again: with the copy of the first time the live memory stays as it is."""
+    size = 8 * ALIGN_BYTES
+    arena = Arena.allocate(size, is_remappable=True)
+    live = [Memory(address=arena.address, nbytes=size, device="cpu", owner=arena)]
+    aliases = aliases_of(live)
+    assert aliases is not None
+    whole_part = Strips(at=np.array([0]), run_bytes=np.array([size]), num_rows=np.array([1]), pitch=np.array([size]))
+    monkeypatch.setattr(copy_plan, "received", lambda part: whole_part)
+    monkeypatch.setattr(copy_plan, "rest_of", lambda filled, first, nbytes: None if nbytes == 1 else filled[:0])
+    with (
+        open_links(only=["http"]) as links,
+        Regions(aliases, links) as served,
+        StagingCopy(live, links, served=served) as staging,
+    ):
+        for key, nbytes, value in (("b", 1, 1), ("a", 2, 2), ("b", 1, 3), ("a", 2, 4), ("b", 1, 5)):
+            into = staging.regions.memories[0].owner
+            assert isinstance(into, Arena)
+            into.bytes_at(0, size).fill_(value)
+            assert staging.flip(SimpleNamespace(key=key, nbytes=nbytes)) == (key == "a")
+            assert arena.bytes_at(0, size).unique().tolist() == [value]
+            assert served.memories[0].owner.bytes_at(0, size).unique().tolist() == [value]
+
+
+def test_released_memory_is_free_at_once(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+    """Not only once Python has collected its cycles: another process waits for the memory."""
+    _, worker = trainer(stack, tmp_path)
+    engine = stack.enter_context(ps.subscriber("policy", Model(), arena=True, connection=SETTINGS, rank=(0, 1)))
+    for version in (1, 2):
+        publish(worker, version)
+        engine.update(version)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.release()
+        assert not driver._pieces
+    finally:
+        gc.enable()
+    with pytest.raises(ps.ConfigError, match="released already"):
+        engine.release(returns=True)
 
 
 def test_released_memory_comes_back_at_its_addresses(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
