@@ -80,7 +80,7 @@ def test_offsets_count_through_regions_end_to_end_in_any_order() -> None:
         assert layout.offset[1] == first[id(regions[0])] + 512
         assert layout.offset[2] == first[id(regions[2])]
     with pytest.raises(PlanError, match=r"none of the regions.*'i'"):
-        layout_of(rows, "m", "", [regions[0], regions[2]])
+        layout_of(rows, "m", "", [regions[1], regions[2]])
     with pytest.raises(PlanError, match=r"none of the regions.*'a'"):
         layout_of(rows, "m", "", [])
     assert len(layout_of(rows[3:], "m", "", []).names) == 1
