@@ -322,6 +322,14 @@ def test_what_two_and_four_h200_measured_is_predicted_within_a_tenth(
     assert abs(found.off_by(measured_s)) < 0.1
 
 
+@pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.0914), (1, 0.0911), (2, 0.0950)])
+def test_a_flip_that_exchanges_memory_is_predicted_within_a_tenth(num_trainers: int, measured_s: float) -> None:
+    held, wanted = measured_model("llama", num_trainers)
+    cluster, rates = CLUSTERS["h200"]
+    found = simulate_sync(plan_sync(held, wanted), cluster, rates, in_arenas=True, one_node=True)
+    assert abs(found.off_by(measured_s)) < 0.1
+
+
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.1087), (2, 0.1125)])
 def test_a_snapshot_that_is_read_while_it_is_copied_is_predicted_within_a_tenth(
     num_trainers: int, measured_s: float
