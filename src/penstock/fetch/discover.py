@@ -163,7 +163,7 @@ class Discovery:
         if tensors:
             device = next(iter(tensors.values())).device
         if device.type == "cuda":
-            _beside(partial(wake, device.index))
+            _in_background(partial(wake, device.index))
         if fallback is not None:
             options = Options(device=device, storage_options=storage_options)
             session = stack.enter_context(Session(fallback, options, self._settings, in_group=True, journey=""))
@@ -310,14 +310,14 @@ class Discovery:
                         # The fetch will most likely read this member. Mapping 60 GB takes 10 ms, and needs no memory of
                         # ours: it goes on while that is allocated. Its error says nothing of the layout.
                         with contextlib.suppress(PenstockError):
-                            _beside(partial(self._member.links.reach_device, str(device), peer.map().regions))
+                            _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout
             except PenstockError as error:
                 last = error
         raise last
 
 
-def _beside(work: Callable[[], None]) -> None:
+def _in_background(work: Callable[[], None]) -> None:
     """Do work in a thread that nothing waits for, which only saves time: its errors are raised where it is needed."""
 
     def attempt() -> None:
