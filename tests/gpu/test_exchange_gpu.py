@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.gpu.test_sleep_gpu import DEVICE, SETTINGS, WIDTH, Model, Trainer
 
 import penstock as ps
 from penstock.cuda.device_memory import DeviceMemory, memory_of
+from penstock.cuda.driver import load_driver
 from penstock.memory.arena import Arena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -50,13 +51,16 @@ def test_physical_memory_is_exchanged_under_a_tensor() -> None:
 
 
 def test_memory_is_freed_after_the_kernels_that_use_it() -> None:
+    free = torch.cuda.mem_get_info()[0]
     for _ in range(20):
         arena = Arena.allocate(200_000_000, DEVICE, is_remappable=True)
         whole = arena.bytes_at(0, arena.nbytes)
         for value in range(50):
             whole.fill_(value)
         del arena, whole
+    # Raises if a kernel found its memory gone.
     torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] >= free - 200_000_000
 
 
 def test_another_device_of_the_process_reads_it() -> None:
@@ -67,14 +71,14 @@ def test_another_device_of_the_process_reads_it() -> None:
     whole.fill_(7)
     torch.cuda.synchronize()
     memory.allow(1)
-    # By a kernel of the other device, which a mere copy is not.
-    with torch.cuda.device(1):
-        seen = torch.zeros(10, dtype=torch.uint8, device="cuda:1")
-        copied = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoD_v2(
-            ctypes.c_uint64(seen.data_ptr()), ctypes.c_uint64(memory.address), ctypes.c_size_t(10)
-        )
-    assert copied == 0
-    assert seen.tolist() == [7] * 10
+    # By a kernel of the other device: copies work without `allow`, too.
+    seen = torch.zeros(6400, dtype=torch.uint8, device="cuda:1")
+    at, driver = np.arange(0, 6400, 100, dtype=np.uint64), load_driver()
+    dst, src = at + np.uint64(seen.data_ptr()), at + np.uint64(memory.address)
+    with driver.entered(1):
+        driver.gather(dst, src, np.full(64, 100, np.uint64), 1, torch.cuda.current_stream(1).cuda_stream)
+    torch.cuda.synchronize(1)
+    assert seen.tolist() == [7] * 6400
 
 
 @pytest.mark.parametrize("serve", [True, False])

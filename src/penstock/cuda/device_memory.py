@@ -77,7 +77,7 @@ class DeviceMemory:
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         """The bytes, flat: torch takes them without a copy and keeps this object alive."""
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+        return array_interface(self.address, self.nbytes)
 
     @property
     def is_mapped(self) -> bool:
@@ -159,6 +159,12 @@ class DeviceMemory:
 
 _memories: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
 """All of this process, by address."""
+
+
+def array_interface(address: int, nbytes: int) -> dict[str, object]:
+    """Return the CUDA array interface of flat bytes, uint8 `[nbytes]`."""
+    # False: not read-only. Torch refuses to take memory that is.
+    return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
 
 
 def memory_of(address: int) -> DeviceMemory | None:

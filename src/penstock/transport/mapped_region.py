@@ -15,6 +15,7 @@ import mmap
 import msgspec
 import numpy as np
 
+from penstock.cuda.device_memory import array_interface
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import ConfigError, FormatError
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
@@ -43,14 +44,7 @@ class DeviceBytes:
     def __init__(self, mapped: Mapped, address: int, nbytes: int) -> None:
         self._mapped = mapped
         self.hold: object = None
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            # False: not read-only. Torch refuses to take memory that is.
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = array_interface(address, nbytes)
 
 
 class MappedRegion:
