@@ -76,7 +76,7 @@ def test_another_device_of_the_process_reads_it() -> None:
     at, driver = np.arange(0, 6400, 100, dtype=np.uint64), load_driver()
     dst, src = at + np.uint64(seen.data_ptr()), at + np.uint64(memory.address)
     with driver.entered(1):
-        driver.gather(dst, src, np.full(64, 100, np.uint64), 1, torch.cuda.current_stream(1).cuda_stream)
+        driver.gather(dst, src, np.full(64, 100, np.uint64), 1, driver.make_stream())
     torch.cuda.synchronize(1)
     assert seen.tolist() == [7] * 6400
 
