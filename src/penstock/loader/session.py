@@ -53,8 +53,9 @@ MIN_CHUNK_BYTES = 64 << 10
 PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
-MAX_LOCAL_READS = 14
-"""Reads of local files under way at once into a device's staging: 14 of 4 MiB read 50 GB/s where 12 of 8 MiB read 36.
+MAX_LOCAL_READS = 11
+"""Reads of local files under way at once into a device's staging, on a host of 16 cores: with 14 a load took a fifth
+longer where other guests of the host were busy, and no less where they were not.
 Source: benchmarks/results/h200x1_202611/load.md."""
 
 MAX_GROUP_READS = 12
@@ -68,7 +69,7 @@ DEVICE_CHUNKS = 2
 """Divisor of the chunk size of local files for a device: what is staged should stay in the processor's cache, or every
 byte crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
 
-SPARE_BUFFERS = 4
+SPARE_BUFFERS = 6
 """Staging buffers beyond the one of each reader and of each read that waits for a worker: those that are copied."""
 
 WARM_ABOVE_BYTES = 1 << 30

@@ -145,20 +145,19 @@ class Uring:
         Returns:
             The completed reads as (token, result); a result is the bytes read, or minus an errno.
         """
-        if self._unsubmitted:
-            # Submitting does not block (min_complete 0, every read goes to a worker), so keeping the GIL delays nobody.
-            done = int(
-                _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
-            )
-            self._unsubmitted -= max(0, _entered(done))
-        completed = self._reap()
-        if not completed:
+        is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
+        if is_complete and not self._unsubmitted:
+            return self._reap()
+        if is_complete:
+            # To submit does not block (min_complete 0, every read goes to a worker), so keeping the GIL delays nobody.
+            done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
+        else:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
             # With the timeout as an argument (5.11); before that it took an entry of the ring itself.
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
-            _entered(int(_libc.syscall(_SYS_ENTER, self._fd, 0, 1, flags, self._arg, self._arg_bytes)))
-            completed = self._reap()
-        return completed
+            done = _libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes)
+        self._unsubmitted -= max(0, _entered(int(done)))
+        return self._reap()
 
     def _reap(self) -> list[tuple[int, int]]:
         """Take all completions out of the ring."""
