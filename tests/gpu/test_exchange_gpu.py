@@ -73,6 +73,8 @@ def test_another_device_of_the_process_reads_it() -> None:
     memory.allow(1)
     # By a kernel of the other device: copies work without `allow`, too.
     seen = torch.zeros(6400, dtype=torch.uint8, device="cuda:1")
+    # The driver's stream does not wait for torch's, which writes the zeros.
+    torch.cuda.synchronize(1)
     at, driver = np.arange(0, 6400, 100, dtype=np.uint64), load_driver()
     dst, src = at + np.uint64(seen.data_ptr()), at + np.uint64(memory.address)
     with driver.entered(1):

@@ -54,8 +54,8 @@ PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
 
 MAX_LOCAL_READS = 11
-"""Reads of local files under way at once into a device's staging, on a host of 16 cores: with 14 a load took a fifth
-longer where other guests of the host were busy, and no less where they were not.
+"""Most reads of local files under way at once into a device's staging. On hosts of 16 cores whose other guests were
+busy, first loads took a fifth longer with 14 (and 4 spare buffers), and on a quiet host as long.
 Source: benchmarks/results/h200x1_202611/load.md."""
 
 MAX_GROUP_READS = 12

@@ -144,6 +144,9 @@ class Uring:
 
         Returns:
             The completed reads as (token, result); a result is the bytes read, or minus an errno.
+
+        Raises:
+            OSError: the ring itself failed. Reads in flight may go on, and no completion of them can be received.
         """
         is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
         if is_complete and not self._unsubmitted:
