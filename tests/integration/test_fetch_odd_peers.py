@@ -133,18 +133,27 @@ def test_a_log_that_cannot_be_is_the_peers_fault(change: dict[str, bytes]) -> No
         holding = whole(bad)
         honest = holding.log_after
 
-        told: list[int] = []
+        told = threading.Event()
 
         def lie(serial: int, wait_s: float) -> LogReply:
-            told.append(serial)
+            told.set()
             return msgspec.structs.replace(honest(serial, wait_s), **change)
 
         vars(holding)["log_after"] = lie
         good.offer({name: tensor.clone() for name, tensor in ours.items()})
+        other = whole(good)
+        true_log = other.log_after
+
+        def wait_for_lie(serial: int, wait_s: float) -> LogReply:
+            # Else the reader may have everything from this member before it asks the other one.
+            assert told.wait(20)
+            return true_log(serial, wait_s)
+
+        vars(other)["log_after"] = wait_for_lie
         found: dict[str, torch.Tensor] = {}
         with ps.join("m") as reader:
             report = reader.fetch(found)
-        assert told
+        assert told.is_set()
         assert_same(found, ours)
         assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
 
