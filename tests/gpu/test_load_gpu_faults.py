@@ -22,7 +22,7 @@ from penstock.engine.place import CudaPlace
 from penstock.errors import SourceUnavailable
 from penstock.storage import weight_set
 from penstock.storage.files import FileSource
-from penstock.types import MIB
+from penstock.types import MIB, Box
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
@@ -61,11 +61,11 @@ def digested(directory: Path) -> None:
     Path(weight_set.sidecar_uri(str(directory))).write_bytes(raw)
 
 
-def flip_a_bit(path: Path) -> None:
-    """In the last tensor, keeping size and times: only the digests can tell."""
+def flip_a_bit(path: Path, at: int = -TENSOR_BYTES // 2) -> None:
+    """At a byte of the file (below 0: from its end), keeping size and times: only the digests can tell."""
     before = path.stat()
     with path.open("r+b") as file:
-        file.seek(-TENSOR_BYTES // 2, os.SEEK_END)
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x10]))
@@ -216,6 +216,49 @@ def test_digests_hold_on_the_device(checkpoint: Path, do: Callable[..., None]) -
             do(checkpoint, **options)
         assert caught.value.mutated is (do is do_load_into)
         assert caught.value.tensor is not None
+
+
+@pytest.mark.parametrize("verb", ["load", "stream"])
+def test_digests_hold_for_every_length_beside_a_region(tmp_path: Path, verb: str) -> None:
+    """Scalars, short and long tensors in shared slabs, matrices in slabs of their own, one of them cut to a region."""
+    path = tmp_path / "model.safetensors"
+    torch.manual_seed(4)
+    shapes = {
+        f"{i:02}.{kind}": n for i in range(20) for kind, n in (("scale", 4), ("weight", 70_001 + i), ("b", 239 + i))
+    }
+    tensors = {name: torch.randint(0, 256, (n,), dtype=torch.uint8) for name, n in shapes.items()}
+    tensors |= {f"matrix.{i}": torch.randint(0, 256, (3 * MIB, 4), dtype=torch.uint8) for i in range(3)}
+    save_file(tensors, path)
+    digested(tmp_path)
+    boxes = {"matrix.1": Box(start=(MIB, 0), stop=(2 * MIB, 4))}
+    wanted = tensors | {"matrix.1": tensors["matrix.1"][MIB : 2 * MIB]}
+
+    def found() -> dict[str, torch.Tensor]:
+        if verb == "load":
+            return dict(penstock.load(path, device=DEVICE, boxes=boxes))
+        with penstock.stream(path, device=DEVICE, boxes=boxes) as stream:
+            return dict(stream)
+
+    assert_same(found(), wanted)
+    table = penstock.inspect(path).manifest.tensors
+    for name in ("00.scale", "07.weight", "07.b", "19.b", "matrix.0", "matrix.2"):
+        row = table.names.index(name)
+        at = int(table.offset[row] + table.nbytes[row] - 1)
+        flip_a_bit(path, at)
+        with pytest.raises(penstock.IntegrityError) as caught:
+            found()
+        assert caught.value.tensor == name
+        flip_a_bit(path, at)
+    assert_same(found(), wanted)
+
+
+def test_a_verified_stream_holds_no_more_than_a_window(checkpoint: Path, allocated: int) -> None:
+    digested(checkpoint)
+    torch.cuda.reset_peak_memory_stats()
+    with penstock.stream(checkpoint, device=DEVICE, memory_bytes=16 * MIB) as stream:
+        for _, tensor in stream:
+            del tensor
+    assert torch.cuda.max_memory_allocated() - allocated < NUM_TENSORS * TENSOR_BYTES // 2
 
 
 def test_the_report_says_verified_or_why_not(checkpoint: Path) -> None:

@@ -30,6 +30,7 @@ PRIME64_3 = tl.constexpr(0x165667B19E3779F9)
 AVALANCHE = tl.constexpr(0x165667919E3779F9)
 RRMXMX = tl.constexpr(0x9FB21C651E98DF25)
 
+SHORT_BYTES = tl.constexpr(xxh3_constants.SHORT_BYTES)
 INIT_AT = tl.constexpr(xxh3_constants.INIT_AT)
 KEYS_AT = tl.constexpr(xxh3_constants.KEYS_AT)
 
@@ -95,7 +96,7 @@ def block_sums(
     """Compute what each 1024-byte block adds to the accumulators; a program is a tile of TILE_BLOCKS blocks of a leaf.
 
     table: int64; columns address and nbytes, each `columns` long.
-    tiles: tiles of each leaf in this launch; those past a leaf's last block do nothing.
+    tiles: tiles of each leaf in this launch; those past a leaf's last block do nothing, nor do those of a short leaf.
     sums: uint64 [num_leaves * tiles * TILE_BLOCKS, 8], rows past a leaf's last block left unwritten.
     ALIGNED: every address is a multiple of 16. RUN: stripes a load, a power of two up to 16.
     """
@@ -103,7 +104,7 @@ def block_sums(
     leaf = first_leaf + tile // tiles
     nbytes = tl.load(table + columns + leaf)
     first_block = (tile % tiles).to(tl.int64) * TILE_BLOCKS
-    if first_block > (nbytes - 1) // BLOCK_BYTES:
+    if (first_block > (nbytes - 1) // BLOCK_BYTES) | (nbytes <= SHORT_BYTES):
         return
     address = tl.load(table + leaf) + first_block * BLOCK_BYTES
 
@@ -158,13 +159,15 @@ def finish_leaves(
     """Chain a leaf's block sums through the scramble, add its last stripe, merge; LEAVES leaves a program.
 
     table: int64; columns address, nbytes, row of `out`, each `columns` long. tiles, sums: as `block_sums` had them.
-    out: int64 [num_leaves].
+    out: int64 [num_leaves]; rows of short leaves are left as they are.
     """
     place = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     leaf = first_leaf + place
     live = leaf < stop_leaf
-    address = tl.load(table + leaf, mask=live, other=0)
     nbytes = tl.load(table + columns + leaf, mask=live, other=1)
+    live &= nbytes > SHORT_BYTES
+    nbytes = tl.where(live, nbytes, 1)
+    address = tl.load(table + leaf, mask=live, other=0)
     row = tl.where(live, place, 0) * tiles * TILE_BLOCKS
     num_scrambles = ((nbytes - 1) // BLOCK_BYTES).to(tl.int32)
 
@@ -271,11 +274,13 @@ def short_leaves(
     out: tl.tensor,
     LEAVES: tl.constexpr,
 ) -> None:
-    """Leaves of 1 to 240 bytes, a thread a leaf; table and out as for `finish_leaves`."""
+    """Digest leaves of 1 to 240 bytes, a thread a leaf; longer ones are left out. table, out: as `finish_leaves`."""
     leaf = first_leaf + tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     live = leaf < stop_leaf
-    address = tl.load(table + leaf, mask=live, other=0)
     n = tl.load(table + columns + leaf, mask=live, other=1)
+    live &= n <= SHORT_BYTES
+    n = tl.where(live, n, 1)
+    address = tl.load(table + leaf, mask=live, other=0)
     at = tl.load(table + 2 * columns + leaf, mask=live, other=0)
     digest = _up_to_16(address, n, constants, live)
     if tl.max(n, axis=0) > 16:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from penstock.digest.cuda import leaf_digests_cuda, warm_up
+from penstock.digest.cuda import OrderedLeaves, warm_up
 from penstock.digest.leaf import leaf_digests, num_leaves
+from penstock.engine.place import CudaPlace
 from penstock.engine.run import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
@@ -67,11 +69,13 @@ class Expected:
         self._rows = np.flatnonzero((plan.row_slab >= 0) & whole)
         self._slab_of = plan.row_slab[self._rows]
 
-    def rows(self, slab: int) -> I64:
-        """Return the plan's whole rows that lie in this slab, in order."""
+    def rows(self, slabs: Sequence[int]) -> tuple[I64, I64]:
+        """Return the plan's whole rows that lie in these slabs, in order, and how many each slab has."""
         # Slabs are in the order of rows, so a slab's rows are neighbours.
-        first, last = np.searchsorted(self._slab_of, [slab, slab + 1])
-        return self._rows[first:last]
+        first, stop = np.searchsorted(self._slab_of, np.add.outer([0, 1], np.asarray(slabs, np.int64)))
+        num_rows = stop - first
+        before = np.cumsum(num_rows) - num_rows
+        return self._rows[np.arange(int(num_rows.sum())) + np.repeat(first - before, num_rows)], num_rows
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
         """Return the error for a leaf (counted within its row) that differs."""
@@ -98,7 +102,7 @@ class HostChecker:
         expected, plan = self._expected, self._expected.plan
         for slab in slabs:
             data = self._slab(slab)
-            for row in expected.rows(slab).tolist():
+            for row in expected.rows([slab])[0].tolist():
                 at = int(plan.row_offset[row])
                 digests = np.empty(int(expected.counts[row]), np.uint64)
                 leaf_digests(data[at : at + int(plan.row_nbytes[row])], expected.leaf_bytes, digests)
@@ -114,7 +118,14 @@ _warm: set[torch.device] = set()
 
 
 class CudaChecker:
-    """Checks slabs with the Triton kernel, a batch at a time, on a stream of its own."""
+    """Checks slabs with the Triton kernel, a batch at a time, on a stream of its own.
+
+    Leaves are laid out once, while the first bytes move, where the place has every slab; otherwise batch by batch.
+
+    Args:
+        expected: the digests.
+        place: of the slabs.
+    """
 
     num_threads = 1
     batch_bytes = 2 * GIB
@@ -123,86 +134,122 @@ class CudaChecker:
     Source: benchmarks/results/h200x1_202611/load.md.
     """
 
-    def __init__(self, expected: Expected, slab: Callable[[int], torch.Tensor], device: torch.device) -> None:
+    def __init__(self, expected: Expected, place: CudaPlace) -> None:
         self._expected = expected
-        self._slab = slab
-        self._device = device
+        self._place = place
         # Not the place's stream, where digests would wait for the copies of later chunks.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(place.device)
+        self._layout: _Layout | None = None
 
     def prepare(self) -> None:
         """See `Checker.prepare`: load the kernels, in some milliseconds, or seconds where they must be compiled.
 
         A run that is closed meanwhile waits for it.
         """
-        if self._device not in _warm:
-            # Also the device: what `stream` restores would make a context on the first one.
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                warm_up(self._device)
-            _warm.add(self._device)
+        device = self._place.device
+        # Also the device: what `stream` restores would make a context on the first one.
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            if device not in _warm:
+                warm_up(device)
+                _warm.add(device)
+            # Not where slabs are made and taken one by one: they would all be allocated.
+            if self._place.has_all_slabs():
+                self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
 
     def check(self, slabs: Sequence[int]) -> _DigestPending | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
-        expected, plan, leaf_bytes = self._expected, self._expected.plan, self._expected.leaf_bytes
-        rows_of = [expected.rows(slab) for slab in slabs]
-        rows = np.concatenate(rows_of)
-        if not len(rows):
-            return None
-        base = np.array([self._slab(slab).data_ptr() for slab in slabs], np.int64)
-        address = np.repeat(base, list(map(len, rows_of))) + plan.row_offset[rows]
-        # One item for each leaf of the batch: its address, its bytes, its digest in the manifest.
-        counts = expected.counts[rows]
-        first = np.cumsum(counts) - counts
-        number = np.arange(int(counts.sum()))
-        addresses = number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts)
-        nbytes = np.full(len(number), leaf_bytes)
-        nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
-        wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            digests = leaf_digests_cuda(addresses, nbytes, self._device)
-            # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
-            host = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
-            host.copy_(digests, non_blocking=True)
+        with torch.cuda.device(self._place.device), torch.cuda.stream(self._stream):
+            layout = self._layout or self._laid_out(slabs)
+            ranges = layout.ranges(slabs)
+            if not ranges:
+                return None
+            for first, stop in ranges:
+                layout.digest(first, stop)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _DigestPending(event, host, wanted, rows, first, expected)
+        return _DigestPending(event, layout, ranges)
+
+    def _laid_out(self, slabs: Sequence[int]) -> _Layout:
+        # On the stream of the digests, which is current.
+        return _Layout(self._expected, slabs, [self._place.slab(slab).data_ptr() for slab in slabs], self._place.device)
+
+
+class _Layout:
+    """The leaves of some slabs as the kernels take them, their digests, and those that the manifest has.
+
+    Args:
+        expected: of the plan.
+        slabs, addresses: the slabs, in order, and where each begins.
+        device: of the slabs.
+    """
+
+    def __init__(self, expected: Expected, slabs: Sequence[int], addresses: Sequence[int], device: torch.device):
+        plan, leaf_bytes = expected.plan, expected.leaf_bytes
+        rows, num_rows = expected.rows(slabs)
+        self._expected = expected
+        self._rows = rows
+        # One item for each leaf: its address, its bytes, its digest in the manifest.
+        counts = expected.counts[rows]
+        self._first = first = np.cumsum(counts) - counts
+        address = np.repeat(np.array(addresses, np.int64), num_rows) + plan.row_offset[rows]
+        number = np.arange(int(counts.sum()))
+        nbytes = np.full(len(number), leaf_bytes)
+        nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
+        self._wanted: U64 = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
+        self._leaves = OrderedLeaves(
+            number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts), nbytes, device
+        )
+        # The leaves of each slab are neighbours, since its rows are.
+        bounds = np.append(first, len(number))[np.cumsum(np.append(0, num_rows))].tolist()
+        self._bounds = dict(zip(slabs, pairwise(bounds), strict=True))
+        self._digests = torch.empty(len(number), dtype=torch.int64, device=device)
+        self._host = torch.empty(len(number), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._got: U64 = self._host.numpy().view(np.uint64)
+
+    def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the ranges of the leaves of these slabs, as few as there can be."""
+        merged: list[tuple[int, int]] = []
+        for first, stop in sorted(map(self._bounds.__getitem__, slabs)):
+            if merged and merged[-1][1] == first:
+                merged[-1] = merged[-1][0], stop
+            elif first < stop:
+                merged.append((first, stop))
+        return merged
+
+    def digest(self, first: int, stop: int) -> None:
+        """Queue the digests of the leaves `[first, stop)`, and their copy to the host."""
+        self._leaves.digest(first, stop, out=self._digests)
+        # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
+        self._host[first:stop].copy_(self._digests[first:stop], non_blocking=True)
+
+    def compare(self, first: int, stop: int) -> None:
+        """Compare the digests that have arrived. IntegrityError: one differs."""
+        wrong = np.flatnonzero(self._got[first:stop] != self._wanted[first:stop])
+        if len(wrong):
+            leaf = first + int(wrong[0])
+            row = int(np.searchsorted(self._first, leaf, side="right")) - 1
+            raise self._expected.fault(int(self._rows[row]), leaf - int(self._first[row]))
 
 
 class _DigestPending:
     """Digests on their way to the host; `done` compares them.
 
     Args:
-        event: recorded after the copy of the digests to the host.
-        digests, wanted: the computed and the expected digest of each leaf.
-        rows, first: the plan's rows of the batch, and the number of the first leaf of each.
-        expected: makes the error for a leaf that differs.
+        event: recorded after the copies of the digests to the host.
+        layout, ranges: of the leaves.
     """
 
-    def __init__(
-        self,
-        event: torch.cuda.Event,
-        digests: torch.Tensor,
-        wanted: np.ndarray[tuple[int], np.dtype[np.uint64]],
-        rows: I64,
-        first: I64,
-        expected: Expected,
-    ) -> None:
+    def __init__(self, event: torch.cuda.Event, layout: _Layout, ranges: Sequence[tuple[int, int]]) -> None:
         self._event = event
-        self._digests = digests
-        self._wanted = wanted
-        self._rows = rows
-        self._first = first
-        self._expected = expected
+        self._layout = layout
+        self._ranges = ranges
 
     def done(self) -> bool:
         """See `Pending.done`."""
         if not self._event.query():
             return False
-        wrong = np.flatnonzero(self._digests.numpy().view(np.uint64) != self._wanted)
-        if len(wrong):
-            leaf = int(wrong[0])
-            row = int(np.searchsorted(self._first, leaf, side="right")) - 1
-            raise self._expected.fault(int(self._rows[row]), leaf - int(self._first[row]))
+        for first, stop in self._ranges:
+            self._layout.compare(first, stop)
         return True
 
 

@@ -251,6 +251,11 @@ class CudaPlace:
                 self._slabs[index] = slab
             self._state.notify_all()
 
+    def has_all_slabs(self) -> bool:
+        """Return whether every slab is there, or is being allocated and `slab` waits for it."""
+        with self._state:
+            return self._is_allocating or all(slab is not None for slab in self._slabs)
+
     def slab(self, index: int) -> torch.Tensor:
         """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
         slab = self._slabs[index]

@@ -497,7 +497,7 @@ class Session(Closing):
         if regions:
             self.why = f"{regions} tensors are regions, which have no digests; the others were compared"
         if self.options.device.type == "cuda":
-            return CudaChecker(expected, place.slab, self.options.device)
+            return CudaChecker(expected, place)
         return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
 
     def _check_files(self, plan: LoadPlan) -> bool:

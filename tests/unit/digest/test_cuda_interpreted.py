@@ -34,6 +34,13 @@ for name, rows, tuning in cases:
     got = table.digest()
     wrong = [(int(offsets[i]), int(lengths[i])) for i in differing(got, expected)]
     assert not wrong, f"{name}: (offset, nbytes) {wrong[:8]}"
+    ordered = cuda.OrderedLeaves(data.data_ptr() + offsets, lengths, cpu, tuning=cuda.Tuning(**tuning))
+    third = len(lengths) // 3
+    for first, stop in ((0, len(lengths)), (third, 2 * third), (0, third), (third, third)):
+        out = torch.full((len(lengths),), 5, dtype=torch.int64)
+        ordered.digest(first, stop, out=out)
+        assert not differing(out[first:stop], expected[first:stop]), f"{name}: {first} to {stop}"
+        assert (out[:first] == 5).all() and (out[stop:] == 5).all(), f"{name}: rows beside {first} to {stop}"
 into = np.arange(len(expected))[::-1].copy()
 mirrored = cuda.plan_leaves(data.data_ptr() + offsets, lengths, cpu, into=into).digest()
 assert not differing(mirrored, expected[::-1])
@@ -44,9 +51,14 @@ assert differing(table.digest(), got.numpy().view(np.uint64)) == [1]
 for bad in ([1, 0], [1]):
     try:
         cuda.plan_leaves(np.array([0, 16]), np.array(bad), cpu)
+        raise AssertionError(f"lengths {bad} accepted")
     except ValueError:
-        continue
-    raise AssertionError(f"lengths {bad} accepted")
+        pass
+    try:
+        cuda.OrderedLeaves(np.array([0, 16]), np.array(bad), cpu)
+        raise AssertionError(f"lengths {bad} accepted")
+    except ValueError:
+        pass
 assert cuda.leaf_digests_cuda(np.empty(0, np.int64), np.empty(0, np.int64), cpu).shape == (0,)
 """
 
