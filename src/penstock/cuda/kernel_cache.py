@@ -82,7 +82,7 @@ class Launch:
     Args:
         module: where the kernel is, alone in it with what it calls: a copy is of the module's text.
         name: of the kernel, whose integers Triton does not specialise.
-        num_programs: programs of the launch; 0: nothing is done.
+        num_programs: programs of a launch that is not given another number; 0: nothing is done.
         arguments: the first ones, in order; integers below 2^31, or no copy is used.
         constants: the kernel's constants.
         num_warps: of each program.
@@ -110,31 +110,34 @@ class Launch:
         self._shape = (module, name, tuple(sorted(constants.items())), num_warps)
         self._queued: _Queued | None = None
 
-    def run(self, *more: torch.Tensor) -> None:
+    def run(self, *more: torch.Tensor | int, num_programs: int | None = None) -> None:
         """Queue the kernel on the current stream of its first argument's device.
 
         Args:
-            more: the arguments after those that were given before; always as many.
+            more: the arguments after those that were given before; always as many, of the same kinds.
+            num_programs: of this launch; None: as many as the launch was made with.
 
         Raises:
             MissingExtra: Triton is needed and not installed.
             DestinationError: the driver refuses the kernel.
         """
+        if num_programs is None:
+            num_programs = self._num_programs
         # The driver refuses an empty grid.
-        if not self._num_programs:
+        if not num_programs:
             return
         suits = self._suits and all(map(_suits, more))
         if suits and self._queued is None and (kernel := _loaded(self._shape, self._device)) is not None:
-            self._queued = _Queued(kernel, self._num_programs, self._arguments, len(more))
+            self._queued = _Queued(kernel, self._arguments, len(more))
         if suits and self._queued is not None:
             stream = torch.cuda.current_stream(self._device)
             if not _thread.has_context:
                 # A call of torch's makes the device's context that of a thread which has none yet.
                 stream.query()
                 _thread.has_context = True
-            self._queued.run(more, stream.cuda_stream)
+            self._queued.run(more, stream.cuda_stream, num_programs)
             return
-        kernel_of_triton = getattr(_imported(self._module), self._name)[(self._num_programs,)]
+        kernel_of_triton = getattr(_imported(self._module), self._name)[(num_programs,)]
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
         if suits and key not in _compiled:
@@ -269,12 +272,10 @@ class _Kernel:
 class _Queued:
     """Arguments of a loaded kernel as the driver takes them; the last `num_more` are set at each launch."""
 
-    def __init__(
-        self, kernel: _Kernel, num_programs: int, arguments: Sequence[torch.Tensor | int], num_more: int
-    ) -> None:
+    def __init__(self, kernel: _Kernel, arguments: Sequence[torch.Tensor | int], num_more: int) -> None:
         self._function = kernel.function
         copy = kernel.copy
-        values = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+        values = list(map(_value, arguments))
         # After them Triton's own parameters: pointers to scratch memory, which these kernels do not have.
         values += [0] * (len(copy.parameter_bits) - len(values))
         pairs = zip(values, copy.parameter_bits, strict=True)
@@ -282,14 +283,20 @@ class _Queued:
         self._more = slice(len(arguments), len(arguments) + num_more)
         # Addresses alone, which do not keep the boxes alive.
         self._pointers = (ctypes.c_void_p * len(self._boxed))(*map(ctypes.addressof, self._boxed))
-        self._grid = (num_programs, 1, 1, copy.num_threads, 1, 1, copy.shared_bytes)
+        self._shape = (1, 1, copy.num_threads, 1, 1, copy.shared_bytes)
         self._launcher = _launcher()
 
-    def run(self, more: Sequence[torch.Tensor], stream: int) -> None:
+    def run(self, more: Sequence[torch.Tensor | int], stream: int, num_programs: int) -> None:
         """Queue a launch on a stream. DestinationError: the driver refuses it."""
-        for box, tensor in zip(self._boxed[self._more], more, strict=True):
-            box.value = tensor.data_ptr()
-        _check(self._launcher(self._function, *self._grid, ctypes.c_void_p(stream), self._pointers, None))
+        for box, argument in zip(self._boxed[self._more], more, strict=True):
+            box.value = _value(argument)
+        grid = (num_programs, *self._shape)
+        _check(self._launcher(self._function, *grid, ctypes.c_void_p(stream), self._pointers, None))
+
+
+def _value(argument: torch.Tensor | int) -> int:
+    """Return an argument as the driver takes it."""
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 @functools.cache

@@ -82,10 +82,10 @@ class LeafTable:
 
     device: torch.device
     num_leaves: int
-    slabs: tuple[tuple[Launch, Launch], ...]
-    """Per slab: the parallel pass, which takes the sums, and the serial one, which takes them and the result."""
-    short: Launch | None
-    """Digests of the leaves that take the short algorithms; takes the result."""
+    kernels: _Kernels
+    slabs: tuple[_Slab, ...]
+    first_short: int
+    """The first of the leaves that take the short algorithms; `num_leaves` where there are none."""
     num_sums: int
     """Rows of the sums of the largest slab."""
 
@@ -110,11 +110,10 @@ class LeafTable:
         # slab overwrites them.
         sums = torch.empty((self.num_sums, 8), dtype=torch.uint64, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            for add_blocks, finish in self.slabs:
-                add_blocks.run(sums)
-                finish.run(sums, out)
-            if self.short is not None:
-                self.short.run(out)
+            for slab in self.slabs:
+                self.kernels.run_slab(slab, sums, out)
+            if self.first_short < self.num_leaves:
+                self.kernels.run_short(self.first_short, self.num_leaves, out)
         return out
 
 
@@ -155,15 +154,12 @@ def plan_leaves(
         *_slabs(tiles, first_unaligned, first_short, False, slab_tiles),
     )
 
-    on_device = _columns(addresses, nbytes, rows, device)
-    short = None
-    if first_short < num_leaves:
-        short = _launch_short(on_device, first_short, num_leaves, tuning)
     return LeafTable(
         device=device,
         num_leaves=num_leaves,
-        slabs=tuple(_launches(slab, on_device, num_leaves, tuning) for slab in slabs),
-        short=short,
+        kernels=_kernels(_columns(addresses, nbytes, rows, device), tuning),
+        slabs=slabs,
+        first_short=first_short,
         num_sums=max((slab.num_tiles for slab in slabs), default=0) * tuning.tile_blocks,
     )
 
@@ -191,16 +187,15 @@ class OrderedLeaves:
         _require_columns(addresses, nbytes)
         self.device = device
         self.num_leaves = len(nbytes)
-        self._tuning = tuning or Tuning(slab_blocks=GIB // _BLOCK_BYTES)
-        self._columns = _columns(addresses, nbytes, np.arange(self.num_leaves), device)
-        self._tiles: I64 = -(-nbytes // (self._tuning.tile_blocks * _BLOCK_BYTES))
-        self._is_aligned = addresses & 15 == 0
-        self._is_short = nbytes <= xxh3_constants.SHORT_BYTES
-        slab_tiles = self._tuning.slab_blocks // self._tuning.tile_blocks
+        tuning = tuning or Tuning(slab_blocks=GIB // _BLOCK_BYTES)
+        self._kernels = _kernels(_columns(addresses, nbytes, np.arange(self.num_leaves), device), tuning)
+        self._tiles: I64 = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
+        self._slab_tiles = tuning.slab_blocks // tuning.tile_blocks
+        self._unaligned = np.flatnonzero(addresses & 15)
+        self._short = np.flatnonzero(nbytes <= xxh3_constants.SHORT_BYTES)
         most = int(self._tiles.max(initial=0))
-        num_tiles = max(most, min(slab_tiles, most * self.num_leaves))
-        self._sums = torch.empty((num_tiles * self._tuning.tile_blocks, 8), dtype=torch.uint64, device=device)
-        self._slab_tiles = slab_tiles
+        num_tiles = max(most, min(self._slab_tiles, most * self.num_leaves))
+        self._sums = torch.empty((num_tiles * tuning.tile_blocks, 8), dtype=torch.uint64, device=device)
 
     def digest(self, first: int, stop: int, *, out: torch.Tensor) -> None:
         """Digest the leaves `[first, stop)` from their current bytes. One thread at a time.
@@ -212,14 +207,22 @@ class OrderedLeaves:
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
-                leaves = slice(slab.first_leaf, slab.stop_leaf)
-                if not self._is_aligned[leaves].all():
+                if _has(self._unaligned, slab.first_leaf, slab.stop_leaf):
                     slab = dataclasses.replace(slab, aligned=False)
-                add_blocks, finish = _launches(slab, self._columns, self.num_leaves, self._tuning)
-                add_blocks.run(self._sums)
-                finish.run(self._sums, out)
-            if self._is_short[first:stop].any():
-                _launch_short(self._columns, first, stop, self._tuning).run(out)
+                self._kernels.run_slab(slab, self._sums, out)
+            if _has(self._short, first, stop):
+                self._kernels.run_short(first, stop, out)
+
+    def warm_up(self, *, out: torch.Tensor) -> None:
+        """Compile or load the kernels that these leaves need, by digests of a leaf of each kind; `out` as `digest`."""
+        for leaf in {int(leaves[0]) for leaves in (self._unaligned, self._short) if len(leaves)} | {0}:
+            if leaf < self.num_leaves:
+                self.digest(leaf, leaf + 1, out=out)
+
+
+def _has(leaves: I64, first: int, stop: int) -> bool:
+    """Return whether one of these leaves, ascending, is among `[first, stop)`."""
+    return len(leaves) > 0 and bool(np.searchsorted(leaves, first) < np.searchsorted(leaves, stop))
 
 
 def _require_columns(addresses: I64, nbytes: I64) -> None:
@@ -242,42 +245,44 @@ _SHORT = 2
 """The kind of leaves for the short kernel, after the aligned ones (0) and the others (1)."""
 
 
-def _launches(slab: _Slab, columns: torch.Tensor, num_leaves: int, tuning: Tuning) -> tuple[Launch, Launch]:
-    """Return the two passes over a slab.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kernels:
+    """The launches over a table of leaves; each takes its range, then what it writes to."""
 
-    Args:
-        columns: int64 [3, num_leaves], on the device: address, length, result row.
-    """
-    constants = _constants(columns.device)
-    add_blocks = Launch(
-        _KERNELS,
-        "block_sums",
-        slab.num_tiles,
-        (columns, num_leaves, slab.first_leaf, slab.tiles, constants),
-        {"TILE_BLOCKS": tuning.tile_blocks, "ALIGNED": slab.aligned, "RUN": tuning.run_stripes if slab.aligned else 1},
-        num_warps=tuning.tile_warps,
-    )
-    finish = Launch(
-        _KERNELS,
-        "finish_leaves",
-        -(-(slab.stop_leaf - slab.first_leaf) // tuning.finish_leaves),
-        (columns, num_leaves, slab.first_leaf, slab.stop_leaf, slab.tiles, constants),
-        {"TILE_BLOCKS": tuning.tile_blocks, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll},
-        num_warps=1,
-    )
-    return add_blocks, finish
+    tuning: Tuning
+    add_blocks: tuple[Launch, Launch]
+    """The parallel pass: over leaves at any address, and over aligned ones."""
+    finish: Launch
+    short: Launch
+
+    def run_slab(self, slab: _Slab, sums: torch.Tensor, out: torch.Tensor) -> None:
+        """Queue both passes over the longer leaves of a slab."""
+        self.add_blocks[slab.aligned].run(slab.first_leaf, slab.tiles, sums, num_programs=slab.num_tiles)
+        num_programs = -(-(slab.stop_leaf - slab.first_leaf) // self.tuning.finish_leaves)
+        self.finish.run(slab.first_leaf, slab.stop_leaf, slab.tiles, sums, out, num_programs=num_programs)
+
+    def run_short(self, first_leaf: int, stop_leaf: int, out: torch.Tensor) -> None:
+        """Queue the pass over the short leaves among `[first_leaf, stop_leaf)`."""
+        num_programs = -(-(stop_leaf - first_leaf) // (32 * self.tuning.short_warps))
+        self.short.run(first_leaf, stop_leaf, out, num_programs=num_programs)
 
 
-def _launch_short(columns: torch.Tensor, first_leaf: int, stop_leaf: int, tuning: Tuning) -> Launch:
-    """Return the pass over the short leaves among `[first_leaf, stop_leaf)`."""
-    per_program = 32 * tuning.short_warps
-    return Launch(
-        _KERNELS,
-        "short_leaves",
-        -(-(stop_leaf - first_leaf) // per_program),
-        (columns, columns.shape[1], first_leaf, stop_leaf, _constants(columns.device)),
-        {"LEAVES": per_program},
-        num_warps=tuning.short_warps,
+def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
+    """Return the launches over a table, int64 [3, num_leaves] on the device: address, length, result row."""
+    arguments = (columns, columns.shape[1], _constants(columns.device))
+
+    def launch(name: str, constants: dict[str, int | str], num_warps: int = 1) -> Launch:
+        return Launch(_KERNELS, name, 0, arguments, constants, num_warps=num_warps)
+
+    tile = {"TILE_BLOCKS": tuning.tile_blocks}
+    return _Kernels(
+        tuning=tuning,
+        add_blocks=(
+            launch("block_sums", {**tile, "ALIGNED": False, "RUN": 1}, tuning.tile_warps),
+            launch("block_sums", {**tile, "ALIGNED": True, "RUN": tuning.run_stripes}, tuning.tile_warps),
+        ),
+        finish=launch("finish_leaves", {**tile, "LEAVES": tuning.finish_leaves, "UNROLL": tuning.finish_unroll}),
+        short=launch("short_leaves", {"LEAVES": 32 * tuning.short_warps}, tuning.short_warps),
     )
 
 

@@ -85,9 +85,9 @@ def _load_u64(address: tl.tensor, at: tl.tensor, mask: tl.tensor, ALIGNED: tl.co
 def block_sums(
     table: tl.tensor,
     columns: tl.tensor,
+    constants: tl.tensor,
     first_leaf: tl.tensor,
     tiles: tl.tensor,
-    constants: tl.tensor,
     sums: tl.tensor,
     TILE_BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -146,10 +146,10 @@ def _rows(source: tl.tensor, start: tl.tensor, stop: tl.tensor, ROWS: tl.constex
 def finish_leaves(
     table: tl.tensor,
     columns: tl.tensor,
+    constants: tl.tensor,
     first_leaf: tl.tensor,
     stop_leaf: tl.tensor,
     tiles: tl.tensor,
-    constants: tl.tensor,
     sums: tl.tensor,
     out: tl.tensor,
     TILE_BLOCKS: tl.constexpr,
@@ -268,9 +268,9 @@ def _up_to_240(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.
 def short_leaves(
     table: tl.tensor,
     columns: tl.tensor,
+    constants: tl.tensor,
     first_leaf: tl.tensor,
     stop_leaf: tl.tensor,
-    constants: tl.tensor,
     out: tl.tensor,
     LEAVES: tl.constexpr,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ def test_a_process_that_compiled_a_kernel_looks_once_for_the_copy(
         def __init__(self, *of: object) -> None:
             pass
 
-        def run(self, more: object, stream: int) -> None:
+        def run(self, more: object, stream: int, num_programs: int) -> None:
             log.append("copy")
 
     def load(path: object) -> object | None:
@@ -72,3 +73,25 @@ def test_a_process_that_compiled_a_kernel_looks_once_for_the_copy(
         one.run()
     first = ["look", "triton", "store", "look"]
     assert log == [*first, *(["context", "copy", "copy"] if can_store else ["triton", "triton"])]
+
+
+def test_what_a_launch_is_given_anew_reaches_the_driver_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def launcher(function: object, *grid_and_more: Any) -> int:
+        *grid, stream, pointers, _ = grid_and_more
+        kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64)
+        values = [ctypes.cast(at, ctypes.POINTER(kind))[0] for at, kind in zip(pointers, kinds, strict=True)]
+        seen.append((grid, stream.value, values))
+        return 0
+
+    monkeypatch.setattr(kernel_cache, "_launcher", lambda: launcher)
+    copy = SimpleNamespace(parameter_bits=(64, 32, 32, 64, 64), num_threads=96, shared_bytes=7)
+    table, first, second = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    queued = kernel_cache._Queued(SimpleNamespace(function=None, copy=copy), (table, 11), 2)  # type: ignore[arg-type]
+    queued.run((5, first), 1, 3)
+    queued.run((6, second), 2, 4)
+    assert seen == [
+        ([3, 1, 1, 96, 1, 1, 7], 1, [table.data_ptr(), 11, 5, first.data_ptr(), 0]),
+        ([4, 1, 1, 96, 1, 1, 7], 2, [table.data_ptr(), 11, 6, second.data_ptr(), 0]),
+    ]

@@ -36,6 +36,7 @@ for name, rows, tuning in cases:
     assert not wrong, f"{name}: (offset, nbytes) {wrong[:8]}"
     ordered = cuda.OrderedLeaves(data.data_ptr() + offsets, lengths, cpu, tuning=cuda.Tuning(**tuning))
     third = len(lengths) // 3
+    ordered.warm_up(out=torch.empty(len(lengths), dtype=torch.int64))
     for first, stop in ((0, len(lengths)), (third, 2 * third), (0, third), (third, third)):
         out = torch.full((len(lengths),), 5, dtype=torch.int64)
         ordered.digest(first, stop, out=out)
