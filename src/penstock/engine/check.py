@@ -128,9 +128,9 @@ class CudaChecker:
     """
 
     num_threads = 1
-    batch_bytes = 2 * GIB
-    """A millisecond of the device, and few batches: each takes the GIL from the thread that moves bytes. First loads of
-    14 GB took 351 ms with these, 377 with 512 MiB, 340 without digests.
+    batch_bytes = 4 * GIB
+    """Two milliseconds of the device, and few batches: each takes the GIL from the thread that moves bytes. First loads
+    of 14 GB took 324 ms with these, 331 with 2 GiB, 319 without digests.
     Source: benchmarks/results/h200x1_202611/load.md.
     """
 

@@ -33,9 +33,14 @@ from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring
 from penstock.types import MIB
 
-MIN_BATCH_BYTES = 64 * MIB
-"""Bytes of slabs that are enough for a check, however little is left to read: a device digests them in 40 us.
+MIN_BATCH_BYTES = 256 * MIB
+"""Bytes of slabs that are enough for a check, however little is left to read: a device digests them in 110 us.
 Source: benchmarks/results/h100_202611/digest.md."""
+
+BATCH_PER_OPEN = 8
+"""A check waits for this many times the bytes that are left to read. A device digests 40 to 60 times as fast as a link
+moves bytes, so it is done long before those have come; each check takes the GIL from the thread that moves bytes.
+Source: benchmarks/results/h200x1_202611/load.md."""
 
 
 class LoadRun(Run):
@@ -255,7 +260,7 @@ class LoadRun(Run):
                 self._open_bytes -= nbytes
                 self._num_open -= len(full)
                 # Towards the end less: what is checked last, and used only then, adds to the whole time.
-                enough = min(self._checker.batch_bytes, max(self._open_bytes // 2, MIN_BATCH_BYTES))
+                enough = min(self._checker.batch_bytes, max(self._open_bytes * BATCH_PER_OPEN, MIN_BATCH_BYTES))
                 flush = self._unchecked_bytes >= enough or self._num_open == 0
                 # A stream's consumer may be waiting for a slab that alone does not fill a batch.
                 flush |= bool(self._window_bytes) and self._awaited in full

@@ -375,13 +375,11 @@ def test_a_checker_that_breaks_is_told(make: Make) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_checks_become_smaller_towards_the_end_and_are_prepared_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loader.run.MIN_BATCH_BYTES", CHUNK)
 
     class Recorder:
-        num_threads, batch_bytes = 1, 4 * CHUNK
+        num_threads, batch_bytes = 1, 16 * CHUNK
 
         def __init__(self) -> None:
             self.called: list[int] = []
@@ -394,8 +392,8 @@ def test_checks_become_smaller_towards_the_end_and_are_prepared_once(
             return None
 
     checker = Recorder()
-    make(*[CHUNK] * 16).start(checker=checker, num_fetch_threads=1).ticket.wait(stall_s=10)
-    assert checker.called == [0, 4, 4, 3, 2, 1, 1, 1]
+    make(*[CHUNK] * 64).start(checker=checker, num_fetch_threads=1).ticket.wait(stall_s=10)
+    assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
 def test_the_trace_holds_every_step(make: Make) -> None:
