@@ -25,7 +25,7 @@ from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest import xxh3_constants
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.digest.strip import Strips
-from penstock.types import GIB, I64, MIB
+from penstock.types import I64, MIB
 
 _KERNELS = "penstock.digest.xxh3_triton"
 _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
@@ -48,8 +48,9 @@ class Tuning:
     """Leaves that a program of the serial pass chains; 4 leaves of 8 lanes fill its one warp."""
     finish_unroll: int = 16
     """Blocks whose sums the serial pass loads ahead of those it chains."""
-    slab_blocks: int = 256 * 1024
-    """Blocks of a slab: 256 MiB of equally long leaves, whose 16 MiB of sums stay in the L2 cache (50 MB)."""
+    slab_blocks: int = 1024 * 1024
+    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. As fast as slabs of 256 MiB, whose sums stay
+    in the L2 cache (50 MB), with a quarter of the launches."""
     short_warps: int = 4
     """Warps of a program of the short kernel; a thread a leaf."""
 
@@ -59,7 +60,7 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
-    """Leaves whose block sums are computed by one launch and used by the next, while they are in the L2 cache."""
+    """Leaves whose block sums are computed by one launch and used by the next."""
 
     first_leaf: int
     stop_leaf: int
@@ -89,17 +90,18 @@ class LeafTable:
     num_sums: int
     """Rows of the sums of the largest slab."""
 
-    def digest(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def digest(self, *, out: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> torch.Tensor:
         """Digest every leaf from its current bytes. One thread at a time.
 
         Args:
             out: [num_leaves] int64, or as many as the rows planned, on the table's device, contiguous; made if None.
+            sums: scratch, uint64 [at least num_sums, 8], shared with what the stream digests before and after.
 
         Returns:
             [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
 
         Order: asynchronous on the device's current stream: the one the table was planned on, or one that waits for it.
-        Cost: two launches for each slab plus one for short leaves; scratch of 1/16 of a slab's tiles, at most 16 MiB
+        Cost: two launches for each slab plus one for short leaves; scratch of 1/16 of a slab's tiles, at most 64 MiB
             unless one leaf alone needs more; no synchronisation.
         """
         if out is None:
@@ -108,7 +110,8 @@ class LeafTable:
             return out
         # One scratch for all slabs: the launches of a stream run in order, so a slab's sums are used before the next
         # slab overwrites them.
-        sums = torch.empty((self.num_sums, 8), dtype=torch.uint64, device=self.device)
+        if sums is None:
+            sums = _scratch(self.num_sums, self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             for slab in self.slabs:
                 self.kernels.run_slab(slab, sums, out)
@@ -172,8 +175,7 @@ class OrderedLeaves:
 
     Args:
         addresses, nbytes, device: as `plan_leaves`.
-        tuning: launch shapes. By default slabs of 1 GiB: half as fast as the L2 cache allows would still be ten times
-            as fast as a link, and each launch takes the GIL from the threads that move bytes.
+        tuning: as `plan_leaves`.
 
     Raises:
         ValueError: the columns differ in length, or a leaf is empty.
@@ -183,11 +185,10 @@ class OrderedLeaves:
     Ownership: holds its tables and the scratch; the leaves' memory must outlive every digest of it.
     """
 
-    def __init__(self, addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning | None = None) -> None:
+    def __init__(self, addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> None:
         _require_columns(addresses, nbytes)
         self.device = device
         self.num_leaves = len(nbytes)
-        tuning = tuning or Tuning(slab_blocks=GIB // _BLOCK_BYTES)
         self._kernels = _kernels(_columns(addresses, nbytes, np.arange(self.num_leaves), device), tuning)
         self._tiles: I64 = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
         self._slab_tiles = tuning.slab_blocks // tuning.tile_blocks
@@ -195,7 +196,7 @@ class OrderedLeaves:
         self._short = np.flatnonzero(nbytes <= xxh3_constants.SHORT_BYTES)
         most = int(self._tiles.max(initial=0))
         num_tiles = max(most, min(self._slab_tiles, most * self.num_leaves))
-        self._sums = torch.empty((num_tiles * tuning.tile_blocks, 8), dtype=torch.uint64, device=device)
+        self._sums = _scratch(num_tiles * tuning.tile_blocks, device)
 
     def digest(self, first: int, stop: int, *, out: torch.Tensor) -> None:
         """Digest the leaves `[first, stop)` from their current bytes. One thread at a time.
@@ -223,6 +224,11 @@ class OrderedLeaves:
 def _has(leaves: I64, first: int, stop: int) -> bool:
     """Return whether one of these leaves, ascending, is among `[first, stop)`."""
     return len(leaves) > 0 and bool(np.searchsorted(leaves, first) < np.searchsorted(leaves, stop))
+
+
+def _scratch(num_sums: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the sums of as many blocks."""
+    return torch.empty((num_sums, 8), dtype=torch.uint64, device=device)
 
 
 def _require_columns(addresses: I64, nbytes: I64) -> None:
@@ -352,13 +358,12 @@ class StripTable:
     """
 
     leaves: torch.Tensor
+    """Digests: of every strip, then of the leaves of strips that have several."""
+    num_strips: int
     whole: LeafTable
     slabs: tuple[tuple[PackTable, LeafTable], ...]
     tops: LeafTable
     """Strips of several leaves, digested over their leaves' digests."""
-    out: torch.Tensor
-    first: torch.Tensor
-    """The first leaf of each strip."""
     scratch: torch.Tensor
 
     def digest(self) -> torch.Tensor:
@@ -370,14 +375,15 @@ class StripTable:
         Order: asynchronous on the device's current stream: the one the table was planned on. Cost: reads the bytes
             once, and writes and reads once more what has gaps; some launches a slab, no synchronisation.
         """
-        self.whole.digest(out=self.leaves)
+        # Made once: each call of torch's lets go of the GIL, and to get it back takes up to a millisecond.
+        tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
+        sums = _scratch(max(table.num_sums for table in tables), self.leaves.device)
+        self.whole.digest(out=self.leaves, sums=sums)
         for pack, leaves in self.slabs:
             pack.run()
-            leaves.digest(out=self.leaves)
-        # The digest of a strip of one leaf is the leaf's; `tops` then overwrites those of several.
-        torch.index_select(self.leaves, 0, self.first, out=self.out)
-        self.tops.digest(out=self.out)
-        return self.out
+            leaves.digest(out=self.leaves, sums=sums)
+        self.tops.digest(out=self.leaves, sums=sums)
+        return self.leaves[: self.num_strips]
 
 
 def plan_strips(
@@ -399,7 +405,9 @@ def plan_strips(
     strip = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(len(strip)) - first[strip]) * leaf_bytes
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
-    leaves = torch.empty(len(strip), dtype=torch.int64, device=device)
+    # The digest of a strip of one leaf is the leaf's: it goes straight to the strip's row.
+    row = np.where(counts[strip] > 1, len(strips) + np.arange(len(strip)), strip)
+    leaves = torch.empty(len(strips) + len(strip), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
     # Packed slab by slab, since scratch for all strips with gaps would be as large as the weights.
@@ -407,14 +415,13 @@ def plan_strips(
     for some, at in _row_slabs(gapped, nbytes[gapped], scratch):
         mine = strips[strip[some]]
         pack = plan_pack(at, address + mine.at, mine.run_bytes, mine.pitch, start[some], nbytes[some], device)
-        slabs.append((pack, plan_leaves(at, nbytes[some], device, into=some)))
+        slabs.append((pack, plan_leaves(at, nbytes[some], device, into=row[some])))
     return StripTable(
         leaves=leaves,
-        whole=plan_leaves(address + strips.at[strip[whole]] + start[whole], nbytes[whole], device, into=whole),
+        num_strips=len(strips),
+        whole=plan_leaves(address + strips.at[strip[whole]] + start[whole], nbytes[whole], device, into=row[whole]),
         slabs=tuple(slabs),
-        tops=plan_leaves(leaves.data_ptr() + 8 * first[many], 8 * counts[many], device, into=many),
-        out=torch.empty(len(strips), dtype=torch.int64, device=device),
-        first=torch.from_numpy(first).to(device),
+        tops=plan_leaves(leaves.data_ptr() + 8 * (len(strips) + first[many]), 8 * counts[many], device, into=many),
         scratch=scratch,
     )
 
