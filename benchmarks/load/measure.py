@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -146,13 +145,13 @@ def _load(job: Job, call: Call, barrier: Callable[[], None]) -> dict[str, Any]:
     }
 
 
-def child(job: Job, rank: int, port: int, log: str, pipe: Connection) -> None:
+def child(job: Job, rank: int, store: str, log: str, pipe: Connection) -> None:
     """Body of the measuring process; answers through `pipe` and leaves at once."""
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        pipe.send(("answer", _measured(job, rank, port, pipe)))
+        pipe.send(("answer", _measured(job, rank, store, pipe)))
     except BaseException:
         pipe.send(("error", traceback.format_exc(limit=-4)))
         raise
@@ -162,7 +161,7 @@ def child(job: Job, rank: int, port: int, log: str, pipe: Connection) -> None:
         os._exit(0)
 
 
-def _measured(job: Job, rank: int, port: int, pipe: Connection) -> dict[str, Any]:
+def _measured(job: Job, rank: int, store: str, pipe: Connection) -> dict[str, Any]:
     import torch
 
     device = "cpu"
@@ -177,9 +176,8 @@ def _measured(job: Job, rank: int, port: int, pipe: Connection) -> dict[str, Any
 
         backend = "nccl" if job.device == "cuda" else "gloo"
         options = {"device_id": torch.device(device)} if job.device == "cuda" else {}
-        dist.init_process_group(
-            backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=job.world_size, **options
-        )
+        # A file, since a port that was free can be taken before rank 0 listens on it.
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=job.world_size, **options)
         group = dist.group.WORLD
         ones = torch.ones(1, device=device)
 
@@ -210,11 +208,6 @@ def used_bytes() -> int:
     return fields["MemTotal"] - fields["MemAvailable"]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def run(job: Job, before_go: Callable[[], Any] = lambda: None) -> dict[str, Any]:
     """Runs `job` in fresh processes (one a rank) and returns its answer; kills them at `timeout_s`.
 
@@ -222,12 +215,14 @@ def run(job: Job, before_go: Callable[[], Any] = lambda: None) -> dict[str, Any]
         before_go: called when every rank has finished its imports, just before the clock starts.
     """
     context = multiprocessing.get_context("forkserver")
-    port, began = _free_port(), time.monotonic()
+    began = time.monotonic()
     ranks: list[tuple[Any, Connection]] = []
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+    with tempfile.TemporaryDirectory() as directory, open(f"{directory}/log", "w+", encoding="utf-8") as log:
         for rank in range(job.world_size):
             here, there = context.Pipe()
-            process = context.Process(target=child, args=(job, rank, port, log.name, there), daemon=True)
+            process = context.Process(
+                target=child, args=(job, rank, f"{directory}/store", log.name, there), daemon=True
+            )
             process.start()
             there.close()
             ranks.append((process, here))

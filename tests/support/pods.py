@@ -64,10 +64,12 @@ class Pod:
     @property
     def environ(self) -> dict[str, str]:
         """Return the variables of a process in it."""
+        # Also the packages that this process has from elsewhere, such as a directory of `pip install --target`.
+        others = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and not _is_of_code(path)]
         return {
             "PENSTOCK_RUNTIME_DIR": RUNTIME,
             "PENSTOCK_STALL_S": "15",
-            "PYTHONPATH": f"{ROOT}/code/src:{ROOT}/code",
+            "PYTHONPATH": ":".join([f"{ROOT}/code/src", f"{ROOT}/code", *others]),
             "TMPDIR": "/tmp",
         }
 
@@ -106,6 +108,10 @@ class Pod:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"unshare cannot be run: {error}"
         return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _is_of_code(path: str) -> bool:
+    return Path(path).is_relative_to(CODE)
 
 
 def inside(pid: int) -> int:

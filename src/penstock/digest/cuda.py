@@ -192,8 +192,9 @@ class OrderedLeaves:
         self._kernels = _kernels(_columns(addresses, nbytes, np.arange(self.num_leaves), device), tuning)
         self._tiles: I64 = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
         self._slab_tiles = tuning.slab_blocks // tuning.tile_blocks
-        self._unaligned = np.flatnonzero(addresses & 15)
-        self._short = np.flatnonzero(nbytes <= xxh3_constants.SHORT_BYTES)
+        is_short, is_aligned = nbytes <= xxh3_constants.SHORT_BYTES, addresses & 15 == 0
+        self._short = np.flatnonzero(is_short)
+        self._aligned, self._unaligned = np.flatnonzero(~is_short & is_aligned), np.flatnonzero(~is_short & ~is_aligned)
         most = int(self._tiles.max(initial=0))
         num_tiles = max(most, min(self._slab_tiles, most * self.num_leaves))
         self._sums = _scratch(num_tiles * tuning.tile_blocks, device)
@@ -216,8 +217,8 @@ class OrderedLeaves:
 
     def warm_up(self, *, out: torch.Tensor) -> None:
         """Compile or load the kernels that these leaves need, by digests of a leaf of each kind; `out` as `digest`."""
-        for leaf in {int(leaves[0]) for leaves in (self._unaligned, self._short) if len(leaves)} | {0}:
-            if leaf < self.num_leaves:
+        for leaves in (self._aligned, self._unaligned, self._short):
+            for leaf in leaves[:1].tolist():
                 self.digest(leaf, leaf + 1, out=out)
 
 
@@ -406,8 +407,9 @@ def plan_strips(
     start = (np.arange(len(strip)) - first[strip]) * leaf_bytes
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
     # The digest of a strip of one leaf is the leaf's: it goes straight to the strip's row.
-    row = np.where(counts[strip] > 1, len(strips) + np.arange(len(strip)), strip)
-    leaves = torch.empty(len(strips) + len(strip), dtype=torch.int64, device=device)
+    is_one_of_many = counts[strip] > 1
+    row = np.where(is_one_of_many, len(strips) + np.cumsum(is_one_of_many) - 1, strip)
+    leaves = torch.empty(len(strips) + int(is_one_of_many.sum()), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
     # Packed slab by slab, since scratch for all strips with gaps would be as large as the weights.
@@ -421,7 +423,7 @@ def plan_strips(
         num_strips=len(strips),
         whole=plan_leaves(address + strips.at[strip[whole]] + start[whole], nbytes[whole], device, into=row[whole]),
         slabs=tuple(slabs),
-        tops=plan_leaves(leaves.data_ptr() + 8 * (len(strips) + first[many]), 8 * counts[many], device, into=many),
+        tops=plan_leaves(leaves.data_ptr() + 8 * row[first[many]], 8 * counts[many], device, into=many),
         scratch=scratch,
     )
 

@@ -9,6 +9,8 @@ device's returns a `Pending`, and the executor goes on with the next batch meanw
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.digest.cuda import OrderedLeaves, warm_up
+from penstock.digest.cuda import DEFAULT_TUNING, OrderedLeaves, Tuning, warm_up
 from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.place import CudaPlace
 from penstock.engine.run import Pending
@@ -34,8 +36,12 @@ class Checker(Protocol):
     batch_bytes: int
     """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
-    def prepare(self) -> None:
-        """Load what the first check needs, once the first bytes have come. A check that is first loads it itself."""
+    def prepare(self) -> Pending | None:
+        """Load what the first check needs, once the first bytes have come. A check that is first loads it itself.
+
+        Returns:
+            A Pending while a device works.
+        """
         ...
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
@@ -69,7 +75,12 @@ class Expected:
         self._rows = np.flatnonzero((plan.row_slab >= 0) & whole)
         self._slab_of = plan.row_slab[self._rows]
 
-    def rows(self, slabs: Sequence[int]) -> tuple[I64, I64]:
+    def rows(self, slab: int) -> I64:
+        """Return the plan's whole rows that lie in this slab, in order."""
+        first, stop = np.searchsorted(self._slab_of, [slab, slab + 1])
+        return self._rows[first:stop]
+
+    def rows_of(self, slabs: Sequence[int]) -> tuple[I64, I64]:
         """Return the plan's whole rows that lie in these slabs, in order, and how many each slab has."""
         # Slabs are in the order of rows, so a slab's rows are neighbours.
         first, stop = np.searchsorted(self._slab_of, np.add.outer([0, 1], np.asarray(slabs, np.int64)))
@@ -94,15 +105,16 @@ class HostChecker:
         self._slab = slab
         self.num_threads = min(4, os.cpu_count() or 1)
 
-    def prepare(self) -> None:
+    def prepare(self) -> Pending | None:
         """See `Checker.prepare`: there is nothing to do."""
+        return None
 
     def check(self, slabs: Sequence[int]) -> Pending | None:
         """See `Checker.check`."""
         expected, plan = self._expected, self._expected.plan
         for slab in slabs:
             data = self._slab(slab)
-            for row in expected.rows([slab])[0].tolist():
+            for row in expected.rows(slab).tolist():
                 at = int(plan.row_offset[row])
                 digests = np.empty(int(expected.counts[row]), np.uint64)
                 leaf_digests(data[at : at + int(plan.row_nbytes[row])], expected.leaf_bytes, digests)
@@ -113,12 +125,19 @@ class HostChecker:
         return None
 
 
-_warm: set[torch.device] = set()
-"""Devices whose kernels this process has loaded."""
+SMALL_SLAB_BLOCKS = 64 << 10
+"""Blocks of a slab of the digest where memory is short: 4 MiB of scratch instead of 64."""
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's checks: one for the process, since torch keeps freed memory for each stream."""
+    # Not the place's stream, where digests would wait for the copies of later chunks.
+    return torch.cuda.Stream(device)
 
 
 class CudaChecker:
-    """Checks slabs with the Triton kernel, a batch at a time, on a stream of its own.
+    """Checks slabs with the Triton kernel, a batch at a time, on a stream of their own.
 
     Leaves are laid out once, while the first bytes move, where the place has every slab; otherwise batch by batch.
 
@@ -129,35 +148,35 @@ class CudaChecker:
 
     num_threads = 1
     batch_bytes = 4 * GIB
-    """Two milliseconds of the device, and few batches: each takes the GIL from the thread that moves bytes. First loads
-    of 14 GB took 324 ms with these, 331 with 2 GiB, 319 without digests.
+    """Two milliseconds of the device, and few batches: each takes the GIL from the thread that moves bytes.
     Source: benchmarks/results/h200x1_202611/load.md.
     """
 
     def __init__(self, expected: Expected, place: CudaPlace) -> None:
         self._expected = expected
         self._place = place
-        # Not the place's stream, where digests would wait for the copies of later chunks.
-        self._stream = torch.cuda.Stream(place.device)
+        self._stream = _stream_of(place.device)
         self._layout: _Layout | None = None
 
-    def prepare(self) -> None:
+    def prepare(self) -> Pending | None:
         """See `Checker.prepare`: load the kernels, in some milliseconds, or seconds where they must be compiled.
 
         A run that is closed meanwhile waits for it.
         """
         device = self._place.device
+        # Before the stream is chosen: it waits for the allocation, and allocates nothing where that failed. A stream's
+        # slabs are made and taken one by one.
+        has_all = self._place.wait_for_slabs()
         # Also the device: what `stream` restores would make a context on the first one.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            # Not where slabs are made and taken one by one: they would all be allocated.
-            if self._place.has_all_slabs():
+            if has_all:
                 self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
                 self._layout.warm_up()
-            elif device not in _warm:
+            else:
                 warm_up(device)
-                _warm.add(device)
+            return _Passing(self._stream)
 
-    def check(self, slabs: Sequence[int]) -> _DigestPending | None:
+    def check(self, slabs: Sequence[int]) -> Pending | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
         with torch.cuda.device(self._place.device), torch.cuda.stream(self._stream):
             layout = self._layout or self._laid_out(slabs)
@@ -166,13 +185,21 @@ class CudaChecker:
                 return None
             for first, stop in ranges:
                 layout.digest(first, stop)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _DigestPending(event, layout, ranges)
+            return _Passing(self._stream, layout.answers, ranges)
 
     def _laid_out(self, slabs: Sequence[int]) -> _Layout:
-        # On the stream of the digests, which is current.
-        return _Layout(self._expected, slabs, [self._place.slab(slab).data_ptr() for slab in slabs], self._place.device)
+        """Lay out the leaves of these slabs. Order: the stream of the digests is current."""
+        addresses = [self._place.slab(slab).data_ptr() for slab in slabs]
+        device = self._place.device
+        try:
+            return _Layout(self._expected, slabs, addresses, device, DEFAULT_TUNING)
+        except torch.cuda.OutOfMemoryError:
+            tuning = dataclasses.replace(DEFAULT_TUNING, slab_blocks=SMALL_SLAB_BLOCKS)
+        try:
+            return _Layout(self._expected, slabs, addresses, device, tuning)
+        except torch.cuda.OutOfMemoryError as error:
+            # The scratch is 1/16 of a slab of the digest, whose blocks have 1 KiB.
+            raise self._place.no_room(SMALL_SLAB_BLOCKS << 6) from error
 
 
 class _Layout:
@@ -182,30 +209,34 @@ class _Layout:
         expected: of the plan.
         slabs, addresses: the slabs, in order, and where each begins.
         device: of the slabs.
+        tuning: launch shapes.
     """
 
-    def __init__(self, expected: Expected, slabs: Sequence[int], addresses: Sequence[int], device: torch.device):
+    def __init__(
+        self,
+        expected: Expected,
+        slabs: Sequence[int],
+        addresses: Sequence[int],
+        device: torch.device,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
         plan, leaf_bytes = expected.plan, expected.leaf_bytes
-        rows, num_rows = expected.rows(slabs)
-        self._expected = expected
-        self._rows = rows
+        rows, num_rows = expected.rows_of(slabs)
         # One item for each leaf: its address, its bytes, its digest in the manifest.
         counts = expected.counts[rows]
-        self._first = first = np.cumsum(counts) - counts
+        first = np.cumsum(counts) - counts
         address = np.repeat(np.array(addresses, np.int64), num_rows) + plan.row_offset[rows]
         number = np.arange(int(counts.sum()))
         nbytes = np.full(len(number), leaf_bytes)
         nbytes[first + counts - 1] = plan.row_nbytes[rows] - (counts - 1) * leaf_bytes
-        self._wanted: U64 = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
-        self._leaves = OrderedLeaves(
-            number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts), nbytes, device
-        )
+        wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
+        leaf_addresses = number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts)
+        self._leaves = OrderedLeaves(leaf_addresses, nbytes, device, tuning=tuning)
         # The leaves of each slab are neighbours, since its rows are.
         bounds = np.append(first, len(number))[np.cumsum(np.append(0, num_rows))].tolist()
         self._bounds = dict(zip(slabs, pairwise(bounds), strict=True))
         self._digests = torch.empty(len(number), dtype=torch.int64, device=device)
-        self._host = torch.empty(len(number), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._got: U64 = self._host.numpy().view(np.uint64)
+        self.answers = _Answers(expected, rows, first, wanted, is_pinned=device.type == "cuda")
 
     def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ranges of the leaves of these slabs, as few as there can be."""
@@ -225,10 +256,33 @@ class _Layout:
         """Queue the digests of the leaves `[first, stop)`, and their copy to the host."""
         self._leaves.digest(first, stop, out=self._digests)
         # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
-        self._host[first:stop].copy_(self._digests[first:stop], non_blocking=True)
+        self.answers.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
+
+
+class _Answers:
+    """Digests of leaves in host memory, beside those that the manifest has.
+
+    Apart from the device's memory, which an error that a caller keeps would keep too.
+
+    Args:
+        expected: of the plan.
+        rows: the plan's rows.
+        first: number of the first leaf of each row.
+        wanted: the manifest's digest of each leaf.
+        is_pinned: a device copies into `digests`.
+
+    Attributes:
+        digests: [num_leaves] int64: the computed ones, which a device writes.
+    """
+
+    def __init__(self, expected: Expected, rows: I64, first: I64, wanted: U64, *, is_pinned: bool) -> None:
+        self._expected = expected
+        self._rows, self._first, self._wanted = rows, first, wanted
+        self.digests = torch.empty(len(wanted), dtype=torch.int64, pin_memory=is_pinned)
+        self._got: U64 = self.digests.numpy().view(np.uint64)
 
     def compare(self, first: int, stop: int) -> None:
-        """Compare the digests that have arrived. IntegrityError: one differs."""
+        """Compare the leaves `[first, stop)`, whose digests have arrived. IntegrityError: one differs."""
         wrong = np.flatnonzero(self._got[first:stop] != self._wanted[first:stop])
         if len(wrong):
             leaf = first + int(wrong[0])
@@ -236,25 +290,29 @@ class _Layout:
             raise self._expected.fault(int(self._rows[row]), leaf - int(self._first[row]))
 
 
-class _DigestPending:
-    """Digests on their way to the host; `done` compares them.
+class _Passing:
+    """Work queued on a stream; `done` compares the digests that it made.
 
     Args:
-        event: recorded after the copies of the digests to the host.
-        layout, ranges: of the leaves.
+        stream: current; an event is recorded on it.
+        answers, ranges: what is compared once the event has passed; nothing if there is none.
     """
 
-    def __init__(self, event: torch.cuda.Event, layout: _Layout, ranges: Sequence[tuple[int, int]]) -> None:
-        self._event = event
-        self._layout = layout
+    def __init__(
+        self, stream: torch.cuda.Stream, answers: _Answers | None = None, ranges: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+        self._answers = answers
         self._ranges = ranges
 
     def done(self) -> bool:
         """See `Pending.done`."""
         if not self._event.query():
             return False
-        for first, stop in self._ranges:
-            self._layout.compare(first, stop)
+        if self._answers is not None:
+            for first, stop in self._ranges:
+                self._answers.compare(first, stop)
         return True
 
 

@@ -230,7 +230,7 @@ class CudaPlace:
                 self._allocate(0, first)
                 self._allocate(first, len(self._nbytes))
         except torch.cuda.OutOfMemoryError as error:
-            raise self._no_room(sum(self._nbytes)) from error
+            raise self.no_room(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
         """Allocate the slabs `[start, stop)` that there are none of yet."""
@@ -251,10 +251,11 @@ class CudaPlace:
                 self._slabs[index] = slab
             self._state.notify_all()
 
-    def has_all_slabs(self) -> bool:
-        """Return whether every slab is there, or is being allocated and `slab` waits for it."""
+    def wait_for_slabs(self) -> bool:
+        """Wait for the end of `allocating`, if it is under way; return whether every slab is there."""
         with self._state:
-            return self._is_allocating or all(slab is not None for slab in self._slabs)
+            self._state.wait_for(lambda: not self._is_allocating)
+            return all(slab is not None for slab in self._slabs)
 
     def slab(self, index: int) -> torch.Tensor:
         """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
@@ -273,7 +274,7 @@ class CudaPlace:
             with torch.cuda.stream(self._caller):
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
-            raise self._no_room(nbytes) from error
+            raise self.no_room(nbytes) from error
         self._stream.wait_stream(self._caller)
         return buffer
 
@@ -312,7 +313,8 @@ class CudaPlace:
             pending = self._pending[buffer.address] = CudaPending(self._driver, int(event.cuda_event))
         return pending
 
-    def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
+    def no_room(self, nbytes: int) -> DeviceOutOfMemory:
+        """Return the error for so many bytes that the device could not give."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(
             f"{self.device} has {free} of {total} bytes free, {nbytes} are needed",

@@ -38,9 +38,8 @@ MIN_BATCH_BYTES = 256 * MIB
 Source: benchmarks/results/h100_202611/digest.md."""
 
 BATCH_PER_OPEN = 8
-"""A check waits for this many times the bytes that are left to read. A device digests 40 to 60 times as fast as a link
-moves bytes, so it is done long before those have come; each check takes the GIL from the thread that moves bytes.
-Source: benchmarks/results/h200x1_202611/load.md."""
+"""A check waits for this many times the bytes that are left to read: a device digests 14 to 60 times as fast as a link
+moves bytes, so it is done before those have come, and each check takes the GIL from the thread that moves them."""
 
 
 class LoadRun(Run):

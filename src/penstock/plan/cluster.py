@@ -129,7 +129,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 SHORT_RUN_BYTES = 256 << 10
 """From here on a run is a copy of its own. Source: `transport.cuda_ipc.SHORT_BYTES`."""
-SLAB_BYTES = 256 << 20
+SLAB_BYTES = 1 << 30
 """Bytes that kernels digest at once. Source: `digest.cuda.Tuning`."""
 
 H200_RATES = Rates(

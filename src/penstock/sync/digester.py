@@ -25,7 +25,7 @@ from penstock.transport.protocol import Memory
 from penstock.types import U64
 
 MAX_LEAVES = 1 << 20
-"""Leaves whose tables are kept on a device: they cover 256 GiB of strips, and their tables take 0.4 GB."""
+"""Digests whose tables are kept on a device: they cover 256 GiB of leaves, and their tables take 0.4 GB."""
 
 
 class Digester:

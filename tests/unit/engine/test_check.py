@@ -1,13 +1,23 @@
-"""Parts of tensors held to their digests: each byte counts, and the one that is wrong is named by its leaf."""
+"""Parts of tensors held to their digests: each byte counts, and the one that is wrong is named by its leaf; and what a
+device's checker lays out, without a device (`tests/gpu` has the real one)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import ClassVar, cast
+
 import numpy as np
 import pytest
+import torch
 
+from penstock.digest.cuda import DEFAULT_TUNING, Tuning
 from penstock.digest.leaf import leaf_digests, num_leaves
-from penstock.engine.check import TensorChecker
-from penstock.errors import IntegrityError
+from penstock.engine import check
+from penstock.engine.check import SMALL_SLAB_BLOCKS, CudaChecker, Expected, TensorChecker
+from penstock.engine.place import CudaPlace
+from penstock.errors import DeviceOutOfMemory, IntegrityError
 from penstock.types import DType, Manifest, TensorTable
 
 LEAF_BYTES = 10
@@ -65,3 +75,89 @@ def test_a_flipped_bit_is_found_wherever_it_is(body: bytearray, at: int) -> None
 def test_a_part_is_compared_with_its_own_leaves(body: bytearray) -> None:
     with pytest.raises(IntegrityError, match=r"\[10, 20\)"):
         checker(body).check(0, 10, memoryview(body)[:10], uri="f")
+
+
+class Place:
+    """The slabs of a `CudaPlace`, in host memory."""
+
+    def __init__(self, num_slabs: int, *, has_all: bool) -> None:
+        self.device = torch.device("cpu")
+        self.num_made = 0
+        self._slabs = [torch.zeros(16, dtype=torch.uint8) for _ in range(num_slabs)]
+        self._has_all = has_all
+
+    def wait_for_slabs(self) -> bool:
+        return self._has_all
+
+    def slab(self, index: int) -> torch.Tensor:
+        self.num_made += 1
+        return self._slabs[index]
+
+    def no_room(self, nbytes: int) -> DeviceOutOfMemory:
+        return DeviceOutOfMemory(f"{nbytes} are needed")
+
+
+class Laid:
+    """Stand-in for a layout, which refuses slabs of the digest above `most` blocks."""
+
+    most = 0
+    made: ClassVar[list[tuple[list[int], int]]] = []
+
+    def __init__(self, expected: object, slabs: Sequence[int], addresses: object, device: object, tuning: Tuning):
+        if tuning.slab_blocks > self.most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.made.append((list(slabs), tuning.slab_blocks))
+
+    def warm_up(self) -> None: ...
+
+    def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
+        return []
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a `CudaChecker` asks of torch, without a device."""
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    for name, value in (("Stream", lambda device: object()), ("Event", lambda: event)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
+    monkeypatch.setattr(check, "_Layout", Laid)
+    monkeypatch.setattr(check, "warm_up", lambda device: None)
+    monkeypatch.setattr(Laid, "made", [])
+    check._stream_of.cache_clear()
+
+
+PLAN = cast("Expected", SimpleNamespace(plan=SimpleNamespace(slab_nbytes=[16, 16, 16])))
+
+
+def checker_of(place: Place, monkeypatch: pytest.MonkeyPatch, most: int) -> CudaChecker:
+    monkeypatch.setattr(Laid, "most", most)
+    return CudaChecker(PLAN, cast("CudaPlace", place))
+
+
+def test_all_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = checker_of(Place(3, has_all=True), monkeypatch, DEFAULT_TUNING.slab_blocks)
+    pending = held.prepare()
+    assert pending is not None and pending.done()
+    assert held.check([1]) is None
+    assert Laid.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
+
+
+def test_slabs_that_are_not_all_there_are_laid_out_batch_by_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(3, has_all=False)
+    held = checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks)
+    held.prepare()
+    assert place.num_made == 0
+    held.check([2, 1])
+    assert [slabs for slabs, _ in Laid.made] == [[2, 1]]
+
+
+def test_less_scratch_is_taken_where_memory_is_short(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker_of(Place(3, has_all=True), monkeypatch, SMALL_SLAB_BLOCKS).prepare()
+    assert Laid.made == [([0, 1, 2], SMALL_SLAB_BLOCKS)]
+
+
+def test_no_memory_for_scratch_is_a_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceOutOfMemory, match=f"{4 << 20} are needed"):
+        checker_of(Place(3, has_all=True), monkeypatch, 0).prepare()

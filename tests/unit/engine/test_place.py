@@ -158,3 +158,21 @@ def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: De
         place.allocate()
     thread.join(5)
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_waiting_for_all_slabs_makes_none(device: Device, fails: bool) -> None:
+    place = CudaPlace(torch.device("cpu"), [1000, 2000])
+    assert not place.wait_for_slabs()
+    device.refuses = lambda nbytes: fails and nbytes != 1000
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(place.wait_for_slabs()))
+    with pytest.raises(DeviceOutOfMemory) if fails else nullcontext(), place.allocating():
+        thread.start()
+        thread.join(0.05)
+        assert not found
+        place.allocate()
+    thread.join(5)
+    assert found == [not fails]
+    assert device.threads <= {threading.get_ident()}
+    assert not fails or place._slabs == [None, None]
