@@ -29,7 +29,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
-from penstock.sync.receive.sources import LocalLink, SourceFailed, open_links
+from penstock.sync.receive.sources import LinkRequests, LocalLink, SourceFailed
 from penstock.sync.receive.transfer import Transfer
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Row, layout_of, regions_of
@@ -296,7 +296,8 @@ class BoundaryExchange:
         used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         others = [source for source in used if source != self._member.id]
         try:
-            links = open_links(self._membership, others, version, self._stall_s)
+            with LinkRequests(self._membership, others, version, self._stall_s) as requests:
+                links = requests.take(others, version)
         except SourceFailed as failed:
             raise failed.error from failed
         # A box can lie in this rank's own rows: read it in place instead of through its own server.

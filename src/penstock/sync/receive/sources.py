@@ -5,7 +5,7 @@ digests, its bytes in the receiver's memory; a `TransferReport`.
 Not here: choosing the sources (`sync.planner`), the order of steps and comparing digests (`transfer`), the report for
 users (`sync.report`).
 
-    open_links: a map from each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
+    LinkRequests: a map of each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
                                                             '-> TransferStats: bytes and seconds of each source
 """
 
@@ -16,9 +16,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -175,34 +175,74 @@ class SourceFailed(Exception):
         self.error = error
 
 
-def open_links(membership: Membership, members: Sequence[str], version: int, stall_s: float) -> dict[str, SourceLink]:
-    """Return links to all members, each with its map of the version.
+class LinkRequests:
+    """Requests to members for their maps of a version, answered beside other work. A context manager.
 
-    Raises:
-        SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s`.
+    Leaving it gives up what was not taken: a request under way ends within `ASK_S`, or by the stall deadline where the
+    member does not answer.
+
+    Args:
+        membership: the sessions with members.
+        members: their ids; may be none.
+        version: the version of the maps.
+        stall_s: how long a member may take to begin the version.
     """
-    with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(members)))) as pool:
-        links = list(pool.map(lambda member: _open(membership, member, version, stall_s), members))
-    return {link.member: link for link in links}
 
+    def __init__(self, membership: Membership, members: Sequence[str], version: int, stall_s: float) -> None:
+        self._membership = membership
+        self._version = version
+        self._stall_s = stall_s
+        self._is_over = False
+        self._links: dict[str, Future[SourceLink]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        if members:
+            self._pool = ThreadPoolExecutor(min(_AT_ONCE, len(members)))
+            self._links = {member: self._pool.submit(self._open, member) for member in members}
 
-def _open(membership: Membership, member: str, version: int, stall_s: float) -> SourceLink:
-    deadline = time.monotonic() + stall_s
-    try:
-        while True:
-            try:
-                version_map, is_on_host = membership.ask(
-                    member, lambda sync_client: (sync_client.version_map(version, ASK_S), sync_client.is_on_host)
-                )
-                break
-            except NotFound as error:
-                # Publisher ranks begin a version within milliseconds of each other, and this one is not there yet.
-                if time.monotonic() > deadline:
-                    message = f"the source did not begin version {version} within {stall_s:g} s"
-                    raise SourceStalled(message, uri=f"penstock:{member}") from error
-        return PeerLink(membership, member, version_map, same_host=is_on_host)
-    except PenstockError as error:
-        raise SourceFailed(member, error) from error
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_up()
+
+    def take(self, members: Sequence[str], version: int) -> dict[str, SourceLink]:
+        """Return links to these members, each with its map of the version; request them if others were requested.
+
+        Raises:
+            SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s`.
+        """
+        if version != self._version or self._links.keys() != set(members):
+            self._give_up()
+            with LinkRequests(self._membership, members, version, self._stall_s) as anew:
+                return {member: anew._links[member].result() for member in members}
+        return {member: self._links[member].result() for member in members}
+
+    def _give_up(self) -> None:
+        self._is_over = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, member: str) -> SourceLink:
+        deadline = time.monotonic() + self._stall_s
+        try:
+            while True:
+                try:
+                    # On a channel of its own: a part requested meanwhile must not wait behind a version that has not
+                    # begun.
+                    version_map, is_on_host = self._membership.ask(
+                        member,
+                        lambda sync_client: (sync_client.version_map(self._version, ASK_S), sync_client.is_on_host),
+                        channel="map",
+                    )
+                    break
+                except NotFound as error:
+                    # Publisher ranks begin a version within milliseconds of each other, and this one is not there yet.
+                    if self._is_over or time.monotonic() > deadline:
+                        message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
+                        raise SourceStalled(message, uri=f"penstock:{member}") from error
+            return PeerLink(self._membership, member, version_map, same_host=is_on_host)
+        except PenstockError as error:
+            raise SourceFailed(member, error) from error
 
 
 _fits: type[SourceLink] = PeerLink

@@ -37,7 +37,7 @@ from penstock.plan.sync import WATERMARK_BYTES, Part
 from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.receive.ahead import SplitTransfer
-from penstock.sync.receive.sources import SourceFailed, SourceLink, TransferReport, open_links
+from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.target import ReceiveBuffers, Target, shown, wanted_of
 from penstock.sync.receive.transfer import Delta, Transfer, report, reporting_progress, tell_failed
 from penstock.sync.recording.layout import Load
@@ -162,6 +162,8 @@ class UpdateLoop:
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | SplitTransfer | None = None
         self.requirements: Requirements | None = None
+        # The newest version that was announced.
+        self._announced = -1
         # The planner and version of the request under way, to report a failure to.
         self._asking: tuple[str, int] | None = None
 
@@ -222,9 +224,11 @@ class UpdateLoop:
             # The next one may still answer: during a restart the list has planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
                 # On a channel of its own: a part requested meanwhile must not wait behind this long poll.
-                return self._membership.ask(
+                news = self._membership.ask(
                     planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
                 )
+                self._announced = news.version
+                return news
         return None
 
     def prepare(self) -> None:
@@ -296,12 +300,13 @@ class UpdateLoop:
             try:
                 self._asking = planner.member, -1
                 buffers = self._prepare_buffers(planner)
-                reply = self._request_part(planner, buffers, version, lost)
-                self._asking = planner.member, reply.version
-                if _is_live(reply, live, is_dirty=is_dirty):
-                    self._tell_withdrawn(reply)
-                    return _nothing_read(reply, begun, attempt)
-                return self._read(planner, buffers, reply, begun, attempt, before_read)
+                with self._early_links(planner, version, lost) as links:
+                    reply = self._request_part(planner, buffers, version, lost)
+                    self._asking = planner.member, reply.version
+                    if _is_live(reply, live, is_dirty=is_dirty):
+                        self._tell_withdrawn(reply)
+                        return _nothing_read(reply, begun, attempt)
+                    return self._read(planner, buffers, reply, links, begun, attempt, before_read)
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
@@ -381,6 +386,18 @@ class UpdateLoop:
         self.checkpoint = checkpoint
         return buffers
 
+    def _early_links(self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]) -> LinkRequests:
+        """Return requests to the sources of the version before, sent while the part is requested.
+
+        Most versions have its plan, so that these are the sources: one round trip less before the first read.
+        """
+        members: Sequence[str] = ()
+        expected = self._announced if version is None else version
+        is_known = self._transfer is not None and not lost and self._run == planner.state.run
+        if self._transfer is not None and is_known and expected >= 0:
+            members = _sources_of(self._transfer.part)
+        return LinkRequests(self._membership, members, expected, self._stall_s)
+
     def _request_part(
         self,
         planner: SyncMember,
@@ -431,6 +448,7 @@ class UpdateLoop:
         planner: SyncMember,
         buffers: ReceiveBuffers,
         reply: PartReply,
+        requests: LinkRequests,
         begun: float,
         attempt: int,
         before_read: Callable[[int], None],
@@ -439,9 +457,8 @@ class UpdateLoop:
         transfer = self._transfer
         assert transfer is not None
         part, requested = transfer.part, time.monotonic()
-        used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
         with reporting_progress(self._membership, planner.member, reply.version, transfer):
-            links = open_links(self._membership, used, reply.version, self._stall_s)
+            links = requests.take(_sources_of(part), reply.version)
             metadata = _metadata_of(links)
             if self._options.accept is not None:
                 self._options.accept(reply.version, metadata)
@@ -575,6 +592,11 @@ def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
                 hint="all ranks of the trainer publish a version with the same metadata",
             )
     return metadata[0][1] if metadata else {}
+
+
+def _sources_of(part: Part) -> list[str]:
+    """Return the members that a part reads from."""
+    return [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
 
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
