@@ -50,6 +50,7 @@ from penstock import lifecycle
 from penstock.config import Settings
 from penstock.engine.run import start_thread
 from penstock.errors import ConfigError, PenstockError, SourceStalled
+from penstock.loader.byte_ranges import Blocks, RangeSet
 from penstock.storage import Source
 from penstock.storage.source import span
 from penstock.types import MIB
@@ -248,77 +249,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class _Ranges:
-    """A set of bytes of a file, as ranges in file order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> None:
-        """Add `[start, stop)`."""
-        # All ranges that it overlaps or touches become one.
-        first = bisect.bisect_left(self._stops, start)
-        last = bisect.bisect_right(self._starts, stop)
-        if first < last:
-            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
-        self._starts[first:last] = [start]
-        self._stops[first:last] = [stop]
-
-    def end_of(self, at: int) -> int:
-        """Return the end of the range that holds `at`; `at` itself if none does."""
-        index = bisect.bisect_right(self._starts, at) - 1
-        return max(at, self._stops[index]) if index >= 0 else at
-
-    def next_start(self, at: int) -> int | None:
-        """Return where the first range after `at` begins."""
-        index = bisect.bisect_right(self._starts, at)
-        return self._starts[index] if index < len(self._starts) else None
-
-
-class _Blocks:
-    """The blocks of a file, in file order; they do not overlap."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._blocks: list[_Block] = []
-        self.nbytes = 0
-
-    def __iter__(self) -> Iterator[_Block]:
-        return iter(self._blocks)
-
-    def __contains__(self, block: _Block) -> bool:
-        index = bisect.bisect_left(self._starts, block.start)
-        return index < len(self._blocks) and self._blocks[index] is block
-
-    def add(self, block: _Block) -> None:
-        index = bisect.bisect_left(self._starts, block.start)
-        self._starts.insert(index, block.start)
-        self._blocks.insert(index, block)
-        self.nbytes += block.nbytes
-
-    def remove(self, block: _Block) -> None:
-        index = bisect.bisect_left(self._starts, block.start)
-        del self._starts[index], self._blocks[index]
-        self.nbytes -= block.nbytes
-
-    def within(self, start: int, stop: int) -> list[_Block]:
-        """Return the blocks that overlap `[start, stop)`."""
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        last = bisect.bisect_left(self._starts, stop)
-        return [block for block in self._blocks[first:last] if block.stop > start]
-
-    def block_at(self, at: int) -> _Block | None:
-        """Return the block that begins at `at` or before it, and ends after it."""
-        index = bisect.bisect_right(self._starts, at) - 1
-        return self._blocks[index] if index >= 0 and self._blocks[index].stop > at else None
-
-    def next_start(self, at: int) -> int | None:
-        """Return where the first block after `at` begins."""
-        index = bisect.bisect_right(self._starts, at)
-        return self._starts[index] if index < len(self._starts) else None
-
-
 @dataclass(slots=True)
 class _Run:
     """Requests that follow one another through the file.
@@ -368,10 +298,10 @@ class ReadAhead:
         self._limit = settings.memory_bytes
         self._block_bytes = max(1, min(settings.chunk_bytes, settings.memory_bytes // 4))
         # For the pool, under its lock.
-        self.blocks = _Blocks()
+        self.blocks = Blocks[_Block]()
         self.under_way = 0
         self.is_closed = False
-        self._given = _Ranges()
+        self._given = RangeSet()
         self._runs: list[_Run] = []
         # What is expected: ranges of at most a block, in order; the next one to queue; and the same by place.
         self._expected: list[tuple[int, int]] = []
@@ -694,7 +624,7 @@ class ReadAhead:
 
     def let_go(self) -> None:
         """In a forked child: forget the parent's blocks and reads."""
-        self.blocks = _Blocks()
+        self.blocks = Blocks[_Block]()
         self.under_way = 0
         self._runs = []
         self._next_expected = 0

@@ -111,6 +111,7 @@ _fits_local: type[SourceLink] = LocalLink
 
 ASK_S = 1.0
 """How long one request waits at the source for its version, before it is repeated."""
+_PAUSE_S = 0.02
 # Each source is one round trip that mostly waits: enough threads that hundreds of sources open in a few rounds.
 _AT_ONCE = 16
 
@@ -240,6 +241,8 @@ class LinkRequests:
                     if self._is_over or time.monotonic() > deadline:
                         message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
+                    # A source waits before it answers so; a hub that was restarted does not.
+                    time.sleep(_PAUSE_S)
             return PeerLink(self._membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
             raise SourceFailed(member, error) from error
