@@ -153,6 +153,10 @@ class Part:
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
 
+    def used_sources(self) -> list[str]:
+        """Return the sources that it reads from, in their order; others of the plan give it nothing."""
+        return [self.sources[i] for i in self.link_bytes().nonzero()[0].tolist()]
+
     def windows(self, window_bytes: int) -> list[int]:
         """Join neighbouring buckets to windows of at most `window_bytes`; return their first buckets, and the end."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))

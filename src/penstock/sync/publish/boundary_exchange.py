@@ -293,7 +293,7 @@ class BoundaryExchange:
             return
         assert self._transfer is not None
         part = self._transfer.part
-        used = [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
+        used = part.used_sources()
         others = [source for source in used if source != self._member.id]
         try:
             with LinkRequests(self._membership, others, version, self._stall_s) as requests:

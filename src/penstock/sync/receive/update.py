@@ -300,13 +300,13 @@ class UpdateLoop:
             try:
                 self._asking = planner.member, -1
                 buffers = self._prepare_buffers(planner)
-                with self._early_links(planner, version, lost) as links:
+                with self._link_requests(planner, version, lost) as requests:
                     reply = self._request_part(planner, buffers, version, lost)
                     self._asking = planner.member, reply.version
                     if _is_live(reply, live, is_dirty=is_dirty):
                         self._tell_withdrawn(reply)
                         return _nothing_read(reply, begun, attempt)
-                    return self._read(planner, buffers, reply, links, begun, attempt, before_read)
+                    return self._read(planner, buffers, reply, requests, begun, attempt, before_read)
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
@@ -386,16 +386,17 @@ class UpdateLoop:
         self.checkpoint = checkpoint
         return buffers
 
-    def _early_links(self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]) -> LinkRequests:
+    def _link_requests(
+        self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
+    ) -> LinkRequests:
         """Return requests to the sources of the version before, sent while the part is requested.
 
         Most versions have its plan, so that these are the sources: one round trip less before the first read.
         """
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
-        is_known = self._transfer is not None and not lost and self._run == planner.state.run
-        if self._transfer is not None and is_known and expected >= 0:
-            members = _sources_of(self._transfer.part)
+        if self._transfer is not None and not lost and expected >= 0 and self._run == planner.state.run:
+            members = self._transfer.part.used_sources()
         return LinkRequests(self._membership, members, expected, self._stall_s)
 
     def _request_part(
@@ -458,7 +459,7 @@ class UpdateLoop:
         assert transfer is not None
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self._membership, planner.member, reply.version, transfer):
-            links = requests.take(_sources_of(part), reply.version)
+            links = requests.take(part.used_sources(), reply.version)
             metadata = _metadata_of(links)
             if self._options.accept is not None:
                 self._options.accept(reply.version, metadata)
@@ -592,11 +593,6 @@ def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
                 hint="all ranks of the trainer publish a version with the same metadata",
             )
     return metadata[0][1] if metadata else {}
-
-
-def _sources_of(part: Part) -> list[str]:
-    """Return the members that a part reads from."""
-    return [part.sources[i] for i in part.link_bytes().nonzero()[0].tolist()]
 
 
 def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
