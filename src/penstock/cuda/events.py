@@ -1,21 +1,47 @@
-"""Waits for CUDA events that end at a deadline, which torch's `synchronize` does not have.
+"""CUDA streams and events as torch's objects: single streams, and waits for events that end at a deadline.
 
-In: devices, or events of torch that were recorded. Out: events; whether the device has passed them.
-Not here: streams and events of the driver (`driver`).
+In: devices, or events of torch that were recorded. Out: streams, events; whether the device has passed them.
+Not here: streams and events as numbers (`driver`).
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 
 import torch
 
+from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import DestinationError
 
 # A flip or a batch takes milliseconds or less, while the engine is paused or the device has nothing else queued: a
 # longer sleep would be a measurable part of it.
 _NAP_S = 0.0001
+
+
+def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream:
+    """Return a new stream of a device, which does not wait for the default stream.
+
+    Not by torch, whose first stream in a process comes with a pool of others, in 3 to 5 ms.
+    Source: benchmarks/results/h200x1_202611/load.md.
+
+    Args:
+        device: with an index.
+        owner: the stream is destroyed with it, once its work is done; None: it lives as long as the process.
+    """
+    driver, index = load_driver(), device.index
+    with driver.entered(index):
+        handle = driver.make_stream()
+    if owner is not None:
+        # Not at the end of the process, where the driver frees everything.
+        weakref.finalize(owner, _destroy, driver, index, handle).atexit = False
+    return torch.cuda.ExternalStream(handle, device=device)
+
+
+def _destroy(driver: CudaDriver, device: int, stream: int) -> None:
+    with driver.entered(device):
+        driver.free([stream], [])
 
 
 def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Event]:

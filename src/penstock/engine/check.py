@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.cuda.events import make_stream
 from penstock.digest.cuda import DEFAULT_TUNING, OrderedLeaves, Tuning, warm_up
 from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.place import CudaPlace
@@ -37,7 +38,7 @@ class Checker(Protocol):
     """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
     def prepare(self) -> Pending | None:
-        """Load what the first check needs, once the first bytes have come. A check that is first loads it itself.
+        """Load what the first check needs, beside the first reads. A check that is first loads it itself.
 
         Returns:
             A Pending while a device works.
@@ -133,13 +134,13 @@ SMALL_SLAB_BLOCKS = 64 << 10
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's checks: one for the process, since torch keeps freed memory for each stream."""
     # Not the place's stream, where digests would wait for the copies of later chunks.
-    return torch.cuda.Stream(device)
+    return make_stream(device)
 
 
 class CudaChecker:
     """Checks slabs with the Triton kernel, a batch at a time, on a stream of their own.
 
-    Leaves are laid out once, while the first bytes move, where the place has every slab; otherwise batch by batch.
+    Leaves are laid out once, beside the first reads, where the place has every slab; otherwise batch by batch.
 
     Args:
         expected: the digests.

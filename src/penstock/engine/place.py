@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.cuda.driver import CudaDriver, load_driver
+from penstock.cuda.events import make_stream
 from penstock.engine.run import Pending
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import Registrar, StagingBuffer
@@ -188,7 +189,7 @@ class CudaPlace:
         self._nbytes = slab_nbytes
         self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
         self._caller = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = make_stream(device, owner=self)
         # Kernels of the caller may still read or write the slabs that it gave.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()

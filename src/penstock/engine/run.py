@@ -206,6 +206,11 @@ class Ticket:
         return self._stopped
 
     @property
+    def is_finished(self) -> bool:
+        """Everything arrived."""
+        return self._done
+
+    @property
     def done(self) -> bool:
         """Finished, failed or cancelled."""
         return self._done or self._stopped
@@ -270,7 +275,7 @@ class Ticket:
 
     def wait(self, *, stall_s: float) -> None:
         """Return once everything arrived; see `wait_until`."""
-        self.wait_until(lambda: self._done, stall_s=stall_s)
+        self.wait_until(lambda: self.is_finished, stall_s=stall_s)
 
     def release(self) -> None:
         """Drop the references to the error and the callbacks, which would keep the work and its memory alive."""

@@ -337,8 +337,9 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
     plan, place, begin = _prepare(session, all_at_once=True)
     session.phases.enter("allocate")
+    is_on_host = isinstance(place, HostPlace)
     # Host memory is allocated slab by slab, when its first bytes arrive.
-    if isinstance(place, HostPlace):
+    if is_on_host:
         run = begin(0)
     else:
         # Beside the first reads, which wait in staging: the driver takes about 0.7 ms a GB, and all of it is asked for
@@ -347,10 +348,13 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
             run = begin(0)
             place.allocate()
     session.enter_move()
-    # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
-    tensors = _views(session, plan, place)
+    stall_s = session.settings.stall_s
     with session.progress() as progress:
-        progress.follow(run.ticket, stall_s=session.settings.stall_s)
+        if not is_on_host:
+            progress.follow(run.ticket, stall_s=stall_s, reached=run.is_under_way)
+        # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
+        tensors = _views(session, plan, place)
+        progress.follow(run.ticket, stall_s=stall_s)
     return tensors, plan.nbytes
 
 

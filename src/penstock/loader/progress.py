@@ -153,21 +153,22 @@ class Progress:
         if self.enabled:
             self(ticket.moved_bytes, ticket.nbytes)
 
-    def follow(self, ticket: Ticket, *, stall_s: float) -> None:
-        """Wait for the ticket, and show its bytes meanwhile.
+    def follow(self, ticket: Ticket, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
+        """Wait for the ticket, or until `reached()` is true, and show the ticket's bytes meanwhile.
 
         Raises:
-            As `Ticket.wait`.
+            As `Ticket.wait_until`.
         """
-        # `look` is the seconds since the last progress: once they reach the deadline, `wait` below raises the error.
-        while self.enabled and not ticket.done and ticket.look() <= stall_s:
+        is_over = reached or (lambda: ticket.is_finished)
+        # `look` is the seconds since the last progress: once they reach the deadline, the wait below raises the error.
+        while self.enabled and not ticket.done and not is_over() and ticket.look() <= stall_s:
             self.show(ticket)
             # Not a sleep: a load of a few milliseconds would take all of it.
             with ticket.changed:
-                ticket.changed.wait_for(lambda: ticket.done, _REDRAW_S)
+                ticket.changed.wait_for(lambda: ticket.done or is_over(), _REDRAW_S)
             # Ctrl-C is only noted inside a load: without this look it would have to wait for the last byte.
             lifecycle.raise_if_noted()
-        ticket.wait(stall_s=stall_s)
+        ticket.wait_until(is_over, stall_s=stall_s)
         # Once more, so that the bar ends at 100 % and the function sees the total.
         self.show(ticket)
 

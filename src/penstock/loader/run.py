@@ -31,11 +31,16 @@ from penstock.plan.schedule import LoadPlan
 from penstock.storage import Counting, Source
 from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring
-from penstock.types import MIB
+from penstock.types import GIB, MIB
 
 MIN_BATCH_BYTES = 256 * MIB
 """Bytes of slabs that are enough for a check, however little is left to read: a device digests them in 110 us.
 Source: benchmarks/results/h100_202611/digest.md."""
+
+UNDER_WAY_BYTES, UNDER_WAY_PART = GIB, 8
+"""A load is under way once so many bytes of it, or this part of them, have arrived. Until then staging is pinned,
+memory allocated and the checker prepared beside the first copies, which more Python would hold up; later, copies are
+queued ahead. Source: benchmarks/results/h200x1_202611/load.md."""
 
 BATCH_PER_OPEN = 8
 """A check waits for this many times the bytes that are left to read: a device digests 14 to 60 times as fast as a link
@@ -126,7 +131,7 @@ class LoadRun(Run):
         self._num_unready = len(self._missing)
         self._unchecked: list[int] = []
         self._unchecked_bytes = 0
-        self._has_arrived = False
+        self._under_way_bytes = min(UNDER_WAY_BYTES, -(-plan.nbytes // UNDER_WAY_PART))
         self._placed: set[int] = set()
         self._awaited_reads: set[int] = set()
         # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
@@ -141,6 +146,9 @@ class LoadRun(Run):
         """Post every read and return the ticket at once."""
         if self._num_open == 0:
             self.ticket.finish()
+        elif self._checker is not None:
+            # Before the first bytes: later it would take the GIL from the thread that moves them.
+            self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
         reads = map(partial(_Read, self), self._posted_reads)
         if isinstance(self.fetch, RingFetch):
             self.fetch.start(reads)
@@ -170,6 +178,10 @@ class LoadRun(Run):
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
             yield index
             self._consumed_bytes += self._slab_nbytes[index]
+
+    def is_under_way(self) -> bool:
+        """Return whether the first bytes have arrived; see `UNDER_WAY_BYTES`. The ticket is woken once they have."""
+        return self.ticket.moved_bytes >= self._under_way_bytes
 
     def wait_reads(self, reads: Iterable[int]) -> None:
         """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
@@ -239,7 +251,7 @@ class LoadRun(Run):
         full = []
         is_last = False
         with self._lock:
-            is_first, self._has_arrived = not self._has_arrived, True
+            was_under_way = self.is_under_way()
             if read >= 0:
                 self._placed.add(read)
                 if read in self._awaited_reads:
@@ -252,6 +264,7 @@ class LoadRun(Run):
                 if self._missing[segment.slab] == 0:
                     full.append(segment.slab)
             self.ticket.moved_bytes += total
+            is_now_under_way = not was_under_way and self.is_under_way()
             if self._checker is not None:
                 nbytes = sum(self._slab_nbytes[slab] for slab in full)
                 self._unchecked.extend(full)
@@ -265,13 +278,9 @@ class LoadRun(Run):
                 flush |= bool(self._window_bytes) and self._awaited in full
         if self._checker is None:
             self._mark_ready(full)
-        else:
-            if is_first:
-                # Not earlier: to load kernels slows the allocation of device memory, which the first bytes wait for.
-                self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
-            if flush:
-                self._flush_checks()
-        if is_last:
+        elif flush:
+            self._flush_checks()
+        if is_last or is_now_under_way:
             self.ticket.wake()
 
     def _flush_checks(self) -> None:

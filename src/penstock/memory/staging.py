@@ -9,6 +9,7 @@ small load never pays for the whole pool; released buffers are reused last-in fi
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
@@ -18,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
-from penstock.memory.arena import populate
 
 
 class Registrar(Protocol):
@@ -53,8 +53,10 @@ class StagingBuffer:
         """Touch every page and pin it, once."""
         if self.is_ready:
             return
-        # Before pinning: the driver would fault the pages one by one, under its own lock.
-        populate(self.address, self.nbytes)
+        # Before pinning: the driver would fault the pages one by one, under its own lock. Written, and not populated by
+        # madvise, which holds the lock of the address space: other threads, which map memory and start threads
+        # meanwhile, wait for it. Page faults hold only that of their area (since Linux 6.4).
+        ctypes.memset(self.address, 0, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
         self.is_ready = True

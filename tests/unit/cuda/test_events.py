@@ -1,12 +1,17 @@
-"""Waits for CUDA events with a deadline. The events are counters here; `tests/gpu` waits for those of a device."""
+"""CUDA streams and waits for events, without a device: events are counters here. `tests/gpu` has those of a device."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from penstock.cuda.events import is_passed, wait_events
+from penstock.cuda import events as cuda_events
+from penstock.cuda.events import is_passed, make_stream, wait_events
 from penstock.errors import DestinationError
 
 
@@ -48,3 +53,42 @@ def test_a_device_that_stalls_is_an_error_that_says_what_was_waited_for(mutated:
     with pytest.raises(DestinationError, match=r"the device finished no copy for 0\.05 s") as caught:
         wait_events(events, 0.05, work="copy", mutated=mutated)
     assert caught.value.mutated is mutated
+
+
+class Driver:
+    """Streams as numbers; `entered` is the device whose context is current."""
+
+    def __init__(self) -> None:
+        self.device: int | None = None
+        self.alive: dict[int, int | None] = {}
+
+    @contextmanager
+    def entered(self, device: int) -> Iterator[None]:
+        self.device = device
+        yield
+        self.device = None
+
+    def make_stream(self) -> int:
+        self.alive[len(self.alive) + 1] = self.device
+        return len(self.alive)
+
+    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
+        for stream in streams:
+            assert self.alive.pop(stream) == self.device
+
+
+def test_a_stream_is_destroyed_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(cuda_events, "load_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(handle=handle))
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    stream = make_stream(torch.device("cuda", 3), owner=owner)
+    make_stream(torch.device("cuda", 1))
+    assert driver.alive == {1: 3, 2: 1}
+    del owner
+    assert driver.alive == {2: 1}, "the one without an owner stays"
+    assert stream.handle == 1  # type: ignore[attr-defined]

@@ -118,8 +118,8 @@ class Laid:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a `CudaChecker` asks of torch, without a device."""
     event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
-    for name, value in (("Stream", lambda device: object()), ("Event", lambda: event)):
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(check, "make_stream", lambda device: object())
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
     monkeypatch.setattr(check, "_Layout", Laid)

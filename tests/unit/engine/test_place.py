@@ -52,7 +52,7 @@ class Device:
         self._empty = torch.empty
         stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr("penstock.engine.place.make_stream", lambda device, owner: stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         event = SimpleNamespace(cuda_event=5, record=lambda stream: None)

@@ -36,7 +36,7 @@ def test_slabs_are_allocated_by_the_callers_thread(monkeypatch: pytest.MonkeyPat
         ring.start()
         # Time for its first bytes to arrive.
         ring.join(0.05)
-        return SimpleNamespace(ticket=None)
+        return SimpleNamespace(ticket=None, is_under_way=lambda: True)
 
     monkeypatch.setattr(load, "_prepare", lambda session, **options: (SimpleNamespace(nbytes=1), place, begin))
     monkeypatch.setattr(load, "_views", lambda session, plan, place: {})
@@ -44,7 +44,7 @@ def test_slabs_are_allocated_by_the_callers_thread(monkeypatch: pytest.MonkeyPat
         phases=SimpleNamespace(enter=lambda name: None),
         settings=SimpleNamespace(stall_s=1.0),
         enter_move=lambda: None,
-        progress=lambda: nullcontext(SimpleNamespace(follow=lambda ticket, stall_s: None)),
+        progress=lambda: nullcontext(SimpleNamespace(follow=lambda ticket, **options: None)),
     )
     load._gather(session, None)
     ring.join(5)

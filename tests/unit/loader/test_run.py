@@ -396,6 +396,33 @@ def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, mo
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
+@pytest.mark.parametrize("sizes", [[CHUNK] * 64, [1], []])
+def test_a_run_is_under_way_once_an_eighth_has_arrived(make: Make, sizes: list[int]) -> None:
+    run = make(*sizes).start()
+    run.ticket.wait_until(run.is_under_way, stall_s=10)
+    assert run.ticket.moved_bytes >= sum(sizes) / 8
+    run.ticket.wait(stall_s=10)
+    assert run.is_under_way()
+
+
+def test_the_checker_is_prepared_before_any_byte_has_arrived(make: Make) -> None:
+    class Waiting:
+        num_threads, batch_bytes = 1, CHUNK
+
+        def __init__(self) -> None:
+            self.is_prepared = threading.Event()
+
+        def prepare(self) -> None:
+            self.is_prepared.set()
+
+        def check(self, slabs: Sequence[int]) -> Pending | None:
+            return None
+
+    bench, checker = make(CHUNK), Waiting()
+    bench.source.open = checker.is_prepared
+    bench.start(checker=checker).ticket.wait(stall_s=10)
+
+
 def test_the_trace_holds_every_step(make: Make) -> None:
     trace = Trace(enabled=True)
     bench = make(*[CHUNK] * 5)
