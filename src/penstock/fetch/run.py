@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,6 @@ from penstock.engine.run import LEAST_BYTES, Item, Run, Silence, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
-    DestinationError,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -35,17 +34,16 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.fetch.choice import Choice
+from penstock.fetch.items import ReadFromUpstream, VerifyReceived
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.retries import RetryTimes
 from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, Read, UpstreamReader
+from penstock.fetch.upstream import END_S, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import ClaimReply, Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
-from penstock.transport.protocol import Pending as PendingRead
-from penstock.transport.protocol import Stoppable, Transport, wait_all
 from penstock.types import GB, I64, U64
 
 READS_AT_ONCE = 6
@@ -551,7 +549,7 @@ class Fetch(Run):
         """Queue chunks whose bytes are in place, to be verified."""
         with self._lock:
             self._received.append(arrival)
-        self._verifying.post(_VerifyReceived(self, int(arrival.chunks[0])))
+        self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
         """Digest and compare a batch of received chunks, and let others read them; return the verified bytes."""
@@ -653,100 +651,3 @@ class Fetch(Run):
             reader.close()
             if reader.error is not None and not isinstance(reader.error, SourceBusy):
                 self.provenance.faults.append(f"{reader.upstream.member[:8]}: {reader.error.message}")
-
-
-class ReadFromUpstream:
-    """A work item that reads chunks from an upstream's memory into ours.
-
-    A class, for the reads that it posted: they are measured and may be stopped while it runs.
-    """
-
-    __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
-
-    def __init__(self, fetch: Fetch, reader: UpstreamReader, chunks: I64) -> None:
-        self.priority = int(chunks[0])
-        self.name = f"{reader.path} {self.priority}"
-        self.nbytes = fetch.nbytes_of(chunks)
-        self.upstream_reader = reader
-        self._fetch = fetch
-        self._chunks = chunks
-        self._posted: list[PendingRead] = []
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received so far, verified or not."""
-        return sum(read.moved_bytes for read in self._posted)
-
-    def stop(self, error: PenstockError) -> None:
-        """End the read early if its transport supports that; nothing is written once this item has ended."""
-        # A copy: the item's own thread may be posting.
-        for read in list(self._posted):
-            if isinstance(read, Stoppable):
-                read.fail(error)
-
-    def start(self) -> None:
-        """Read the chunks. A failure ends the use of this upstream, not the fetch."""
-        reader, fetch, begun = self.upstream_reader, self._fetch, time.monotonic()
-        fetch.begin_read(self)
-        try:
-            self._read()
-        except (Cancelled, DestinationError):
-            raise
-        # Also PlanError, where no transport connects the two memories: other upstreams may work.
-        except PenstockError as error:
-            reader.fail(error)
-            fetch.release_chunks(self._chunks)
-            fetch.end_read(self)
-            return
-        reader.note_read(self._chunks, self.nbytes, time.monotonic() - begun)
-        fetch.end_read(self)
-        # The next read starts before these bytes are verified, so that the link stays busy.
-        fetch.assign()
-        wanted = fetch.stated_digests(self._chunks)
-        fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
-
-    def _read(self) -> None:
-        fetch, reads = self._fetch, self.upstream_reader.reads_of(self._chunks)
-        fetch.note_first_read()
-        failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
-        if is_touched:
-            fetch.is_touched = True
-        if failed is not None:
-            raise failed
-        for transport, _, source, _ in reads:
-            self.upstream_reader.note_transport_used(transport, source)
-
-    def _posting(self, reads: list[Read]) -> Iterator[tuple[Transport, PendingRead]]:
-        for transport, into, source, rows in reads:
-            read = transport.post_read(into, source, rows)
-            self._posted.append(read)
-            yield transport, read
-
-    def finish(self) -> None:
-        """See `WorkItem.finish`: `start` has passed the chunks on."""
-
-    def abandon(self) -> None:
-        """Unregister the read: the fetch has ended."""
-        self._fetch.end_read(self)
-
-
-class _VerifyReceived:
-    """A work item that verifies a batch of received chunks; which ones, and so its bytes, are decided when it runs."""
-
-    __slots__ = ("_fetch", "name", "nbytes", "priority")
-
-    def __init__(self, fetch: Fetch, first_chunk: int) -> None:
-        self.priority = first_chunk
-        self.name = f"verify {first_chunk}"
-        self.nbytes = 0
-        self._fetch = fetch
-
-    def start(self) -> None:
-        """Verify; see `Fetch.verify`."""
-        self.nbytes = self._fetch.verify()
-
-    def finish(self) -> None:
-        """See `WorkItem.finish`: `start` has accounted for the chunks."""
-
-    def abandon(self) -> None:
-        """See `WorkItem.abandon`: it holds nothing."""

@@ -47,6 +47,10 @@ _Result = TypeVar("_Result")
 SHOWN_ROWS = 20
 """Tensors that a notebook shows; a model with experts has 30,000."""
 
+MANY_TENSORS = 10_000
+"""Tensors from which on their views are made at once, and not only when the load is under way: they take as long as the
+bytes. Source: benchmarks/results/h200x1_202611/load.md, row e."""
+
 READY_BYTES = 1 << 30
 """Size of a step over a mapped file that is in memory already: a step then only counts bytes, and each costs Python."""
 
@@ -350,9 +354,9 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
     session.enter_move()
     stall_s = session.settings.stall_s
     with session.progress() as progress:
-        if not is_on_host:
+        if not is_on_host and len(plan.table) < MANY_TENSORS:
             progress.follow(run.ticket, stall_s=stall_s, reached=run.is_under_way)
-        # While the bytes are on their way: a view takes about 1 us, and a large model has 60,000 tensors.
+        # While the bytes are on their way: a view takes some microseconds, and a large model has 60,000 tensors.
         tensors = _views(session, plan, place)
         progress.follow(run.ticket, stall_s=stall_s)
     return tensors, plan.nbytes

@@ -38,7 +38,7 @@ def test_slabs_are_allocated_by_the_callers_thread(monkeypatch: pytest.MonkeyPat
         ring.join(0.05)
         return SimpleNamespace(ticket=None, is_under_way=lambda: True)
 
-    monkeypatch.setattr(load, "_prepare", lambda session, **options: (SimpleNamespace(nbytes=1), place, begin))
+    monkeypatch.setattr(load, "_prepare", lambda session, **options: (SimpleNamespace(nbytes=1, table=()), place, begin))
     monkeypatch.setattr(load, "_views", lambda session, plan, place: {})
     session: Any = SimpleNamespace(
         phases=SimpleNamespace(enter=lambda name: None),
