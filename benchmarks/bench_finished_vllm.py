@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["PENSTOCK_RUNTIME_DIR"] = sockets
         work = Path(root)
         (work / "engine.py").write_text(ENGINE)
-        save("llama", work / "model", int(asked.gib * (1 << 30)))
+        save("llama", work / "model", int(asked.gib * (1 << 30)), "cpu")
         if asked.sizes:
             run_sizes(*asked.sizes, asked.runs, work)
             return

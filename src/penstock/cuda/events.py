@@ -1,4 +1,4 @@
-"""CUDA streams and events as torch's objects: single streams, and waits for events that end at a deadline.
+"""CUDA streams and events as torch's objects: streams made one by one, and waits with a deadline.
 
 In: devices, or events of torch that were recorded. Out: streams, events; whether the device has passed them.
 Not here: streams and events as numbers (`driver`).
@@ -6,14 +6,16 @@ Not here: streams and events as numbers (`driver`).
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
 from penstock.cuda.driver import CudaDriver, load_driver
-from penstock.errors import DestinationError
+from penstock.errors import DestinationError, PenstockError
 
 # A flip or a batch takes milliseconds or less, while the engine is paused or the device has nothing else queued: a
 # longer sleep would be a measurable part of it.
@@ -35,12 +37,16 @@ def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream
         handle = driver.make_stream()
     if owner is not None:
         # Not at the end of the process, where the driver frees everything.
-        weakref.finalize(owner, _destroy, driver, index, handle).atexit = False
+        weakref.finalize(owner, _destroy, driver, index, handle, os.getpid()).atexit = False
     return torch.cuda.ExternalStream(handle, device=device)
 
 
-def _destroy(driver: CudaDriver, device: int, stream: int) -> None:
-    with driver.entered(device):
+def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
+    # A forked child inherits the finalizer, and not the driver's state.
+    if os.getpid() != pid:
+        return
+    # A finalizer has no caller to raise to. A device that failed reports it at the next call.
+    with suppress(PenstockError), driver.entered(device):
         driver.free([stream], [])
 
 

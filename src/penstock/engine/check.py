@@ -26,7 +26,7 @@ from penstock.engine.place import CudaPlace
 from penstock.engine.run import Pending
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
-from penstock.types import GIB, I64, U64, Manifest, TensorTable
+from penstock.types import GIB, I64, MIB, U64, Manifest, TensorTable
 
 
 class Checker(Protocol):
@@ -38,7 +38,7 @@ class Checker(Protocol):
     """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
     def prepare(self) -> Pending | None:
-        """Load what the first check needs, beside the first reads. A check that is first loads it itself.
+        """Load what the first check needs. A check that is first loads it itself.
 
         Returns:
             A Pending while a device works.
@@ -130,6 +130,10 @@ SMALL_SLAB_BLOCKS = 64 << 10
 """Blocks of a slab of the digest where memory is short: 4 MiB of scratch instead of 64."""
 
 
+_SEGMENT_BYTES = 2 * MIB
+"""Least memory that torch's allocator takes from a device, for tensors of less than 1 MiB."""
+
+
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's checks: one for the process, since torch keeps freed memory for each stream."""
@@ -140,7 +144,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaChecker:
     """Checks slabs with the Triton kernel, a batch at a time, on a stream of their own.
 
-    Leaves are laid out once, beside the first reads, where the place has every slab; otherwise batch by batch.
+    Leaves are laid out once, where the place has every slab when `prepare` is called; otherwise batch by batch.
 
     Args:
         expected: the digests.
@@ -165,16 +169,20 @@ class CudaChecker:
         A run that is closed meanwhile waits for it.
         """
         device = self._place.device
-        # Before the stream is chosen: it waits for the allocation, and allocates nothing where that failed. A stream's
-        # slabs are made and taken one by one.
+        # A stream's slabs are made and taken one by one.
         has_all = self._place.wait_for_slabs()
+        if self._place.is_out_of_memory:
+            return None
         # Also the device: what `stream` restores would make a context on the first one.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if has_all:
                 self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
                 self._layout.warm_up()
             else:
-                warm_up(device)
+                try:
+                    warm_up(device)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise self._place.no_room(_SEGMENT_BYTES) from error
             return _Passing(self._stream)
 
     def check(self, slabs: Sequence[int]) -> Pending | None:

@@ -179,6 +179,9 @@ class CudaPlace:
         device: with an index.
         slab_nbytes: bytes of each slab.
         slabs: flat uint8 tensors to fill (live parameters), or None to allocate.
+
+    Attributes:
+        is_out_of_memory: whether `allocate` failed.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class CudaPlace:
         # Guards the slabs; notified when some were allocated.
         self._state = threading.Condition()
         self._is_allocating = False
+        self.is_out_of_memory = False
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -226,12 +230,14 @@ class CudaPlace:
             DeviceOutOfMemory: nothing stays allocated once the place is dropped.
         """
         first = num_first_slabs(self._nbytes)
-        try:
-            with self.allocating():
+        with self.allocating():
+            try:
                 self._allocate(0, first)
                 self._allocate(first, len(self._nbytes))
-        except torch.cuda.OutOfMemoryError as error:
-            raise self.no_room(sum(self._nbytes)) from error
+            except torch.cuda.OutOfMemoryError as error:
+                # Before the block ends, and with it the waits for the slabs.
+                self.is_out_of_memory = True
+                raise self.no_room(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
         """Allocate the slabs `[start, stop)` that there are none of yet."""

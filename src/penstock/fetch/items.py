@@ -1,7 +1,7 @@
 """Work items of a running fetch: a read of an upstream, and the verification of what was received.
 
 In: the fetch, chunks to read. Out: bytes in place, counted as received; verified chunks.
-Not here: the choice of chunks and upstreams (`run`), the reads' transports (`upstream`), reads of storage (`run`).
+Not here: the choice of chunks (`choice`), the reads' transports (`upstream`), reads of storage (`storage_reader`).
 
     ReadFromUpstream: post -> wait -> note -> Fetch.assign, Fetch.add_received -> VerifyReceived: digest, compare
 """
@@ -10,17 +10,62 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from penstock.errors import Cancelled, DestinationError, PenstockError
 from penstock.fetch.upstream import Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks
 from penstock.transport.protocol import Pending as PendingRead
 from penstock.transport.protocol import Stoppable, Transport, wait_all
-from penstock.types import I64
+from penstock.types import I64, U64
 
-if TYPE_CHECKING:
-    from penstock.fetch.run import Fetch
+
+class Fetch(Protocol):
+    """The running fetch as its items see it: `run.Fetch`."""
+
+    is_touched: bool
+    """Whether a byte of the weights may have been written."""
+
+    @property
+    def read_stall_s(self) -> float:
+        """Return the seconds to wait for an upstream that sends nothing."""
+        ...
+
+    def nbytes_of(self, chunks: I64) -> int:
+        """Return the number of bytes of these chunks."""
+        ...
+
+    def stated_digests(self, chunks: I64) -> U64:
+        """Return the leaf digests that the chunks should have."""
+        ...
+
+    def note_first_read(self) -> None:
+        """Note that a byte is about to be requested."""
+        ...
+
+    def begin_read(self, read: ReadFromUpstream) -> None:
+        """Register a read that begins now."""
+        ...
+
+    def end_read(self, read: ReadFromUpstream) -> None:
+        """Unregister a read that ended or never began."""
+        ...
+
+    def release_chunks(self, chunks: I64) -> None:
+        """Make chunks available for other reads again."""
+        ...
+
+    def assign(self) -> float:
+        """Post reads for upstreams that have room for them."""
+        ...
+
+    def add_received(self, arrival: ReceivedChunks) -> None:
+        """Queue chunks whose bytes are in place, to be verified."""
+        ...
+
+    def verify(self) -> int:
+        """Verify a batch of received chunks; return the verified bytes."""
+        ...
 
 
 class ReadFromUpstream:

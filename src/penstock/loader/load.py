@@ -3,7 +3,7 @@
 In: a URI and options. Out: tensors that the caller owns, verified where there are digests, and a report.
 Not here: the steps of a load (`session`), live parameters (`into`), the exchange between ranks (`group`).
 
-    open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, then wait for their bytes
+    open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, while their bytes arrive
                                                                stream: tensor after tensor, as slabs are complete
 """
 
@@ -48,8 +48,8 @@ SHOWN_ROWS = 20
 """Tensors that a notebook shows; a model with experts has 30,000."""
 
 MANY_TENSORS = 10_000
-"""Tensors from which on their views are made at once, and not only when the load is under way: they take as long as the
-bytes. Source: benchmarks/results/h200x1_202611/load.md, row e."""
+"""From this many tensors on, views are made at once; below it, once the load is under way. Views of 60,000 tensors take
+as long as their bytes. Source: benchmarks/results/h200x1_202611/load.md, row e."""
 
 READY_BYTES = 1 << 30
 """Size of a step over a mapped file that is in memory already: a step then only counts bytes, and each costs Python."""
@@ -350,6 +350,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         # at once.
         with place.allocating():
             run = begin(0)
+            run.prepare_checker()
             place.allocate()
     session.enter_move()
     stall_s = session.settings.stall_s

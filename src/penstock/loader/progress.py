@@ -169,8 +169,9 @@ class Progress:
             # Ctrl-C is only noted inside a load: without this look it would have to wait for the last byte.
             lifecycle.raise_if_noted()
         ticket.wait_until(is_over, stall_s=stall_s)
-        # Once more, so that the bar ends at 100 % and the function sees the total.
-        self.show(ticket)
+        if reached is None:
+            # Once more, so that the bar ends at 100 % and the function sees the total.
+            self.show(ticket)
 
     @contextmanager
     def watching(self, look: Callable[[], tuple[int, int]]) -> Iterator[None]:

@@ -38,9 +38,9 @@ MIN_BATCH_BYTES = 256 * MIB
 Source: benchmarks/results/h100_202611/digest.md."""
 
 UNDER_WAY_BYTES, UNDER_WAY_PART = GIB, 8
-"""A load is under way once so many bytes of it, or this part of them, have arrived. Until then staging is pinned,
-memory allocated and the checker prepared beside the first copies, which more Python would hold up; later, copies are
-queued ahead. Source: benchmarks/results/h200x1_202611/load.md."""
+"""A load is under way once so many bytes of it, or this part of them, have arrived. Until then others pin staging,
+allocate memory and prepare the checker, and no copies are queued ahead: Python that can wait should wait until then.
+Source: benchmarks/results/h200x1_202611/load.md."""
 
 BATCH_PER_OPEN = 8
 """A check waits for this many times the bytes that are left to read: a device digests 14 to 60 times as fast as a link
@@ -131,6 +131,7 @@ class LoadRun(Run):
         self._num_unready = len(self._missing)
         self._unchecked: list[int] = []
         self._unchecked_bytes = 0
+        self._is_prepared = checker is None
         self._under_way_bytes = min(UNDER_WAY_BYTES, -(-plan.nbytes // UNDER_WAY_PART))
         self._placed: set[int] = set()
         self._awaited_reads: set[int] = set()
@@ -146,9 +147,6 @@ class LoadRun(Run):
         """Post every read and return the ticket at once."""
         if self._num_open == 0:
             self.ticket.finish()
-        elif self._checker is not None:
-            # Before the first bytes: later it would take the GIL from the thread that moves them.
-            self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
         reads = map(partial(_Read, self), self._posted_reads)
         if isinstance(self.fetch, RingFetch):
             self.fetch.start(reads)
@@ -158,6 +156,16 @@ class LoadRun(Run):
             self.fetch.post(*islice(reads, 2 * self.fetch.num_threads))
             self.fetch.post(*reads)
         return self.ticket
+
+    def prepare_checker(self) -> None:
+        """Have the checker prepared; by default that begins with the first arrival. Idempotent.
+
+        Order: in `CudaPlace.allocating`, whose end it waits for: earlier, it would slow the allocation down.
+        """
+        with self._lock:
+            is_prepared, self._is_prepared = self._is_prepared, True
+        if not is_prepared and self._checker is not None and self._num_open:
+            self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
 
     def slabs(self) -> Iterator[int]:
         """Yield slab indices in plan order, or in the order given, each once it is complete and checked.
@@ -278,8 +286,12 @@ class LoadRun(Run):
                 flush |= bool(self._window_bytes) and self._awaited in full
         if self._checker is None:
             self._mark_ready(full)
-        elif flush:
-            self._flush_checks()
+        else:
+            if not self._is_prepared:
+                # Not earlier: to load kernels slows the allocation of device memory, which the first bytes wait for.
+                self.prepare_checker()
+            if flush:
+                self._flush_checks()
         if is_last or is_now_under_way:
             self.ticket.wake()
 

@@ -76,8 +76,8 @@ WARM_ABOVE_BYTES = 1 << 30
 """Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
 
 WARM_THREADS = 2
-"""Threads that touch and pin staging ahead of its first use; more of them hold up the thread that reads the headers, by
-the GIL and the address space's lock: 4 cost it 4 ms, 8 cost 13. Source: benchmarks/results/h200x1_202611/load.md."""
+"""Threads that touch and pin staging ahead of its first use; a third made no difference that could be told from noise.
+Source: benchmarks/results/h200x1_202611/load.md."""
 
 
 class Intake:

@@ -55,7 +55,7 @@ class StagingBuffer:
             return
         # Before pinning: the driver would fault the pages one by one, under its own lock. Written, and not populated by
         # madvise, which holds the lock of the address space: other threads, which map memory and start threads
-        # meanwhile, wait for it. Page faults hold only that of their area (since Linux 6.4).
+        # meanwhile, wait for it. Page faults hold only the lock of their own mapping (since Linux 6.4).
         ctypes.memset(self.address, 0, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)

@@ -1,4 +1,4 @@
-"""CUDA streams and waits for events, without a device: events are counters here. `tests/gpu` has those of a device."""
+"""CUDA streams as numbers of a driver, and waits for events with a deadline, whose events are counters."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ class Place:
 
     def __init__(self, num_slabs: int, *, has_all: bool) -> None:
         self.device = torch.device("cpu")
+        self.is_out_of_memory = False
         self.num_made = 0
         self._slabs = [torch.zeros(16, dtype=torch.uint8) for _ in range(num_slabs)]
         self._has_all = has_all
@@ -161,3 +162,20 @@ def test_less_scratch_is_taken_where_memory_is_short(cuda: None, monkeypatch: py
 def test_no_memory_for_scratch_is_a_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceOutOfMemory, match=f"{4 << 20} are needed"):
         checker_of(Place(3, has_all=True), monkeypatch, 0).prepare()
+
+
+def test_nothing_is_prepared_where_the_allocation_failed(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "warm_up", lambda device: pytest.fail("kernels were loaded"))
+    place = Place(3, has_all=False)
+    place.is_out_of_memory = True
+    assert checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks).prepare() is None
+    assert not Laid.made
+
+
+def test_no_memory_to_load_kernels_is_a_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(device: torch.device) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(check, "warm_up", warm_up)
+    with pytest.raises(DeviceOutOfMemory, match=f"{2 << 20} are needed"):
+        checker_of(Place(3, has_all=False), monkeypatch, DEFAULT_TUNING.slab_blocks).prepare()

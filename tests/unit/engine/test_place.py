@@ -101,8 +101,10 @@ def test_slabs_that_do_not_fit_in_one_piece_are_allocated_one_by_one(device: Dev
 def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes >= 2000
+    assert not place.is_out_of_memory
     with pytest.raises(DeviceOutOfMemory, match="3000 are needed"):
         place.allocate()
+    assert place.is_out_of_memory
 
 
 def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device) -> None:

@@ -1,8 +1,9 @@
-"""A load to a GPU, without one: which thread allocates the slabs."""
+"""A load to a GPU, without one: which thread allocates the slabs, and what is done in which order."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from penstock.loader import load
 class Place:
     """A CUDA place whose slab is allocated by the first thread that needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         self.allocated_by: list[str] = []
+        self._note = note
         self._lock = threading.RLock()
 
     def allocating(self) -> Any:
@@ -24,28 +26,64 @@ class Place:
 
     def allocate(self) -> None:
         with self._lock:
+            self._note("allocate")
             if not self.allocated_by:
                 self.allocated_by.append(threading.current_thread().name)
 
 
-def test_slabs_are_allocated_by_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place()
-    ring = threading.Thread(target=place.allocate, name="ring")
+class Load:
+    """A session, a place and a run; `steps` is what was done, in order."""
 
-    def begin(window_bytes: int) -> Any:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_tensors: int = 1) -> None:
+        self.steps: list[str] = []
+        self.place = Place(self.steps.append)
+        self.begun: Callable[[], None] = lambda: None
+        plan = SimpleNamespace(nbytes=1, table=range(num_tensors))
+        monkeypatch.setattr(load, "_prepare", lambda session, **options: (plan, self.place, self._begin))
+        monkeypatch.setattr(load, "_views", lambda session, plan, place: {"views": self.steps.append("views")})
+        self.session: Any = SimpleNamespace(
+            phases=SimpleNamespace(enter=lambda name: None),
+            settings=SimpleNamespace(stall_s=1.0),
+            enter_move=lambda: None,
+            progress=lambda: nullcontext(SimpleNamespace(follow=self._follow)),
+        )
+
+    def _begin(self, window_bytes: int) -> Any:
+        self.begun()
+        return SimpleNamespace(
+            ticket=None, is_under_way=self._is_under_way, prepare_checker=lambda: self.steps.append("prepare")
+        )
+
+    def _is_under_way(self) -> bool:
+        return True
+
+    def _follow(self, ticket: None, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
+        self.steps.append("all bytes" if reached is None else "under way")
+        assert reached in (None, self._is_under_way)
+
+
+def test_slabs_are_allocated_by_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Load(monkeypatch)
+    ring = threading.Thread(target=loading.place.allocate, name="ring")
+
+    def begun() -> None:
         ring.start()
         # Time for its first bytes to arrive.
         ring.join(0.05)
-        return SimpleNamespace(ticket=None, is_under_way=lambda: True)
 
-    monkeypatch.setattr(load, "_prepare", lambda session, **options: (SimpleNamespace(nbytes=1, table=()), place, begin))
-    monkeypatch.setattr(load, "_views", lambda session, plan, place: {})
-    session: Any = SimpleNamespace(
-        phases=SimpleNamespace(enter=lambda name: None),
-        settings=SimpleNamespace(stall_s=1.0),
-        enter_move=lambda: None,
-        progress=lambda: nullcontext(SimpleNamespace(follow=lambda ticket, **options: None)),
-    )
-    load._gather(session, None)
+    loading.begun = begun
+    load._gather(loading.session, None)
     ring.join(5)
-    assert place.allocated_by == [threading.current_thread().name]
+    assert loading.place.allocated_by == [threading.current_thread().name]
+
+
+def test_tensors_are_made_once_the_load_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Load(monkeypatch)
+    load._gather(loading.session, None)
+    assert loading.steps == ["prepare", "allocate", "under way", "views", "all bytes"]
+
+
+def test_many_tensors_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Load(monkeypatch, num_tensors=load.MANY_TENSORS)
+    load._gather(loading.session, None)
+    assert loading.steps == ["prepare", "allocate", "views", "all bytes"]

@@ -396,31 +396,59 @@ def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, mo
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
-@pytest.mark.parametrize("sizes", [[CHUNK] * 64, [1], []])
-def test_a_run_is_under_way_once_an_eighth_has_arrived(make: Make, sizes: list[int]) -> None:
-    run = make(*sizes).start()
-    run.ticket.wait_until(run.is_under_way, stall_s=10)
-    assert run.ticket.moved_bytes >= sum(sizes) / 8
+def test_a_run_is_under_way_once_an_eighth_has_arrived(make: Make) -> None:
+    bench, seen = make(*[CHUNK] * 64), list[int]()
+    bench.source.open.clear()
+    run = bench.start(num_fetch_threads=1)
+    run.ticket.wake = lambda: seen.append(run.ticket.moved_bytes)  # type: ignore[method-assign]
+    assert not run.is_under_way()
+    bench.source.open.set()
     run.ticket.wait(stall_s=10)
-    assert run.is_under_way()
+    assert seen == [8 * CHUNK] and run.is_under_way()
 
 
-def test_the_checker_is_prepared_before_any_byte_has_arrived(make: Make) -> None:
-    class Waiting:
-        num_threads, batch_bytes = 1, CHUNK
+def test_a_run_without_bytes_is_under_way(make: Make) -> None:
+    assert make().start().is_under_way()
 
-        def __init__(self) -> None:
-            self.is_prepared = threading.Event()
 
-        def prepare(self) -> None:
-            self.is_prepared.set()
+class Preparing:
+    """A checker that records when it is prepared."""
 
-        def check(self, slabs: Sequence[int]) -> Pending | None:
-            return None
+    num_threads, batch_bytes = 1, CHUNK
 
-    bench, checker = make(CHUNK), Waiting()
-    bench.source.open = checker.is_prepared
-    bench.start(checker=checker).ticket.wait(stall_s=10)
+    def __init__(self) -> None:
+        self.is_prepared = threading.Event()
+        self.num_prepared = 0
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
+        self.is_prepared.set()
+
+    def check(self, slabs: Sequence[int]) -> Pending | None:
+        return None
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_checker_is_prepared_when_asked_or_with_the_first_bytes(make: Make, is_asked: bool) -> None:
+    bench, checker = make(*[CHUNK] * 8), Preparing()
+    bench.source.open.clear()
+    run = bench.start(checker=checker)
+    if is_asked:
+        run.prepare_checker()
+    assert checker.is_prepared.wait(10 if is_asked else 0.05) == is_asked
+    bench.source.open.set()
+    run.ticket.wait(stall_s=10)
+    run.prepare_checker()
+    run.close()
+    assert checker.num_prepared == 1
+
+
+def test_a_checker_of_nothing_is_not_prepared(make: Make) -> None:
+    checker = Preparing()
+    run = make().start(checker=checker)
+    run.prepare_checker()
+    run.close()
+    assert checker.num_prepared == 0
 
 
 def test_the_trace_holds_every_step(make: Make) -> None:
