@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A task, done by Penstock and by an alternative in the same run."""
+    """A task, done by Penstock and by an alternative, in the same run where `other` does not say otherwise."""
 
     work: str
     where: str
@@ -64,7 +63,7 @@ def slowest_rank(answers: Sequence[dict[str, Any]], field: str) -> float:
 
 def cold_row() -> Row:
     """Return four workers that start at once: a fetch together, beside a load by each."""
-    lines = [line for line in records("h200x4_202611/fetch.jsonl") if "arguments" in line]
+    lines = records("h200x4_202611/fetch-cold.jsonl")
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if "'fallback'" in line["arguments"]]
     loads = [
         slowest_rank(line["said"], "seconds")
@@ -72,8 +71,8 @@ def cold_row() -> Row:
         if line["asked"] == "load" and len(line["ranks"]) == 4 and "part" not in line["arguments"]
     ]
     return Row(
-        work="Cold start: 60 GB from tmpfs to each of 4 GPUs",
-        where="4 x H200, every byte verified",
+        work="Cold start: 31 GB to each of 4 GPUs",
+        where="4 x H200, from tmpfs, every byte verified",
         penstock=timing("penstock fetch", fetches),
         other=timing("4 separate loads", loads),
     )
@@ -81,16 +80,18 @@ def cold_row() -> Row:
 
 def fetch_row() -> Row:
     """Return one holder to three receivers, beside NCCL's broadcast."""
-    # Until the holder decodes beside the fetches.
-    lines = list(takewhile(lambda line: line.get("asked") != "prepare_decode", records("h200x4_202611/fetch.jsonl")))
+    lines = records("h200x4_202611/fetch-to-three.jsonl")
     # The first fetch of a process connects to its peers.
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if line["asked"] == "fetch"][1:]
-    broadcasts = next(line["said"] for line in lines if line["asked"] == "broadcast")
+    # NCCL was not measured again since an earlier run.
+    earlier = records("h200x4_202611/fetch.jsonl")
+    ranks = next(line["said"] for line in earlier if line.get("asked") == "broadcast")
+    broadcasts = [max(times) for times in zip(*ranks, strict=True)]
     return Row(
         work="Fetch: 60 GB from 1 GPU to 3 others",
         where="4 x H200, NVLink",
         penstock=timing("penstock, verified", fetches),
-        other=timing("NCCL broadcast, not verified", [max(times) for times in zip(*broadcasts, strict=True)]),
+        other=timing("NCCL broadcast, not verified, an earlier run", broadcasts),
     )
 
 
@@ -99,7 +100,7 @@ def sync_row(work: str, ours: str, theirs: str, other: str) -> Row:
     lines = {line.get("row"): line for line in records("h200x4_202611/sync.jsonl")}
     return Row(
         work=work,
-        where="4 x H200, NVLink, 2 trainer ranks to 2 engine ranks",
+        where="4 x H200, NVLink, 2 trainers to 2 engines",
         penstock=timing("penstock, verified", [version["wall_s"] for version in lines[ours]["steady"]]),
         other=timing(other, lines[theirs]["seconds"]),
     )
