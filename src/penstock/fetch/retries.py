@@ -15,7 +15,7 @@ FORGIVE_S = 2.0
 """An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
 SILENT_S = 30.0
 """The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
-counts the complaint (`hub.directory.COMPLAINT_TTL_S`)."""
+counts the complaint (`hub.complaints.COMPLAINT_TTL_S`)."""
 BUSY_S = 0.5
 """A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
 are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts

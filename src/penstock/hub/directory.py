@@ -2,8 +2,8 @@
 
 In: the messages of members. Out: their answers. All state is in a `Store`, soft, and reported again by every beat;
 several directories on one store act as one. Weight bytes never come here.
-Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), conversions (`conversions`),
-failures of calls (`failures`), text for people (`explain`).
+Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), records of complaints
+(`complaints`), of conversions (`conversions`) and of failed calls (`failures`), text for people (`explain`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceB
 from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
+from penstock.hub.complaints import Complaints
 from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
 from penstock.hub.failures import record_failed_calls
@@ -50,13 +51,10 @@ from penstock.hub.messages import (
     WhyRequest,
     takes_shared_grants,
 )
-from penstock.hub.proof import proof_fault
 from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
-    COMPLAINT_DECODER,
     HOLDING_DECODER,
     MEMBER_DECODER,
-    ComplaintEntry,
     HoldingEntry,
     HubSnapshot,
     MemberEntry,
@@ -73,19 +71,8 @@ from penstock.hub.snapshot import (
 from penstock.hub.store import ABSENT, Entry, Store
 from penstock.jobs.observer import JobState
 
-# Time after which a holder that could not be read is tried again.
-COMPLAINT_TTL_S = 30.0
 # Added to a beat: members that could not reach the hub try again within half of this.
 _ANNOUNCE_S = 1.0
-# Wrong bytes are a fault of memory or of a link, which lasts.
-WRONG_BYTES_TTL_S = 600.0
-# A holder that does not know a new hub's grants knows them after its next beat.
-_REFUSED_TTL_S = 3.0
-COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
-"""Of one caller: 1,000 members of one token that lose the same two holders complain within a second; honest callers
-need no higher rate for long. A complaint takes some 300 bytes for up to 600 s: 4 MB of the hub at most for a caller."""
-PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
-"""Of one caller: the largest takes a hub some 20 ms. The first valid proof is enough for all readers."""
 # A late request must not bring back a member that left: a client gives a request up after 10 s (`client.TIMEOUT_S`),
 # and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
 # process can use it later.
@@ -147,9 +134,8 @@ class Directory:
         self.ttl_s = ttl_s
         # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
         self.counts: Counter[str] = Counter()
-        self._complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
+        self._complaints = Complaints(store, self.counts, timer=timer)
         self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
-        self._proofs = RateLimit(PROOFS_PER_S, PROOFS_AT_ONCE, clock=timer)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
         self._marked = float("-inf")
@@ -455,34 +441,7 @@ class Directory:
             raise PermissionDenied(
                 f"this token is not for {model}", hint="only readers of a model complain of its holders"
             )
-        if not self._complaints.allow(caller.name):
-            raise SourceBusy("too many complaints at once", hint="the earlier ones count")
-        self.counts["complaints"] += 1
-        ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": _REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
-        name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
-        before = self.store.read(name)
-        # The proof itself is not stored: it may have megabytes, and is of no use once it was checked.
-        is_proven = self._is_proven(complaint, holder, caller)
-        noted = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller.name, is_proven)
-        # An earlier complaint that is graver must not be replaced by one that expires sooner.
-        if before is not None and _weight(noted) < _weight(COMPLAINT_DECODER.decode(before.value)):
-            return
-        self.store.write(name, _encode(noted), ttl_s=ttl_s)
-
-    def _is_proven(self, complaint: Complaint, holder: HoldingEntry, caller: Caller) -> bool:
-        """Return True if a complaint has a valid proof; with an invalid one it counts like any other."""
-        if complaint.fault != "wrong bytes" or complaint.proof is None:
-            return False
-        fault = "too many proofs of one caller"
-        # Limited before it is checked: checking a large proof costs milliseconds, which a caller could force in a loop.
-        if self._proofs.allow(caller.name):
-            fault = proof_fault(complaint.proof, complaint.of, holder.hello.digest_key, holder.holding)
-        if fault:
-            audit.warning("event=unproven member=%s of=%s why=%r", complaint.member, complaint.of, fault)
-            return False
-        self.counts["proofs"] += 1
-        audit.warning("event=proven member=%s of=%s key=%s", complaint.member, complaint.of, complaint.key)
-        return True
+        self._complaints.record(complaint, holder, caller)
 
     def expel(self, callers: Collection[str]) -> int:
         """Remove the members of callers whose tokens were revoked; return their number.
@@ -704,11 +663,6 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return cache.at(self._timer, self._look_share, again=again, asks=asks)
-
-
-def _weight(complained: ComplaintEntry) -> int:
-    """Return the weight of a complaint: of one reader's complaints the graver one is kept."""
-    return 2 if complained.is_proven else int(complained.complaint.fault == "wrong bytes")
 
 
 def _pause(least_s: float, num_asking: int) -> float:

@@ -14,14 +14,9 @@ from penstock.digest.leaf import canonical, root
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import explain
 from penstock.hub.auth import Caller
+from penstock.hub.complaints import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, PROOFS_AT_ONCE, WRONG_BYTES_TTL_S
 from penstock.hub.conversions import JOB_TTL_S
-from penstock.hub.directory import (
-    COMPLAINT_TTL_S,
-    COMPLAINTS_AT_ONCE,
-    PROOFS_AT_ONCE,
-    WRONG_BYTES_TTL_S,
-    Directory,
-)
+from penstock.hub.directory import Directory
 from penstock.hub.failures import FAILURE_TTL_S
 from penstock.hub.grants import Grant, GrantChecker
 from penstock.hub.messages import (
