@@ -31,6 +31,9 @@ def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream
     Args:
         device: with an index.
         owner: the stream is destroyed with it, once its work is done; None: it lives as long as the process.
+
+    Raises:
+        ConfigError: there is no driver or no such device. DeviceOutOfMemory, DestinationError: the driver refuses.
     """
     driver, index = load_driver(), device.index
     with driver.entered(index):

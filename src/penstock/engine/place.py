@@ -321,7 +321,7 @@ class CudaPlace:
         return pending
 
     def no_room(self, nbytes: int) -> DeviceOutOfMemory:
-        """Return the error for so many bytes that the device could not give."""
+        """Return the error of an allocation of `nbytes` bytes that the device refused."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(
             f"{self.device} has {free} of {total} bytes free, {nbytes} are needed",

@@ -7,7 +7,7 @@ Not here: executors, ticket and closing (`engine.run`), what a slab becomes (`se
               `----------------(host memory: straight)--^
 
 A slab is *open* until its last byte arrived, *unchecked* until its digests were compared, then *ready*. Without a
-checker it is ready as soon as it is complete.
+checker a slab is ready once it is complete.
 """
 
 from __future__ import annotations

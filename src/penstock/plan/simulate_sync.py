@@ -41,7 +41,8 @@ from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64, MIB
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
-"""Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version."""
+"""Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version. The first
+two are counted one after the other, as measured; receivers request them at once since, not measured on four GPUs."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 BATCH_BYTES = 1024 * MIB
