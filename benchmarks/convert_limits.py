@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.jobs.workers.worker import LOCAL_READS
+from penstock.jobs.workers.worker import DEVICE_READS, LOCAL_READS
 from penstock.types import GB, MIB
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ READ_BYTES = 8 * MIB
 
 def limit_gb_per_s(source: Path, scratch: Path, share: float, gpus: int) -> dict[str, float]:
     """Rates in bytes of the source a second: reading, to the devices, back, and writing `share` bytes of each byte."""
-    threads = LOCAL_READS * gpus if gpus else min(LOCAL_READS, len(os.sched_getaffinity(0)))
+    threads = DEVICE_READS * gpus if gpus else min(LOCAL_READS, len(os.sched_getaffinity(0)))
     paths = sorted(source.glob("*.safetensors"))[:2]
     total = sum(path.stat().st_size for path in paths)
     blocks = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]

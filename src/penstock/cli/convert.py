@@ -94,7 +94,7 @@ def convert(
     devices: Devices = "all",
     workers: Workers = None,
     memory_bytes: WorkerBytes = None,
-    task_bytes: TaskBytes = "64M",
+    task_bytes: TaskBytes = None,
     shard_bytes: ShardBytes = "5000000000",
     scratch: Scratch = None,
     trace: Trace = None,
@@ -137,7 +137,15 @@ def convert(
 
         # A keeper has no files: the plan of its memory is that of one file.
         shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
-        job = plan(places[:-1], to=to, operations=words, verify=verify, task_bytes=task_bytes, shard_bytes=shards)
+        job = plan(
+            places[:-1],
+            to=to,
+            operations=words,
+            verify=verify,
+            devices=devices.split(","),
+            task_bytes=task_bytes,
+            shard_bytes=shards,
+        )
         where = devices_of(devices.split(","), workers) if ray is None else ()
         _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
         return
@@ -201,7 +209,7 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
         keeper.serve(ready=partial(note, f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it"))
 
 
-_EXECUTORS = ("fetch", "place", "compute", "send")
+_EXECUTORS = ("fetch", "compute", "send")
 
 
 def write_report(report: ConvertReport, format: Format) -> None:

@@ -163,7 +163,7 @@ def plan_convert(
     sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Sources.")],
     to: To = None,
     op: Operations = None,
-    task_bytes: TaskBytes = "64M",
+    task_bytes: TaskBytes = None,
     workers: Annotated[
         int, typer.Option("--workers", min=1, help="Workers, one for each GPU of as many nodes as they need.")
     ] = 1,
@@ -181,7 +181,7 @@ def plan_convert(
     from penstock.jobs.report import compute_gb_per_s
     from penstock.plan.simulate_convert import simulate_convert
 
-    job = convert.plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
+    job = convert.plan(sources, to=to, operations=list(op or ()), devices="cuda", task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
     # Fewer workers than a node has GPUs still have the whole node's links and disks.
     if workers < described.gpus_per_node:

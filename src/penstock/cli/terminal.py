@@ -213,7 +213,15 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="Replace a weight set at the destination, once the new one is complete."),
 ]
-TaskBytes = Annotated[str, typer.Option("--task-bytes", metavar="BYTES", help="Most bytes in and out of one task.")]
+TaskBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--task-bytes",
+        metavar="BYTES",
+        help="Most bytes in and out of one task; 64M, or up to 256M on GPUs, unless given.",
+        show_default=False,
+    ),
+]
 Hub = Annotated[
     str | None,
     option(

@@ -142,12 +142,13 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (_ptr,),
     "cuMemcpyAsync": (_u64, _u64, _size, _ptr),
     "cuMemcpyHtoDAsync_v2": (_u64, _u64, _size, _ptr),
+    "cuMemcpyDtoHAsync_v2": (_u64, _u64, _size, _ptr),
     "cuMemcpy2DAsync_v2": (_ptr, _ptr),
     "cuGetErrorName": (ctypes.c_int, _ptr),
 }
 QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
-    | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2"}
+    | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"}
 )
 """Calls of a microsecond or two. They keep the interpreter's lock: after letting go of it a thread waits 5 ms for it
 where another thread has Python to run."""
@@ -513,6 +514,10 @@ class CudaDriver:
         """Queue a copy of pinned host bytes."""
         if code := self._copy_to_device(dst, src, nbytes, stream):
             self.fail("cuMemcpyHtoDAsync_v2", code)
+
+    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queue a copy to pinned host bytes."""
+        self._do("cuMemcpyDtoHAsync_v2", dst, src, nbytes, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""

@@ -58,9 +58,9 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.in_process import ThreadLauncher
-from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
+from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver, num_prewarmed
 from penstock.loader.progress import Progress, ProgressOption
-from penstock.plan.tasks import TASK_BYTES
+from penstock.plan.tasks import task_bytes_of
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import left_out
 from penstock.storage.output import (
@@ -161,7 +161,7 @@ def convert(
     verify: bool | None = None,
     devices: str | Sequence[str] = "all",
     workers: WorkerSettings | int | None = None,
-    task_bytes: int | str = TASK_BYTES,
+    task_bytes: int | str | None = None,
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -182,7 +182,8 @@ def convert(
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
         workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, a Ray cluster,
             a launcher of your own.
-        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory.
+        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
+            64 MiB, and up to 256 MiB for large sources on GPUs.
         shard_bytes: largest size of an output file.
         storage_options: see `load`; for sources and destination.
         trace: a file for one Chrome trace of all workers.
@@ -225,6 +226,7 @@ def convert(
                     stack,
                     verify=verify,
                     task_bytes=task_bytes,
+                    on_devices=settings.ray is None and _are_gpus(devices, settings.num_workers),
                     shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
                     memory_bytes=settings.memory_bytes,
                     storage_options=storage_options,
@@ -278,7 +280,8 @@ def plan(
     to: str | None = None,
     operations: Operations = (),
     verify: bool | None = None,
-    task_bytes: int | str = TASK_BYTES,
+    devices: str | Sequence[str] = "all",
+    task_bytes: int | str | None = None,
     shard_bytes: int | str = SHARD_BYTES,
     storage_options: Mapping[str, str] | None = None,
 ) -> Job:
@@ -291,9 +294,17 @@ def plan(
             stack,
             verify=verify,
             task_bytes=task_bytes,
+            on_devices=_are_gpus(devices, None),
             shard_bytes=shard_bytes,
             storage_options=storage_options,
         ).job
+
+
+def _are_gpus(devices: str | Sequence[str], num_workers: int | None) -> bool:
+    """Return whether workers will probably run on GPUs; `devices` as of `convert`."""
+    named = [devices] if isinstance(devices, str) else list(devices)
+    # Without asking the driver, which would take longer than the plan.
+    return bool(num_prewarmed(named, num_workers)) if named == ["all"] else "cpu" not in named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +325,8 @@ def plan_request(
     stack: ExitStack,
     *,
     verify: bool | None,
-    task_bytes: int | str,
+    task_bytes: int | str | None,
+    on_devices: bool,
     shard_bytes: int | str,
     storage_options: Mapping[str, str] | None,
     memory_bytes: int | str | None = None,
@@ -322,6 +334,9 @@ def plan_request(
     """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
 
     Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
+
+    Args:
+        on_devices: workers will probably run on GPUs, for `task_bytes=None`.
     """
     settings, options = Settings.read(), dict(storage_options or {})
     uris = _uris(sources)
@@ -333,7 +348,11 @@ def plan_request(
     specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
     specs = completed(specs, opened, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-    wanted = parse_bytes(task_bytes)
+    if task_bytes is None:
+        nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
+        wanted = task_bytes_of(nbytes, on_devices=on_devices)
+    else:
+        wanted = parse_bytes(task_bytes)
 
     def planned(task_bytes: int) -> Job:
         """Return the job in tasks of this size."""

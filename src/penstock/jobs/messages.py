@@ -36,7 +36,7 @@ HELLO_S = 5.0
 JOB_PROTOCOL = "1.0"
 """The version of these messages. The default of its field is "1.0" in all releases, and defaults are not sent: the
 first release refused unknown fields."""
-EXECUTORS = ("fetch", "place", "compute", "send")
+EXECUTORS = ("fetch", "compute", "send")
 """Of a worker, in the order of a task's way through them."""
 
 

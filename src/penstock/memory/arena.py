@@ -16,7 +16,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
@@ -32,9 +31,6 @@ _MADV_POPULATE_WRITE = 23
 
 STEP_BYTES = 1 << 20
 """Bytes of one call, which takes about 0.1 ms and holds the address space's lock, which others need to allocate."""
-
-_SHARE_BYTES = 4 * STEP_BYTES
-"""Bytes that one thread of `populate_by` takes at a time."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -52,16 +48,6 @@ def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = 
         _libc.madvise(
             ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
         )
-
-
-def populate_by(pool: ThreadPoolExecutor, address: int, nbytes: int) -> None:
-    """Populate by all threads of a pool at once.
-
-    Cost: where one thread takes 0.55 s a GB, twelve take 0.12. Source: benchmarks/results/h200x2_202611/convert.md.
-    """
-    starts = range(address, address + nbytes, _SHARE_BYTES)
-    for _ in pool.map(lambda at: populate(at, min(_SHARE_BYTES, address + nbytes - at)), starts):
-        pass
 
 
 ALIGN_BYTES = 512

@@ -20,9 +20,21 @@ import numpy as np
 from penstock.errors import ConfigError, PlanError
 from penstock.types import I64, MIB, Box, DType, TensorTable, bits_to_bytes
 
-TASK_BYTES = 64 * MIB
+TASK_BYTES, DEVICE_TASK_BYTES = 64 * MIB, 256 * MIB
 """Bytes in and out of one task. Reason: 1 ms of a PCIe 5 link, so that a thousand a second cost the scheduler a few
-per cent of a core, and a slow worker's last task is short beside any job that needs several workers."""
+per cent of a core, and a slow worker's last task is short beside any job that needs several workers. Larger ones on
+devices, where the interpreter's time for a task is as long as the task's own.
+Source: benchmarks/results/h200x2_202611/convert.md."""
+NUM_TASKS = 128
+"""Least number of tasks for which they are made larger than `TASK_BYTES`: enough to share among some workers."""
+
+
+def task_bytes_of(nbytes: int, *, on_devices: bool) -> int:
+    """Return what tasks aim at for sources of `nbytes`, on devices or on the CPU.
+
+    Not by the number of workers: a job that is resumed with another number must have the same tasks.
+    """
+    return min(DEVICE_TASK_BYTES, max(TASK_BYTES, nbytes // NUM_TASKS)) if on_devices else TASK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

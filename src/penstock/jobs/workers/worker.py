@@ -1,11 +1,10 @@
-"""A worker of a conversion: it runs tasks of a job through four executors, several at a time, in bounded memory.
+"""A worker of a conversion: it runs tasks of a job through three executors, several at a time, in bounded memory.
 
 In: task numbers. Out: their bytes in the output's files, and their digests, by callback.
 Not here: executors, ticket and closing (`engine.run`), assigning tasks (`plan.placement`, `jobs.coordinator`), messages
 to the coordinator (`process`).
 
-    post(task) --reserve--> fetch: ranges into host buffers --> place: to the device --> compute: operation, digests
-                                                          send: pwrite at fixed places <-- place: back to the host
+    post(task) --reserve--> fetch: ranges to the device --> compute: operation, digests --> send: pwrite at fixed places
 
 No thread waits for the ticket here: the process's main thread handles messages, and looks at the ticket between them.
 """
@@ -31,7 +30,6 @@ from penstock.jobs.operations.operation import UNKNOWN, Streamed, report_to
 from penstock.jobs.workers.compute import (
     ALIGN_BYTES,
     ComputeBackend,
-    CudaCompute,
     HostCompute,
     Made,
     as_bytes,
@@ -47,10 +45,13 @@ from penstock.storage.output import OutputSet
 from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64
 
-LOCAL_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 8 * MIB
-"""Size of one read: few enough reads for the interpreter; large enough for the link, small enough to share it.
-Source: benchmarks/results/h200x2_202611/convert.md; benchmarks/results/h100_202611/load.md."""
-LOCAL_READS, REMOTE_READS = 4, 16
+LOCAL_READ_BYTES, DEVICE_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 32 * MIB, 8 * MIB
+"""Size of one read: few enough reads for the interpreter; small enough that several threads share a task. Remote ones
+are a request each. Source: benchmarks/results/h200x2_202611/convert.md; benchmarks/results/h100_202611/load.md."""
+DEVICE_PIECE_BYTES = 8 * MIB
+"""Bytes that a thread stages at once on their way to or from a device: so few that those of all threads stay in the
+processor's cache. Source: benchmarks/results/h200x2_202611/convert.md."""
+LOCAL_READS, DEVICE_READS, REMOTE_READS = 4, 6, 16
 """Reads under way at once."""
 MIN_WRITES, MAX_WRITES = 2, 4
 """Threads that write, a core each. Source: benchmarks/results/cpu2_202611/convert-faults.md, "Writing"."""
@@ -69,7 +70,7 @@ class Worker(Run):
         sources: opened, in the job's order.
         out: opened.
         device: where to compute.
-        memory_bytes: bound of host memory that tasks hold, inputs and outputs.
+        memory_bytes: bound of host memory: of what tasks hold, or of staging where they are on a device.
         stall_s: deadline by progress.
         on_began, on_done: see `OnBegan`, `OnDone`.
         trace: receives the spans.
@@ -102,29 +103,40 @@ class Worker(Run):
         self._sources = sources
         self.began = on_began
         self.ended = on_done
-        self.backend: ComputeBackend = (
-            HostCompute(memory_bytes) if device.type == "cpu" else CudaCompute(memory_bytes, device)
-        )
-        self.buffers = self.backend.buffers
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
         both = zip(sources, job.held_to, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
         cores = len(os.sched_getaffinity(0))
-        self.read_bytes = REMOTE_READ_BYTES if remote else LOCAL_READ_BYTES
         # CUDA's current device is one of each thread.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
-        num_reads = REMOTE_READS if remote else min(LOCAL_READS, max(2, cores))
-        self.fetch = self.executor("fetch", num_reads, on_thread_start=on_start)
-        self.place = self.executor("place", 1, on_thread_start=on_start)
-        self.compute = self.executor("compute", 1, on_thread_start=on_start)
+        local = (LOCAL_READ_BYTES, LOCAL_READS) if device.type == "cpu" else (DEVICE_READ_BYTES, DEVICE_READS)
+        self.read_bytes, num_reads = (REMOTE_READ_BYTES, REMOTE_READS) if remote else local
+        num_reads = num_reads if remote else min(num_reads, max(2, cores))
         num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
+        self.backend = self._backend_of(device, num_reads + num_writes)
+        self.buffers = self.backend.buffers
+        self.fetch = self.executor("fetch", num_reads, on_thread_start=on_start)
+        self.compute = self.executor("compute", 1, on_thread_start=on_start)
         self.send = self.executor("send", num_writes, on_thread_start=on_start)
         # Read and write threads add to these counts at the same time; `+=` on an attribute is not atomic.
         self._moving = threading.Lock()
         self._fetched_bytes = 0
         # Without a lock: one thread changes it, others only look, and a late look costs a task that is run for nothing.
         self._revoked: set[int] = set()
+
+    def _backend_of(self, device: torch.device, num_threads: int) -> ComputeBackend:
+        """Return the compute backend for a device, whose `fill` and `drain` are called by `num_threads` threads."""
+        if device.type == "cpu":
+            return HostCompute(self._memory_bytes)
+        # Imported where it is needed: it needs Triton.
+        from penstock.jobs.workers.cuda_compute import CudaCompute
+
+        # At most a quarter of the memory, but a leaf, which is compared in one piece.
+        piece_bytes = max(min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *self.job.held_to, 1)
+        return CudaCompute(
+            self._memory_bytes, device, piece_bytes=piece_bytes, num_threads=num_threads, stall_s=self.stall_s
+        )
 
     def post(self, task: int) -> None:
         """Begin a task once there is memory for it. One thread calls it. Raises the error that stopped the worker."""
@@ -184,11 +196,11 @@ class Worker(Run):
     def close(self) -> None:
         """End the threads and free the memory. Idempotent."""
         super().close()
-        self.buffers.close()
+        self.backend.close()
 
 
 class _TaskRun:
-    """A task on its way through the executors: read, place, make, write.
+    """A task on its way through the executors: read, make, write.
 
     Earlier tasks run first. The memory of an abandoned task is freed with its worker.
 
@@ -206,11 +218,9 @@ class _TaskRun:
         self._outputs = list(job.written(task))
         self._output_bytes = sum(where.stop - where.start for where in self._outputs)
         self._name = self._entries[0][0].outputs[0].spec.name
-        self._sizes: list[int] = []
-        self._wanted: list[tuple[int, int]] = []
-        """The bytes of each input's tensor that the task needs."""
-        self._buffer: torch.Tensor | None = None
-        self._placed: list[torch.Tensor] = []
+        self._room: torch.Tensor | None = None
+        self._inputs: list[torch.Tensor] = []
+        """The wanted bytes of each input, in the room."""
         self._made: Made | None = None
         self._digests: U64 | None = None
         self._num_reads_left = 0
@@ -233,25 +243,18 @@ class _TaskRun:
         else:
             executor.post(item)
 
-    def _free_inputs(self) -> None:
-        """Put the input buffer back. Order: after the last read of the host's copy."""
-        if self._buffer is not None:
-            self._worker.buffers.put(self._buffer)
-        self._buffer = None
-
     def _end(self) -> None:
         """Release all memory of the task: it is written, or was revoked."""
-        self._free_inputs()
-        self._placed = []
-        if self._made is not None and self._made.buffer is not None:
-            self._worker.buffers.put(self._made.buffer)
-        self._made = None
+        self._inputs = []
+        if self._room is not None:
+            self._worker.backend.put(self._room)
+        self._room = self._made = None
         self._worker.buffers.unreserve(self.memory_bytes)
 
     # -- read
 
     def _post_reads(self) -> None:
-        """Post the reads of all inputs, rounded out to whole leaves, into one buffer, with the wanted part aligned."""
+        """Post the reads of all inputs, rounded out to whole leaves, into one room, with the wanted part aligned."""
         worker = self._worker
         task_inputs = [
             (task_input, start, stop) for recipe, start, stop in self._entries for task_input in recipe.inputs
@@ -260,30 +263,37 @@ class _TaskRun:
         ranges = [
             task_input.leaf_range(start, stop, held_to[task_input.source]) for task_input, start, stop in task_inputs
         ]
+        sizes: list[int] = []
+        wanted: list[tuple[int, int]] = []
         for (task_input, start, stop), (low, high) in zip(task_inputs, ranges, strict=True):
             first, last = task_input.byte_range(start, stop)
             # Leaves begin before the wanted bytes, so the padding goes in front of them: a tensor must be aligned.
             at = -(-(first - low) // ALIGN_BYTES) * ALIGN_BYTES
-            self._wanted.append((at, at + last - first))
-            self._sizes.append(at + high - first)
-        self._buffer = worker.buffers.get(packed(self._sizes)[-1])
+            wanted.append((at, at + last - first))
+            sizes.append(at + high - first)
+        self._room = worker.backend.room(packed(sizes)[-1])
+        parts = cut(self._room, sizes)
+        self._inputs = [raw[start:stop] for raw, (start, stop) in zip(parts, wanted, strict=True)]
         reads: list[Item] = []
-        for (task_input, _, _), (low, high), raw in zip(
-            task_inputs, ranges, cut(self._buffer, self._sizes), strict=True
-        ):
-            view, leaf_bytes = as_view(raw)[len(raw) - (high - low) :], held_to[task_input.source] or 1
+        for (task_input, _, _), (low, high), raw in zip(task_inputs, ranges, parts, strict=True):
+            there, leaf_bytes = raw[len(raw) - (high - low) :], held_to[task_input.source] or 1
             # Reads are whole leaves, since a leaf can only be compared with its digest when all of it is there.
             step = max(worker.read_bytes // leaf_bytes, 1) * leaf_bytes
-            for at in range(0, len(view), step):
-                into = view[at : at + step]
-                read = partial(worker.read, task_input.source, task_input.spec.name, low + at, into)
-                reads.append(self._item("read", into.nbytes, read, self._arrived))
+            for at in range(0, len(there), step):
+                into = there[at : at + step]
+                read = partial(self._read, task_input.source, task_input.spec.name, low + at)
+                fill = partial(worker.backend.fill, into, read, leaf_bytes)
+                reads.append(self._item("read", len(into), fill, self._arrived))
         self._num_reads_left = len(reads)
         # Inputs may have no bytes, and then no read whose end could go on.
         if reads:
             worker.fetch.post(*reads)
         else:
-            worker.place.post(self._item("place", 0, self._place, self._post_make))
+            self._post_make()
+
+    def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
+        """See `Read`: `at` counts from `offset`, of the tensor's bytes."""
+        self._worker.read(source, name, offset + at, into)
 
     def _arrived(self) -> None:
         """Count a finished read; after the last one, post the next item."""
@@ -292,27 +302,15 @@ class _TaskRun:
             self._num_reads_left -= 1
             is_last = not self._num_reads_left
         if is_last:
-            self._pass_on(self._worker.place, self._item("place", sum(self._sizes), self._place, self._post_make))
-
-    # -- place
-
-    def _place(self) -> Pending | None:
-        """Move the inputs to the device."""
-        assert self._buffer is not None
-        placed, pending = self._worker.backend.place(self._buffer, self._sizes)
-        self._placed = [raw[start:stop] for raw, (start, stop) in zip(placed, self._wanted, strict=True)]
-        return pending
+            self._post_make()
 
     def _post_make(self) -> None:
-        # Early, where the device has a copy: the buffer can then serve the next task while this one computes.
-        if self._worker.backend.copies:
-            self._free_inputs()
         self._pass_on(self._worker.compute, self._item("make", self._output_bytes, self._make, self._post_write))
 
     # -- make
 
     def _make(self) -> Pending | None:
-        """Run the operation, compute digests, and copy the outputs to the host."""
+        """Run the operation and compute digests."""
         worker = self._worker
         worker.began(self._task)
         pieces = [
@@ -332,7 +330,7 @@ class _TaskRun:
         Raises:
             OperationFailed: a user's function raised, or returned other tensors than its recipe says.
         """
-        left, results = iter(self._placed), []
+        left, results = iter(self._inputs), []
         for recipe, start, stop in self._entries:
             if recipe.copies and recipe.inputs[0].spec.dtype in UNKNOWN:
                 results.append(next(left))
@@ -387,7 +385,6 @@ class _TaskRun:
             report_to.reset(token)
 
     def _post_write(self) -> None:
-        self._placed = []
         self._pass_on(self._worker.send, self._item("write", self._output_bytes, self._write, self._written))
 
     # -- write
@@ -398,14 +395,17 @@ class _TaskRun:
         worker = self._worker
         table = worker.job.files.table
         for raw, where in zip(self._made.raw, self._outputs, strict=True):
-            at = int(table.offset[where.row]) + where.start
-            worker.out.write(int(table.file_index[where.row]), at, as_view(raw))
-        worker.moved(self._output_bytes)
+            file, start = int(table.file_index[where.row]), int(table.offset[where.row]) + where.start
+            worker.backend.drain(raw, partial(self._write_piece, file, start))
+
+    def _write_piece(self, file: int, start: int, at: int, data: memoryview) -> None:
+        """See `Write`: `at` counts from `start`, of the file's body."""
+        self._worker.out.write(file, start + at, data)
+        self._worker.moved(data.nbytes)
 
     def _written(self) -> None:
         assert self._made is not None
-        # A copy: the digests lie in a buffer that `_end` releases to other tasks.
-        digests = self._made.digests.copy()
+        digests = self._made.digests
         self._end()
         self._worker.ended(self._task, digests)
 
