@@ -25,7 +25,8 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.jobs.convert import WorkerSettings, convert, plan
+from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.request import plan
 from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import LocalLauncher, num_prewarmed
 from penstock.testing.checkpoints import every_dtype, write_llama

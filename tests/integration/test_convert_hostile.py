@@ -25,8 +25,9 @@ from tests.support.tensor_file import write_file
 
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
-from penstock.jobs.convert import WorkerSettings, convert, plan
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.messages import Hello
+from penstock.jobs.request import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
 from penstock.testing.s3_server import SwiftServer, Unavailable

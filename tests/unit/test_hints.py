@@ -25,7 +25,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Status
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.jobs.convert import plan
+from penstock.jobs.request import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign

@@ -9,7 +9,7 @@ With a destination `keeper:MODEL` this process keeps the result after the report
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.jobs.job import Job
     from penstock.jobs.report import ConvertReport, Predicted
     from penstock.jobs.workers.launch import LocalLauncher
+    from penstock.plan.cluster import Rates
 
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="Number of worker processes.", show_default=False)]
@@ -130,24 +131,10 @@ def convert(
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
-        from penstock.jobs.convert import plan
-        from penstock.jobs.report import predict
-        from penstock.jobs.result import ONE_FILE, SCHEME
-        from penstock.jobs.workers.launch import devices_of
-
-        # A keeper has no files: the plan of its memory is that of one file.
-        shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
-        job = plan(
-            places[:-1],
-            to=to,
-            operations=words,
-            verify=verify,
-            devices=devices.split(","),
-            task_bytes=task_bytes,
-            shard_bytes=shards,
-        )
-        where = devices_of(devices.split(","), workers) if ray is None else ()
-        _write_plan(job, predict(job, frozenset(), places, where, speeds), format)
+        # Which devices a Ray cluster has is not known here.
+        named = [] if ray is not None else devices.split(",")
+        request = {"to": to, "operations": words, "verify": verify, "task_bytes": task_bytes}
+        _predict(places, named, workers, speeds, format, shard_bytes, request)
         return
     from penstock.jobs.workers.launch import LocalLauncher
 
@@ -186,6 +173,33 @@ def convert(
         _keep(run, places[-1].removeprefix(SCHEME), connection, format)
     else:
         write_report(run(destination=places[-1]), format)
+
+
+def _predict(
+    places: Sequence[str],
+    devices: Sequence[str],
+    workers: int | None,
+    rates: Rates | None,
+    format: Format,
+    shard_bytes: str,
+    request: Mapping[str, Any],
+) -> None:
+    """Plan a conversion of all places but the last to the last, predict its seconds, and write both to stdout.
+
+    Args:
+        devices: of this host; none: they are not known here.
+        request: other arguments of `plan`.
+    """
+    from penstock.jobs.report import predict
+    from penstock.jobs.request import plan
+    from penstock.jobs.result import ONE_FILE, SCHEME
+    from penstock.jobs.workers.launch import devices_of
+
+    # A keeper has no files: the plan of its memory is that of one file.
+    shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
+    job = plan(places[:-1], devices=devices or "cpu", shard_bytes=shards, **request)
+    where = devices_of(devices, workers) if devices else ()
+    _write_plan(job, predict(job, frozenset(), places, where, rates), format)
 
 
 def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:

@@ -177,11 +177,11 @@ def plan_convert(
 
     Its own tasks, by stage, on a described cluster.
     """
-    from penstock.jobs import convert
     from penstock.jobs.report import compute_gb_per_s
+    from penstock.jobs.request import plan
     from penstock.plan.simulate_convert import simulate_convert
 
-    job = convert.plan(sources, to=to, operations=list(op or ()), devices="cuda", task_bytes=task_bytes)
+    job = plan(sources, to=to, operations=list(op or ()), devices="cuda", task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
     # Fewer workers than a node has GPUs still have the whole node's links and disks.
     if workers < described.gpus_per_node:

@@ -1,7 +1,7 @@
 """`convert`: any weight set to any other, out of core, resumable, published whole.
 
 In: URIs and operations. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: the plan (`job`), the workers (`coordinator`), the journal and the sidecar files (`result`).
+Not here: the plan (`request`, `job`), the workers (`coordinator`), the journal and the sidecar files (`result`).
 
     plan_request: sources opened, job planned --> _stage: OutputSet, Journal (resumed?) --> _Run: Coordinator
               --> _publish: sources unchanged? manifest, index, small files, rename or upload
@@ -27,15 +27,16 @@ import msgspec
 import numpy as np
 
 from penstock.arguments import require_type, wrong
-from penstock.config import Settings, parse_bytes
+from penstock.config import parse_bytes
 from penstock.engine.trace import Trace, open_trace, save_spans
 from penstock.errors import ConfigError, IntegrityError, PenstockError, SourceChanged, SourceTruncated
 from penstock.jobs.coordinator import Coordinator
-from penstock.jobs.job import SHARD_BYTES, Job, bytes_read, plan_job
+from penstock.jobs.job import SHARD_BYTES, Job, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.observer import JobObserver
-from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
+from penstock.jobs.operations.spec import Operations
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
+from penstock.jobs.request import ConvertRequest, are_gpus, plan_request, uris_of
 from penstock.jobs.result import (
     ONE_FILE,
     SCHEME,
@@ -58,9 +59,8 @@ from penstock.jobs.result import (
 )
 from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.in_process import ThreadLauncher
-from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver, num_prewarmed
+from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 from penstock.loader.progress import Progress, ProgressOption
-from penstock.plan.tasks import task_bytes_of
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import left_out
 from penstock.storage.output import (
@@ -71,15 +71,13 @@ from penstock.storage.output import (
     require_free_remote,
     typed,
 )
-from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
 from penstock.types import GIB, MIB
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Rates
 
-WORKER_MEMORY_BYTES = 512 * MIB
-"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
 THREAD_BYTES = 1024 * MIB
 """Conversions that read and write at most this much in all are small: one thread makes them in the time in which
 processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
@@ -92,8 +90,6 @@ _THREAD_OPERATIONS = _COPIES | {"store", "dequantise", "gguf", "average", "linea
 """Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
 its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
 number of threads, which gives other bits; functions of users may hang or end the process."""
-MIN_TASK_BYTES = MIB // 4
-"""A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +204,7 @@ def convert(
         destination = text_of(destination)
     into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
     if replace:
-        _check_replace(_uris(sources), destination)
+        _check_replace(uris_of(sources), destination)
     with Journey("convert", uri=into) as journey:
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
@@ -226,7 +222,7 @@ def convert(
                     stack,
                     verify=verify,
                     task_bytes=task_bytes,
-                    on_devices=settings.ray is None and _are_gpus(devices, settings.num_workers),
+                    on_devices=settings.ray is None and are_gpus(devices, settings.num_workers),
                     shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
                     memory_bytes=settings.memory_bytes,
                     storage_options=storage_options,
@@ -272,127 +268,6 @@ def convert(
         }
         journey.outcome = outcome_of(report)
         return report
-
-
-def plan(
-    sources: Uris,
-    *,
-    to: str | None = None,
-    operations: Operations = (),
-    verify: bool | None = None,
-    devices: str | Sequence[str] = "all",
-    task_bytes: int | str | None = None,
-    shard_bytes: int | str = SHARD_BYTES,
-    storage_options: Mapping[str, str] | None = None,
-) -> Job:
-    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there."""
-    with ExitStack() as stack:
-        return plan_request(
-            sources,
-            to,
-            operations,
-            stack,
-            verify=verify,
-            task_bytes=task_bytes,
-            on_devices=_are_gpus(devices, None),
-            shard_bytes=shard_bytes,
-            storage_options=storage_options,
-        ).job
-
-
-def _are_gpus(devices: str | Sequence[str], num_workers: int | None) -> bool:
-    """Return whether workers will probably run on GPUs; `devices` as of `convert`."""
-    named = [devices] if isinstance(devices, str) else list(devices)
-    # Without asking the driver, which would take longer than the plan.
-    return bool(num_prewarmed(named, num_workers)) if named == ["all"] else "cpu" not in named
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertRequest:
-    """Opened sources, and the job planned for them."""
-
-    settings: Settings
-    opened: Sequence[WeightSet]
-    job: Job
-    job_spec: JobSpec
-    """The job for workers, still without the directory that they write to."""
-
-
-def plan_request(
-    sources: Uris,
-    to: str | None,
-    operations: Operations,
-    stack: ExitStack,
-    *,
-    verify: bool | None,
-    task_bytes: int | str | None,
-    on_devices: bool,
-    shard_bytes: int | str,
-    storage_options: Mapping[str, str] | None,
-    memory_bytes: int | str | None = None,
-) -> ConvertRequest:
-    """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
-
-    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
-
-    Args:
-        on_devices: workers will probably run on GPUs, for `task_bytes=None`.
-    """
-    settings, options = Settings.read(), dict(storage_options or {})
-    uris = _uris(sources)
-    opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]
-    if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
-        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
-    require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
-    # `to` is one more operation, the last: a chain of them never writes what lies between.
-    specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
-    specs = completed(specs, opened, settings, options)
-    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-    if task_bytes is None:
-        nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
-        wanted = task_bytes_of(nbytes, on_devices=on_devices)
-    else:
-        wanted = parse_bytes(task_bytes)
-
-    def planned(task_bytes: int) -> Job:
-        """Return the job in tasks of this size."""
-        return plan_job(
-            operation_of(specs),
-            [weights.manifest for weights in opened],
-            task_bytes=task_bytes,
-            shard_bytes=parse_bytes(shard_bytes),
-            verify=verify is not False,
-            operation_specs=specs,
-        )
-
-    job = planned(wanted)
-    while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
-        # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
-        smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
-        if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
-            # The largest task is one that its operation cannot cut: smaller tasks do not help.
-            break
-        job, wanted = cut_smaller, smaller
-    job_spec = JobSpec(
-        sources=tuple(uris),
-        operation=tuple(dict(spec) for spec in specs),
-        key=job.key,
-        directory="",
-        task_bytes=wanted,
-        shard_bytes=parse_bytes(shard_bytes),
-        leaf_bytes=job.leaf_bytes,
-        memory_bytes=budget,
-        stall_s=settings.stall_s,
-        storage_options=options,
-        verify=verify is not False,
-    )
-    return ConvertRequest(settings=settings, opened=opened, job=job, job_spec=job_spec)
-
-
-def _uris(sources: Uris) -> list[str]:
-    """Return one or several sources as texts, in order."""
-    several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
-    return [text_of(uri) for uri in several]
 
 
 def _check_replace(sources: Sequence[str], destination: str | MemoryDestination) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, read_bytes, spread
-from penstock.types import Box, DType
+from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, read_bytes, spread, task_bytes_of
+from penstock.types import GB, MIB, Box, DType
 
 
 def spec(name: str, shape: tuple[int, ...], dtype: DType = DType.BF16) -> Spec:
@@ -174,3 +174,17 @@ def test_tasks_that_follow_each_other_write_to_different_files():
     assert sorted((list(found.entries(t)), int(found.cost[t])) for t in range(len(found))) == before
     empty = cut([], task_bytes=1)
     assert len(spread(empty, np.zeros(0, np.int64), task_bytes=1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "on_devices", "expected"),
+    [
+        (0, True, 64 * MIB),
+        (8 * GB, True, 64 * MIB),
+        (16 * GB, True, 16 * GB // 128),
+        (70 * GB, True, 256 * MIB),
+        (70 * GB, False, 64 * MIB),
+    ],
+)
+def test_tasks_are_larger_for_large_sources_on_devices(nbytes: int, on_devices: bool, expected: int) -> None:
+    assert task_bytes_of(nbytes, on_devices=on_devices) == expected

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, OperationFailed
-from penstock.jobs.convert import plan
 from penstock.jobs.operations.operation import Chain, Copy
 from penstock.jobs.operations.spec import code_of, function_of
+from penstock.jobs.request import plan
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.operations import check_rows, made
 from penstock.types import MIB

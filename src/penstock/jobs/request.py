@@ -1,0 +1,149 @@
+"""The request of a conversion: its sources, opened, and the job that is planned for them.
+
+In: arguments of `convert`. Out: a `ConvertRequest`; for callers who only want to know, a `Job`.
+Not here: planning itself (`job`), running it (`convert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from penstock.arguments import require_type
+from penstock.config import Settings, parse_bytes
+from penstock.errors import IntegrityError
+from penstock.jobs.job import SHARD_BYTES, Job, plan_job
+from penstock.jobs.messages import JobSpec
+from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
+from penstock.jobs.workers.launch import num_prewarmed
+from penstock.plan.tasks import task_bytes_of
+from penstock.storage import text_of
+from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.types import MIB
+
+WORKER_MEMORY_BYTES = 512 * MIB
+"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+MIN_TASK_BYTES = MIB // 4
+"""A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
+
+
+def plan(
+    sources: Uris,
+    *,
+    to: str | None = None,
+    operations: Operations = (),
+    verify: bool | None = None,
+    devices: str | Sequence[str] = "all",
+    task_bytes: int | str | None = None,
+    shard_bytes: int | str = SHARD_BYTES,
+    storage_options: Mapping[str, str] | None = None,
+) -> Job:
+    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there."""
+    with ExitStack() as stack:
+        return plan_request(
+            sources,
+            to,
+            operations,
+            stack,
+            verify=verify,
+            task_bytes=task_bytes,
+            on_devices=are_gpus(devices, None),
+            shard_bytes=shard_bytes,
+            storage_options=storage_options,
+        ).job
+
+
+def are_gpus(devices: str | Sequence[str], num_workers: int | None) -> bool:
+    """Return whether workers will probably run on GPUs; `devices` as of `convert`."""
+    named = [devices] if isinstance(devices, str) else list(devices)
+    # Without asking the driver, which would take longer than the plan.
+    return bool(num_prewarmed(named, num_workers)) if named == ["all"] else "cpu" not in named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertRequest:
+    """Opened sources, and the job planned for them."""
+
+    settings: Settings
+    opened: Sequence[WeightSet]
+    job: Job
+    job_spec: JobSpec
+    """The job for workers, still without the directory that they write to."""
+
+
+def plan_request(
+    sources: Uris,
+    to: str | None,
+    operations: Operations,
+    stack: ExitStack,
+    *,
+    verify: bool | None,
+    task_bytes: int | str | None,
+    on_devices: bool,
+    shard_bytes: int | str,
+    storage_options: Mapping[str, str] | None,
+    memory_bytes: int | str | None = None,
+) -> ConvertRequest:
+    """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
+
+    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
+
+    Args:
+        on_devices: workers will probably run on GPUs, for `task_bytes=None`.
+    """
+    settings, options = Settings.read(), dict(storage_options or {})
+    uris = uris_of(sources)
+    opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]
+    if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
+        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
+    require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
+    # `to` is one more operation, the last: a chain of them never writes what lies between.
+    specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
+    specs = completed(specs, opened, settings, options)
+    budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
+    if task_bytes is None:
+        nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
+        wanted = task_bytes_of(nbytes, on_devices=on_devices)
+    else:
+        wanted = parse_bytes(task_bytes)
+
+    def planned(task_bytes: int) -> Job:
+        """Return the job in tasks of this size."""
+        return plan_job(
+            operation_of(specs),
+            [weights.manifest for weights in opened],
+            task_bytes=task_bytes,
+            shard_bytes=parse_bytes(shard_bytes),
+            verify=verify is not False,
+            operation_specs=specs,
+        )
+
+    job = planned(wanted)
+    while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
+        # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
+        smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
+        if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
+            # The largest task is one that its operation cannot cut: smaller tasks do not help.
+            break
+        job, wanted = cut_smaller, smaller
+    job_spec = JobSpec(
+        sources=tuple(uris),
+        operation=tuple(dict(spec) for spec in specs),
+        key=job.key,
+        directory="",
+        task_bytes=wanted,
+        shard_bytes=parse_bytes(shard_bytes),
+        leaf_bytes=job.leaf_bytes,
+        memory_bytes=budget,
+        stall_s=settings.stall_s,
+        storage_options=options,
+        verify=verify is not False,
+    )
+    return ConvertRequest(settings=settings, opened=opened, job=job, job_spec=job_spec)
+
+
+def uris_of(sources: Uris) -> list[str]:
+    """Return one or several sources as texts, in order."""
+    several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
+    return [text_of(uri) for uri in several]
