@@ -283,9 +283,7 @@ def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made
     report = convert(made, tmp_path / "out", workers=2, trace=tmp_path / "trace.json", **told)
     events = msgspec.json.decode((tmp_path / "trace.json").read_bytes())["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {f"w{i} cpu {name}" for i in range(2) for name in ("fetch", "place", "compute", "send")} <= set(
-        rows.values()
-    )
+    assert {f"w{i} cpu {name}" for i in range(2) for name in ("fetch", "compute", "send")} <= set(rows.values())
     stages = {(rows[one["pid"]], one["name"]) for one in events if one["ph"] == "E"}
     assert {("job", name) for name in ("plan", "room", "workers", "run", "publish", "close")} <= stages
     assert {(f"w{i} cpu stages", name) for i in range(2) for name in ("plan", "device", "end")} <= stages
@@ -298,5 +296,5 @@ def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made
     for other in ("fetch", "send"):  # while one task is computed, others are read and written
         beside = [(a, b) for row, a, b in spans if row.endswith(other)]
         assert any(a < stop and start < b for a, b in beside for start, stop in computes), other
-    assert set(report.utilisation) == {"fetch", "place", "compute", "send"}
+    assert set(report.utilisation) == {"fetch", "compute", "send"}
     assert 0 < report.utilisation["compute"] <= 1

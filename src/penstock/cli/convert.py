@@ -133,7 +133,8 @@ def convert(
     if dry_run:
         # Which devices a Ray cluster has is not known here.
         named = [] if ray is not None else devices.split(",")
-        request = {"to": to, "operations": words, "verify": verify, "task_bytes": task_bytes}
+        sizes = {"task_bytes": task_bytes, "memory_bytes": memory_bytes}
+        request = {"to": to, "operations": words, "verify": verify, **sizes}
         _predict(places, named, workers, speeds, format, shard_bytes, request)
         return
     from penstock.jobs.workers.launch import LocalLauncher
@@ -197,7 +198,7 @@ def _predict(
 
     # A keeper has no files: the plan of its memory is that of one file.
     shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
-    job = plan(places[:-1], devices=devices or "cpu", shard_bytes=shards, **request)
+    job = plan(places[:-1], shard_bytes=shards, **request)
     where = devices_of(devices, workers) if devices else ()
     _write_plan(job, predict(job, frozenset(), places, where, rates), format)
 

@@ -181,7 +181,7 @@ def plan_convert(
     from penstock.jobs.request import plan
     from penstock.plan.simulate_convert import simulate_convert
 
-    job = plan(sources, to=to, operations=list(op or ()), devices="cuda", task_bytes=task_bytes)
+    job = plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
     # Fewer workers than a node has GPUs still have the whole node's links and disks.
     if workers < described.gpus_per_node:

@@ -218,7 +218,7 @@ TaskBytes = Annotated[
     typer.Option(
         "--task-bytes",
         metavar="BYTES",
-        help="Most bytes in and out of one task; 64M, or up to 256M on GPUs, unless given.",
+        help="Most bytes in and out of one task; 64M unless given, and up to 128M for large sources.",
         show_default=False,
     ),
 ]

@@ -473,6 +473,8 @@ class Executor:
                 self.run_item(item, in_flight)
                 # Still busy while a device works: its deadline is in `retire`, and the ticket's stands still.
                 self._running[index] = in_flight[0].item if in_flight else None
+                # While this thread waits for its next item: this one may hold memory of the size of the weights.
+                item = None
             elif not in_flight:
                 return
             while in_flight and self.retire(in_flight):

@@ -36,7 +36,7 @@ from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.observer import JobObserver
 from penstock.jobs.operations.spec import Operations
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
-from penstock.jobs.request import ConvertRequest, are_gpus, plan_request, uris_of
+from penstock.jobs.request import ConvertRequest, plan_request, uris_of
 from penstock.jobs.result import (
     ONE_FILE,
     SCHEME,
@@ -100,7 +100,8 @@ class WorkerSettings:
 
     Attributes:
         num_workers: workers, which take `devices` in turn; None: one for each device.
-        memory_bytes: host memory of each worker's tasks, as a number or a text like `"2G"`; None: 512 MiB.
+        memory_bytes: host memory of each worker, as a number or a text like `"2G"`; None: 512 MiB. A task that does not
+            fit is made smaller, or in parts, or refused; also on a GPU, which has its tasks in its own memory.
         scratch: directory in which files grow that go to an object store; None: the system's temporary directory.
         ray: address of a Ray cluster to start the workers on, where source, destination and `scratch` are the same.
         launcher: starts the workers and ends them; None: processes of this host, or Ray's actors.
@@ -179,7 +180,7 @@ def convert(
         workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, a Ray cluster,
             a launcher of your own.
         task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
-            64 MiB, and up to 256 MiB for large sources on GPUs.
+            64 MiB, and up to 128 MiB where the sources have more than 8 GiB together.
         shard_bytes: largest size of an output file.
         storage_options: see `load`; for sources and destination.
         trace: a file for one Chrome trace of all workers.
@@ -222,7 +223,6 @@ def convert(
                     stack,
                     verify=verify,
                     task_bytes=task_bytes,
-                    on_devices=settings.ray is None and are_gpus(devices, settings.num_workers),
                     shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
                     memory_bytes=settings.memory_bytes,
                     storage_options=storage_options,

@@ -16,7 +16,6 @@ from penstock.errors import IntegrityError
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.messages import JobSpec
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
-from penstock.jobs.workers.launch import num_prewarmed
 from penstock.plan.tasks import task_bytes_of
 from penstock.storage import text_of
 from penstock.storage.weight_set import Uris, WeightSet, open_weights
@@ -34,12 +33,16 @@ def plan(
     to: str | None = None,
     operations: Operations = (),
     verify: bool | None = None,
-    devices: str | Sequence[str] = "all",
     task_bytes: int | str | None = None,
     shard_bytes: int | str = SHARD_BYTES,
+    memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there."""
+    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there.
+
+    Args:
+        memory_bytes: of `WorkerSettings`: tasks are smaller than `task_bytes` where they would not fit.
+    """
     with ExitStack() as stack:
         return plan_request(
             sources,
@@ -48,17 +51,10 @@ def plan(
             stack,
             verify=verify,
             task_bytes=task_bytes,
-            on_devices=are_gpus(devices, None),
             shard_bytes=shard_bytes,
+            memory_bytes=memory_bytes,
             storage_options=storage_options,
         ).job
-
-
-def are_gpus(devices: str | Sequence[str], num_workers: int | None) -> bool:
-    """Return whether workers will probably run on GPUs; `devices` as of `convert`."""
-    named = [devices] if isinstance(devices, str) else list(devices)
-    # Without asking the driver, which would take longer than the plan.
-    return bool(num_prewarmed(named, num_workers)) if named == ["all"] else "cpu" not in named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +76,6 @@ def plan_request(
     *,
     verify: bool | None,
     task_bytes: int | str | None,
-    on_devices: bool,
     shard_bytes: int | str,
     storage_options: Mapping[str, str] | None,
     memory_bytes: int | str | None = None,
@@ -88,9 +83,6 @@ def plan_request(
     """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
 
     Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
-
-    Args:
-        on_devices: workers will probably run on GPUs, for `task_bytes=None`.
     """
     settings, options = Settings.read(), dict(storage_options or {})
     uris = uris_of(sources)
@@ -102,11 +94,8 @@ def plan_request(
     specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
     specs = completed(specs, opened, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
-    if task_bytes is None:
-        nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
-        wanted = task_bytes_of(nbytes, on_devices=on_devices)
-    else:
-        wanted = parse_bytes(task_bytes)
+    nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
+    wanted = task_bytes_of(nbytes) if task_bytes is None else parse_bytes(task_bytes)
 
     def planned(task_bytes: int) -> Job:
         """Return the job in tasks of this size."""

@@ -20,21 +20,21 @@ import numpy as np
 from penstock.errors import ConfigError, PlanError
 from penstock.types import I64, MIB, Box, DType, TensorTable, bits_to_bytes
 
-TASK_BYTES, DEVICE_TASK_BYTES = 64 * MIB, 256 * MIB
+TASK_BYTES, LARGE_TASK_BYTES = 64 * MIB, 128 * MIB
 """Bytes in and out of one task. Reason: 1 ms of a PCIe 5 link, so that a thousand a second cost the scheduler a few
-per cent of a core, and a slow worker's last task is short beside any job that needs several workers. Larger ones on
-devices, where the interpreter's time for a task is as long as the task's own.
+per cent of a core, and a slow worker's last task is short beside any job that needs several workers. Larger ones for
+large sources: on GPUs the interpreter's time for a task of 64 MiB is as long as the task's own.
 Source: benchmarks/results/h200x2_202611/convert.md."""
 NUM_TASKS = 128
 """Least number of tasks for which they are made larger than `TASK_BYTES`: enough to share among some workers."""
 
 
-def task_bytes_of(nbytes: int, *, on_devices: bool) -> int:
-    """Return what tasks aim at for sources of `nbytes`, on devices or on the CPU.
+def task_bytes_of(nbytes: int) -> int:
+    """Return what tasks aim at for sources of `nbytes` in all.
 
-    Not by the number of workers: a job that is resumed with another number must have the same tasks.
+    By nothing else: a job that is repeated or resumed with other workers or devices must have the same tasks.
     """
-    return min(DEVICE_TASK_BYTES, max(TASK_BYTES, nbytes // NUM_TASKS)) if on_devices else TASK_BYTES
+    return min(LARGE_TASK_BYTES, max(TASK_BYTES, nbytes // NUM_TASKS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +382,9 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
         ConfigError: a task is to have no bytes.
     """
     if task_bytes < 1:
-        raise ConfigError(f"task_bytes={task_bytes}: a task has at least one byte", hint="64M is the default")
+        raise ConfigError(
+            f"task_bytes={task_bytes}: a task has at least one byte", hint="leave task_bytes out, or give 64M"
+        )
     # In columns and not recipe by recipe: 70,000 recipes are some hundred thousand tasks, planned by every worker.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)

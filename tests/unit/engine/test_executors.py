@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -101,6 +102,17 @@ def test_lower_priority_numbers_go_first_and_equals_keep_their_order(ticket: Tic
     gate.set()
     executor.close()
     assert log == ["s9", "s3", "later equal", "s5", "s7"]
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_item(ticket: Ticket, make: Make) -> None:
+    """An item may be the last that holds memory of the size of the weights."""
+    executor, ended = make(2), threading.Event()
+    item = Recorded([], run=after(ended.wait))
+    executor.post(item)
+    held = weakref.ref(item)
+    del item
+    ended.set()
+    until(lambda: held() is None)
 
 
 def test_no_thread_before_the_first_step_and_none_after_close(ticket: Ticket, make: Make) -> None:

@@ -177,14 +177,7 @@ def test_tasks_that_follow_each_other_write_to_different_files():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "on_devices", "expected"),
-    [
-        (0, True, 64 * MIB),
-        (8 * GB, True, 64 * MIB),
-        (16 * GB, True, 16 * GB // 128),
-        (70 * GB, True, 256 * MIB),
-        (70 * GB, False, 64 * MIB),
-    ],
+    ("nbytes", "expected"), [(0, 64 * MIB), (8 * GB, 64 * MIB), (16 * GB, 16 * GB // 128), (70 * GB, 128 * MIB)]
 )
-def test_tasks_are_larger_for_large_sources_on_devices(nbytes: int, on_devices: bool, expected: int) -> None:
-    assert task_bytes_of(nbytes, on_devices=on_devices) == expected
+def test_tasks_are_larger_for_large_sources(nbytes: int, expected: int) -> None:
+    assert task_bytes_of(nbytes) == expected

@@ -145,14 +145,16 @@ class ComputeBackend(Protocol):
     Attributes:
         device: of the computation.
         buffers: reservations of tasks.
+        staged_bytes: host memory that the backend has besides what tasks reserve.
     """
 
     device: torch.device
     buffers: Buffers
+    staged_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of host memory held at once."""
+        """Return the most bytes of host memory held at once, but for those of tasks that are made in parts."""
         ...
 
     def room(self, nbytes: int) -> torch.Tensor:
@@ -190,6 +192,7 @@ class HostCompute:
     def __init__(self, memory_bytes: int) -> None:
         self.device = torch.device("cpu")
         self.buffers = Buffers(memory_bytes)
+        self.staged_bytes = 0
 
     @property
     def peak_bytes(self) -> int:

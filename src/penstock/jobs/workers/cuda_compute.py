@@ -1,19 +1,15 @@
 """The compute backend of a CUDA device: tasks live in device memory, and pass through few pinned bytes of the host.
 
 In: as `compute.ComputeBackend`. Out: the same.
-Not here: the protocol and reservations (`compute`), the pinned buffers themselves (`memory.staging`).
+Not here: the protocol and reservations (`compute`), the copies (`staged_copies`).
 
-    read --> staging buffer --copy--> inputs --run, digest--> outputs --copy--> staging buffer --> write
-             of `piece_bytes`         one stream for each of the three           of `piece_bytes`
-
-Each thread that reads or writes has one staging buffer, which it fills and empties in turn. Together they are so few
-that they stay in the processor's cache: a byte passes the host's memory once on each way, and not three times.
+    read --staged, copied--> inputs --run, digest--> outputs --copied, staged--> write
+                   a stream                 a stream                  a stream
 """
 
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,30 +20,32 @@ from penstock.cuda.driver import load_driver
 from penstock.digest.cuda import leaf_digests_cuda
 from penstock.engine.place import CudaRegistrar
 from penstock.engine.run import Pending
-from penstock.errors import DestinationError, DeviceOutOfMemory
+from penstock.errors import DeviceOutOfMemory
 from penstock.jobs.workers.compute import Buffers, Made, Pieces, Read, Write, as_bytes
-from penstock.memory.staging import StagingBuffer, StagingPool
+from penstock.jobs.workers.staged_copies import StagedCopies
+from penstock.memory.staging import StagingPool
 from penstock.types import GIB
 
-_DEVICE_BYTES = 4 * GIB
-"""Most device memory that tasks hold, unless `memory_bytes` is more: sixteen tasks of 256 MiB."""
+_DEVICE_BYTES = 2 * GIB
+"""Most device memory that tasks hold: twelve of 128 MiB, and room to spare."""
 
-_FREE_SHARE = 4
-"""Tasks hold at most one of so many parts of the memory that is free on the device, where that is less."""
-
-_NAP_S = 1e-4
-"""Pause between looks at a copy: 8 MiB take 160 us over PCIe 5, and each look takes the GIL from other threads."""
+_FREE_SHARE = 8
+"""Tasks hold at most one of so many parts of the memory that is free on the device, where that is less: other workers
+may share it, and an operation needs memory for what lies between."""
 
 
 class CudaCompute:
     """A backend that computes on one CUDA device.
 
     Args:
-        memory_bytes: bound of the staging buffers.
+        memory_bytes: bound of the staging buffers, which take at most half of it.
         device: with an index.
         piece_bytes: size of a staging buffer, rounded up to a page; at least every `leaf_bytes` of `fill`.
         num_threads: threads that call `fill` or `drain`.
         stall_s: deadline of a copy.
+
+    Raises:
+        BudgetTooSmall: `memory_bytes` has no room for two staging buffers.
     """
 
     def __init__(
@@ -55,26 +53,25 @@ class CudaCompute:
     ) -> None:
         self.device = device
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        self.buffers = Buffers(max(memory_bytes, min(_DEVICE_BYTES, free_bytes // _FREE_SHARE)))
-        self._piece_bytes = nbytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._stall_s = stall_s
-        # Two at least, as a pool needs, also where they are more than `memory_bytes`.
-        staged_bytes = max(2 * nbytes, min(memory_bytes, num_threads * nbytes))
-        self._staging = StagingPool(staged_bytes, nbytes, registrar=CudaRegistrar(device))
-        self._driver = load_driver()
+        self.buffers = Buffers(min(_DEVICE_BYTES, free_bytes // _FREE_SHARE))
+        piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Half of the memory: tasks that are made in parts need the rest.
+        num_buffers = max(2, min(num_threads, memory_bytes // 2 // piece_bytes))
+        pool = StagingPool(min(memory_bytes, num_buffers * piece_bytes), piece_bytes, registrar=CudaRegistrar(device))
+        self.staged_bytes = pool.num_buffers * pool.buffer_bytes
+        self._piece_bytes = piece_bytes
         # Three streams, so that the copies of one task run while another one computes.
         self._up = torch.cuda.Stream(device)
         self._work = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
-        # Read once: torch makes the number anew each time.
-        self._up_handle, self._down_handle = self._up.cuda_stream, self._down.cuda_stream
-        self._events: dict[int, int] = {}
-        """By the address of a staging buffer: passed after its last copy."""
+        self._copies = StagedCopies(
+            pool, load_driver(), device.index, up=self._up.cuda_stream, down=self._down.cuda_stream, stall_s=stall_s
+        )
 
     @property
     def peak_bytes(self) -> int:
         """See `ComputeBackend.peak_bytes`."""
-        return self._staging.peak_bytes
+        return self._copies.pool.peak_bytes
 
     def room(self, nbytes: int) -> torch.Tensor:
         """See `ComputeBackend.room`."""
@@ -90,14 +87,7 @@ class CudaCompute:
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """See `ComputeBackend.fill`."""
         step = max(self._piece_bytes // leaf_bytes, 1) * leaf_bytes
-        address, driver, stream = inputs.data_ptr(), self._driver, self._up_handle
-        with self._staged() as (buffer, event):
-            for at in range(0, len(inputs), step):
-                nbytes = min(step, len(inputs) - at)
-                read(at, buffer.view[:nbytes])
-                driver.copy_to_device(address + at, buffer.address, nbytes, stream)
-                driver.record(event, stream)
-                self._wait(event)
+        self._copies.fill(inputs.data_ptr(), len(inputs), read, step=step)
 
     def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
         """See `ComputeBackend.make`."""
@@ -112,35 +102,7 @@ class CudaCompute:
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
         """See `ComputeBackend.drain`."""
-        address, driver, stream = raw.data_ptr(), self._driver, self._down_handle
-        with self._staged() as (buffer, event):
-            for at in range(0, len(raw), self._piece_bytes):
-                nbytes = min(self._piece_bytes, len(raw) - at)
-                driver.copy_to_host(buffer.address, address + at, nbytes, stream)
-                driver.record(event, stream)
-                self._wait(event)
-                write(at, buffer.view[:nbytes])
-
-    @contextmanager
-    def _staged(self) -> Iterator[tuple[StagingBuffer, int]]:
-        """Lend the calling thread a staging buffer with its event, and make the device's context its own meanwhile."""
-        with self._driver.entered(self.device.index):
-            buffer = self._staging.acquire(stall_s=self._stall_s)
-            try:
-                event = self._events.get(buffer.address)
-                if event is None:
-                    event = self._events[buffer.address] = self._driver.make_event()
-                yield buffer, event
-            finally:
-                self._staging.release(buffer)
-
-    def _wait(self, event: int) -> None:
-        """Wait until the device has passed an event. DestinationError after `stall_s`."""
-        deadline = time.monotonic() + self._stall_s
-        while not self._driver.is_done(event):
-            if time.monotonic() > deadline:
-                raise DestinationError(f"{self.device} finished no copy for {self._stall_s:g} s", hint="look at dmesg")
-            time.sleep(_NAP_S)
+        self._copies.drain(raw.data_ptr(), len(raw), write)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -150,10 +112,7 @@ class CudaCompute:
 
     def close(self) -> None:
         """See `ComputeBackend.close`."""
-        with self._driver.entered(self.device.index):
-            self._driver.free([], list(self._events.values()))
-        self._events.clear()
-        self._staging.close()
+        self._copies.close()
 
 
 class _StreamPosition:
@@ -181,5 +140,6 @@ class _OutOfMemoryMapper:
         # The driver's numbers, and not torch's: other workers and programs use the same device.
         if isinstance(error, torch.cuda.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self._device)
-            message = f"a task does not fit on {self._device}, which has {free} of {total} bytes free"
-            raise DeviceOutOfMemory(message, hint="lower task_bytes or memory_bytes") from error
+            message = f"no room for a task on {self._device}, which has {free} of {total} bytes free"
+            hint = "lower task_bytes, run fewer workers on it, or end other programs there"
+            raise DeviceOutOfMemory(message, hint=hint) from error

@@ -277,7 +277,7 @@ def _beat(worker: Worker) -> Beat:
         fetched_bytes=fetched_bytes,
         asked_bytes=asked_bytes,
         busy_s=worker.trace.busy_s(),
-        peak_bytes=worker.backend.peak_bytes,
+        peak_bytes=worker.peak_bytes,
         spans=worker.trace.take(),
         clock=time.perf_counter(),
     )

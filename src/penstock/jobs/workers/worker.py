@@ -122,6 +122,7 @@ class Worker(Run):
         # Read and write threads add to these counts at the same time; `+=` on an attribute is not atomic.
         self._moving = threading.Lock()
         self._fetched_bytes = 0
+        self._peak_part_bytes = 0
         # Without a lock: one thread changes it, others only look, and a late look costs a task that is run for nothing.
         self._revoked: set[int] = set()
 
@@ -132,17 +133,32 @@ class Worker(Run):
         # Imported where it is needed: it needs Triton.
         from penstock.jobs.workers.cuda_compute import CudaCompute
 
-        # At most a quarter of the memory, but a leaf, which is compared in one piece.
-        piece_bytes = max(min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *self.job.held_to, 1)
+        # A leaf is compared in one piece. None is larger than the tensors that it is of.
+        tables = [source.manifest.tensors for source in self._sources]
+        leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.held_to, tables, strict=True)]
         return CudaCompute(
-            self._memory_bytes, device, piece_bytes=piece_bytes, num_threads=num_threads, stall_s=self.stall_s
+            self._memory_bytes,
+            device,
+            piece_bytes=max(1, min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *leaves),
+            num_threads=num_threads,
+            stall_s=self.stall_s,
         )
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes of host memory that tasks and staging held at once."""
+        return self.backend.peak_bytes + self._peak_part_bytes
 
     def post(self, task: int) -> None:
         """Begin a task once there is memory for it. One thread calls it. Raises the error that stopped the worker."""
         if self.is_revoked(task):
             return
-        task_run = _TaskRun(self, task, self.job.part_elements(task, self._memory_bytes))
+        num_part = self.job.part_elements(task, self._memory_bytes)
+        if num_part and self.backend.staged_bytes:
+            # Parts are host memory too, on a device besides what is staged; what is reserved there is the device's.
+            num_part = self.job.part_elements(task, self._memory_bytes - self.backend.staged_bytes)
+            self._peak_part_bytes = max(self._peak_part_bytes, self.job.part_bytes(task, num_part))
+        task_run = _TaskRun(self, task, num_part)
         # Reserved for the whole task at once: tasks that took memory step by step could each wait for the others.
         self.buffers.reserve(task_run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
@@ -293,6 +309,8 @@ class _TaskRun:
 
     def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
         """See `Read`: `at` counts from `offset`, of the tensor's bytes."""
+        # Here, and in `_write_piece`: an item has many pieces, and must not go on for seconds after an error elsewhere.
+        self._worker.ticket.check()
         self._worker.read(source, name, offset + at, into)
 
     def _arrived(self) -> None:
@@ -400,6 +418,7 @@ class _TaskRun:
 
     def _write_piece(self, file: int, start: int, at: int, data: memoryview) -> None:
         """See `Write`: `at` counts from `start`, of the file's body."""
+        self._worker.ticket.check()
         self._worker.out.write(file, start + at, data)
         self._worker.moved(data.nbytes)
 

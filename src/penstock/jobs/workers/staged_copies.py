@@ -1,0 +1,157 @@
+"""Copies between functions that read or write host memory and a device's memory, through few pinned buffers.
+
+In: a staging pool, a device's driver, functions. Out: bytes on the device, or given to a function.
+Not here: what is read, computed and written (`worker`, `cuda_compute`), the buffers themselves (`memory.staging`).
+
+    fill:   read --> staging buffer --copy--> device          a piece at a time, in the calling thread
+    drain:  device --copy--> staging buffer --> write
+
+Each piece takes the buffer that was released last. So few are in use, one for each thread, that they stay in the
+processor's cache: a byte passes the host's memory once on each way, and not three times.
+Source: benchmarks/results/h200x2_202611/convert.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from penstock.cuda.driver import never_freed
+from penstock.errors import DestinationError
+from penstock.jobs.workers.compute import Read, Write
+from penstock.memory.staging import StagingBuffer, StagingPool
+
+_NAP_S = 1e-4
+"""Pause between looks at a copy: 8 MiB take 160 us over PCIe 5, and each look takes the GIL from other threads."""
+
+
+class CopyDriver(Protocol):
+    """The calls of `cuda.driver.CudaDriver` that copies need."""
+
+    def entered(self, device: int) -> AbstractContextManager[None]:
+        """Make the device's context that of this thread."""
+        ...
+
+    def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queue a copy of pinned host bytes."""
+        ...
+
+    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queue a copy to pinned host bytes."""
+        ...
+
+    def make_event(self) -> int:
+        """Return a new event."""
+        ...
+
+    def record(self, event: int, stream: int) -> None:
+        """Set the event behind what is queued on the stream."""
+        ...
+
+    def is_done(self, event: int) -> bool:
+        """Return whether the device has passed the event."""
+        ...
+
+    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
+        """Destroy streams and events."""
+        ...
+
+
+class StagedCopies:
+    """Copies to and from one device. Any thread.
+
+    Args:
+        pool: pinned buffers; this object owns it.
+        driver: of the device.
+        device: its number.
+        up, down: streams for copies to the device, and from it.
+        stall_s: deadline of a copy, and of a wait for a buffer.
+    """
+
+    def __init__(
+        self, pool: StagingPool, driver: CopyDriver, device: int, *, up: int, down: int, stall_s: float
+    ) -> None:
+        self.pool = pool
+        self._driver = driver
+        self._device = device
+        self._up, self._down = up, down
+        self._stall_s = stall_s
+        self._events: dict[int, int] = {}
+        """By the address of a buffer: passed after its last copy."""
+        self._lost: list[StagingBuffer] = []
+        """Buffers with a copy that did not end: the device may still use them."""
+
+    def fill(self, address: int, nbytes: int, read: Read, *, step: int) -> None:
+        """Fill device memory with what `read` gives.
+
+        Args:
+            address, nbytes: of the memory.
+            read: called for each piece.
+            step: bytes of a piece, at most a buffer.
+
+        Raises:
+            DestinationError: a copy did not end in time; or the device reports an error. SourceStalled: no buffer.
+        """
+        with self._driver.entered(self._device):
+            for at in range(0, nbytes, step):
+                with self._lent() as buffer:
+                    num = min(step, nbytes - at)
+                    read(at, buffer.view[:num])
+                    self._copy(self._driver.copy_to_device, address + at, buffer.address, num, self._up, buffer)
+
+    def drain(self, address: int, nbytes: int, write: Write) -> None:
+        """Give the bytes of device memory to `write`, a buffer at a time. Errors as of `fill`."""
+        step = self.pool.buffer_bytes
+        with self._driver.entered(self._device):
+            for at in range(0, nbytes, step):
+                with self._lent() as buffer:
+                    num = min(step, nbytes - at)
+                    self._copy(self._driver.copy_to_host, buffer.address, address + at, num, self._down, buffer)
+                    write(at, buffer.view[:num])
+
+    @contextmanager
+    def _lent(self) -> Iterator[StagingBuffer]:
+        """Lend a buffer for a block; it is not released if a copy from it or to it did not end."""
+        buffer = self.pool.acquire(stall_s=self._stall_s)
+        try:
+            yield buffer
+        finally:
+            if buffer not in self._lost:
+                self.pool.release(buffer)
+
+    def _copy(
+        self,
+        queue: Callable[[int, int, int, int], None],
+        dst: int,
+        src: int,
+        nbytes: int,
+        stream: int,
+        buffer: StagingBuffer,
+    ) -> None:
+        """Queue a copy and wait until the device has made it."""
+        event = self._events.get(buffer.address)
+        if event is None:
+            event = self._events[buffer.address] = self._driver.make_event()
+        queue(dst, src, nbytes, stream)
+        self._driver.record(event, stream)
+        deadline = time.monotonic() + self._stall_s
+        while not self._driver.is_done(event):
+            if time.monotonic() > deadline:
+                self._lost.append(buffer)
+                # No call cancels a copy, so its memory must stay for as long as this process.
+                never_freed.append((self.pool,))
+                message = f"cuda:{self._device} did not end a copy of {nbytes} bytes within {self._stall_s:g} s"
+                raise DestinationError(message, hint="look at nvidia-smi and the kernel's log; restart this process")
+            time.sleep(_NAP_S)
+
+    def close(self) -> None:
+        """Free the buffers, unless a copy may still use one. Order: after the last other call. Idempotent."""
+        try:
+            with self._driver.entered(self._device):
+                self._driver.free([], list(self._events.values()))
+        finally:
+            self._events.clear()
+            if not self._lost:
+                self.pool.close()
