@@ -51,12 +51,9 @@ from penstock.sync.receive.update import Options, Staged, UpdateLoop
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
-from penstock.sync.together import refusal
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
 
-ASK_S = 1.0
-"""How long one request for a newer version waits at the planner."""
 GRACE_S = 1.0
 """How long an update retries while a version has no source: a receiver that just finished it reports much sooner."""
 # Between two looks for a version: short beside a training step, long beside the request to the hub that it costs.
@@ -215,29 +212,7 @@ class Subscriber(Closing):
             SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
             VersionRefused: it was withdrawn, which this subscriber had not learned yet; call again for a later version.
         """
-        begun = last_answer = time.monotonic()
-        after = version - 1
-        while True:
-            self._check_open()
-            news = self._update_loop.news(after, ASK_S)
-            now = time.monotonic()
-            if news is not None:
-                # A trainer may take hours per version: without a timeout only the silence of every planner counts.
-                last_answer = now
-                if news.version >= version:
-                    return news.version
-                withdrawn = news.withdrawn
-                if withdrawn is not None and withdrawn.version >= version:
-                    # Raised once: the next call waits for a later version.
-                    after = withdrawn.version
-                    if (withdrawn.run, withdrawn.version) not in self._update_loop.decisions:
-                        self._update_loop.note_decision(withdrawn)
-                        raise refusal(self.name, withdrawn)
-            else:
-                time.sleep(_PAUSE_S)
-            waited = now - (last_answer if timeout_s is None else begun)
-            if waited > (self._stall_s if timeout_s is None else timeout_s):
-                raise SourceStalled(f"version {version} of {self.name!r} was not announced in {waited:.1f} s")
+        return self._update_loop.await_version(version, timeout_s, self._check_open)
 
     def prepare(self, timeout_s: float | None = None) -> bool:
         """Do now what the first update does once, before a version is published: record, allocate, register, plan.

@@ -51,6 +51,10 @@ _LOOK_S = 0.5
 """Maximum age of the member list that planners are chosen from."""
 # After a loss the member list changes within one beat of the hub: a short pause, not a back-off.
 _PAUSE_S = 0.05
+# How long one request for a newer version waits at the planner.
+_NEWS_S = 1.0
+# Between two looks for a planner: short beside a training step, long beside the request to the hub that it costs.
+_NO_NEWS_S = 0.1
 _KEPT_DECISIONS = 64
 """Decisions that are remembered: a version that was withdrawn is past long before it is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
@@ -190,7 +194,7 @@ class UpdateLoop:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
 
-    def _tell_withdrawn(self, reply: PartReply) -> None:
+    def _tell_withdrawn(self, reply: PartReply | NewsReply) -> None:
         """Raise VersionRefused if there is nothing to read because a version was withdrawn; once for each version."""
         withdrawn = reply.withdrawn
         if withdrawn is not None and (withdrawn.run, withdrawn.version) not in self.decisions:
@@ -230,6 +234,30 @@ class UpdateLoop:
                 self._announced = news.version
                 return news
         return None
+
+    def await_version(self, version: int, timeout_s: float | None, check_open: Callable[[], None]) -> int:
+        """See `Subscriber.wait_version`; `check_open` is called before each request, and raises to end the wait."""
+        begun = last_answer = time.monotonic()
+        after = version - 1
+        while True:
+            check_open()
+            news = self.news(after, _NEWS_S)
+            now = time.monotonic()
+            if news is not None:
+                # A trainer may take hours per version: without a timeout only the silence of every planner counts.
+                last_answer = now
+                if news.version >= version:
+                    return news.version
+                if news.withdrawn is not None and news.withdrawn.version >= version:
+                    # Raised once: the next call waits for a later version.
+                    after = news.withdrawn.version
+                    self._tell_withdrawn(news)
+            else:
+                time.sleep(_NO_NEWS_S)
+            waited = now - (last_answer if timeout_s is None else begun)
+            if waited > (self._stall_s if timeout_s is None else timeout_s):
+                message = f"version {version} of {self._membership.name!r} was not announced in {waited:.1f} s"
+                raise SourceStalled(message)
 
     def prepare(self) -> None:
         """Do what the first update needs once: requirements, memory, the part, kernels. Not again where it is done.
