@@ -38,7 +38,7 @@ class CudaCompute:
     """A backend that computes on one CUDA device.
 
     Args:
-        memory_bytes: bound of the staging buffers, which take at most half of it.
+        memory_bytes: bound of the staging buffers, which take at most half of it, or are two where a leaf is large.
         device: with an index.
         piece_bytes: size of a staging buffer, rounded up to a page; at least every `leaf_bytes` of `fill`.
         num_threads: threads that call `fill` or `drain`.

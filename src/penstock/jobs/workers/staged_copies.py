@@ -67,7 +67,7 @@ class StagedCopies:
         driver: of the device.
         device: its number.
         up, down: streams for copies to the device, and from it.
-        stall_s: deadline of a copy, and of a wait for a buffer.
+        stall_s: deadline of a copy; a wait for a buffer has twice as long.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class StagedCopies:
     @contextmanager
     def _lent(self) -> Iterator[StagingBuffer]:
         """Lend a buffer for a block; it is not released if a copy from it or to it did not end."""
-        buffer = self.pool.acquire(stall_s=self._stall_s)
+        # Twice the deadline of a copy: where a device hangs, its copy is the error, and not the buffers that it holds.
+        buffer = self.pool.acquire(stall_s=2 * self._stall_s)
         try:
             yield buffer
         finally:

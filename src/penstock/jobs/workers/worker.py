@@ -24,7 +24,7 @@ from penstock.digest.leaf import leaf_digests
 from penstock.engine.check import TensorChecker
 from penstock.engine.run import Executor, Item, Pending, Run
 from penstock.engine.trace import Trace
-from penstock.errors import IntegrityError, OperationFailed, PenstockError
+from penstock.errors import BudgetTooSmall, IntegrityError, OperationFailed, PenstockError
 from penstock.jobs.job import Job, Written, bytes_read
 from penstock.jobs.operations.operation import UNKNOWN, Streamed, report_to
 from penstock.jobs.workers.compute import (
@@ -153,16 +153,29 @@ class Worker(Run):
         """Begin a task once there is memory for it. One thread calls it. Raises the error that stopped the worker."""
         if self.is_revoked(task):
             return
-        num_part = self.job.part_elements(task, self._memory_bytes)
-        if num_part and self.backend.staged_bytes:
-            # Parts are host memory too, on a device besides what is staged; what is reserved there is the device's.
-            num_part = self.job.part_elements(task, self._memory_bytes - self.backend.staged_bytes)
-            self._peak_part_bytes = max(self._peak_part_bytes, self.job.part_bytes(task, num_part))
-        task_run = _TaskRun(self, task, num_part)
+        task_run = _TaskRun(self, task, self._part_elements(task))
         # Reserved for the whole task at once: tasks that took memory step by step could each wait for the others.
         self.buffers.reserve(task_run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
         task_run.begin()
+
+    def _part_elements(self, task: int) -> int:
+        """Return the elements per part of a task; 0: it is made at once.
+
+        Raises:
+            BudgetTooSmall: the smallest part does not fit beside what is staged.
+        """
+        num_part, staged_bytes = self.job.part_elements(task, self._memory_bytes), self.backend.staged_bytes
+        if not num_part or not staged_bytes:
+            return num_part
+        # Parts are host memory, on a device besides what is staged; what is reserved there is the device's.
+        num_part = self.job.part_elements(task, self._memory_bytes - staged_bytes)
+        part_bytes = self.job.part_bytes(task, num_part)
+        if (need := part_bytes + staged_bytes) > self._memory_bytes:
+            message = f"memory_bytes={self._memory_bytes}, but a part of a tensor and staging take {need} bytes"
+            raise BudgetTooSmall(message, minimum_bytes=need)
+        self._peak_part_bytes = max(self._peak_part_bytes, part_bytes)
+        return num_part
 
     def expect(self, task: int) -> None:
         """Forget that a task was revoked: it was assigned again, and will be posted."""

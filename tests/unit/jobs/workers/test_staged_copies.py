@@ -1,79 +1,46 @@
 """Staged copies: every byte through few buffers, none lent again while a copy may use it.
 
-The device is a thread that carries out copies in the order of each stream, later than they were queued.
+The device is a thread that carries out copies in the order of each stream, later than they were queued
+(`tests.support.staged_device`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from tests.support.staged_device import Device
 
 from penstock.cuda.driver import never_freed
-from penstock.errors import DestinationError
+from penstock.errors import DestinationError, SourceStalled
 from penstock.jobs.workers.staged_copies import StagedCopies
 from penstock.memory.staging import StagingPool
+from penstock.storage.local import address_of
 
 PAGE = 4096
 
 
-class Device:
-    """Copies of host memory, carried out by a thread for each stream."""
+class Pins:
+    """A registrar that notes what is pinned."""
 
-    def __init__(self, delay_s: float = 0.0005) -> None:
-        self.delay_s = delay_s
-        self.hangs = False
-        self.freed: list[int] = []
-        self._events: list[threading.Event] = []
-        self._streams: dict[int, SimpleQueue[tuple[int, int, int] | threading.Event | None]] = {}
-        for stream in (1, 2):
-            self._streams[stream] = SimpleQueue()
-            threading.Thread(target=self._work, args=(stream,), daemon=True).start()
+    def __init__(self) -> None:
+        self.pinned = set[int]()
 
-    def _work(self, stream: int) -> None:
-        while (work := self._streams[stream].get()) is not None:
-            if isinstance(work, threading.Event):
-                work.set()
-                continue
-            time.sleep(self.delay_s)
-            while self.hangs:
-                time.sleep(0.01)
-            ctypes.memmove(*work)
+    def register(self, address: int, nbytes: int) -> None:
+        self.pinned.add(address)
 
-    @contextmanager
-    def entered(self, device: int) -> Iterator[None]:
-        yield
-
-    def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._streams[stream].put((dst, src, nbytes))
-
-    copy_to_host = copy_to_device
-
-    def make_event(self) -> int:
-        self._events.append(threading.Event())
-        return len(self._events) - 1
-
-    def record(self, event: int, stream: int) -> None:
-        self._events[event] = threading.Event()
-        self._streams[stream].put(self._events[event])
-
-    def is_done(self, event: int) -> bool:
-        return self._events[event].is_set()
-
-    def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        self.freed += events
+    def unregister(self, address: int) -> None:
+        self.pinned.remove(address)
 
 
 @contextmanager
-def copies(device: Device, num_buffers: int, stall_s: float = 30.0) -> Iterator[StagedCopies]:
-    staged = StagedCopies(StagingPool(num_buffers * PAGE, PAGE), device, 0, up=1, down=2, stall_s=stall_s)
+def copies(device: Device, num_buffers: int, stall_s: float = 30.0, pins: Pins | None = None) -> Iterator[StagedCopies]:
+    pool = StagingPool(num_buffers * PAGE, PAGE, registrar=pins)
+    staged = StagedCopies(pool, device, 0, up=1, down=2, stall_s=stall_s)
     try:
         yield staged
     finally:
@@ -120,26 +87,37 @@ def test_a_failed_read_gives_its_buffer_back() -> None:
     def read(at: int, into: memoryview) -> None:
         raise OSError("gone")
 
-    with copies(Device(), 2) as staged:
+    pins = Pins()
+    with copies(Device(), 2, pins=pins) as staged:
         for _ in range(3):
             with pytest.raises(OSError, match="gone"):
                 staged.fill(0, PAGE, read, step=PAGE)
-        assert staged.pool.num_in_use == 0
+        assert staged.pool.num_in_use == 0 and len(pins.pinned) == 1
+    assert not pins.pinned
 
 
 def test_a_buffer_of_a_copy_that_hangs_is_neither_lent_again_nor_freed() -> None:
-    device, memory = Device(), np.zeros(PAGE, np.uint8)
+    device, memory, lent, pins = Device(), np.zeros(PAGE, np.uint8), list[int](), Pins()
+
+    def read(at: int, into: memoryview) -> None:
+        lent.append(address_of(into))
+        into[:] = b"\x07" * into.nbytes
+
     device.hangs = True
-    with copies(device, 2, stall_s=0.2) as staged:
+    with copies(device, 2, stall_s=0.2, pins=pins) as staged:
         with pytest.raises(DestinationError, match=r"did not end a copy of 4096 bytes within 0\.2 s"):
-            staged.fill(memory.ctypes.data, PAGE, lambda at, into: None, step=PAGE)
+            staged.fill(memory.ctypes.data, PAGE, read, step=PAGE)
         assert staged.pool.num_in_use == 1
-        (other,) = {staged.pool.acquire(stall_s=1.0).address}
-    # `close` has left the pool as it was: the copy that ends now writes to memory that exists.
-    assert (staged.pool,) in never_freed
+        other = staged.pool.acquire(stall_s=1.0)
+        assert [other.address] != lent
+        with pytest.raises(SourceStalled):
+            staged.pool.acquire(stall_s=0.1)
+        staged.pool.release(other)
+    # `close` has left the pool as it was: the copy that ends now reads memory that exists.
+    assert (staged.pool,) in never_freed and set(lent) <= pins.pinned
     device.hangs = False
     deadline = time.monotonic() + 10
     while not device.is_done(0) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert device.is_done(0) and other
+    assert device.is_done(0) and (memory == 7).all()
     never_freed.remove((staged.pool,))

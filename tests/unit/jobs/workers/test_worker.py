@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.staged_device import Device
 
 from penstock.config import Settings
 from penstock.engine.trace import Trace
@@ -20,9 +21,11 @@ from penstock.errors import BudgetTooSmall, IntegrityError
 from penstock.jobs.job import Job, plan_job
 from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.result import METADATA
-from penstock.jobs.workers.compute import Buffers
+from penstock.jobs.workers.compute import Buffers, HostCompute, Read, Write
 from penstock.jobs.workers.process import _post_all
+from penstock.jobs.workers.staged_copies import StagedCopies
 from penstock.jobs.workers.worker import Worker
+from penstock.memory.staging import StagingPool
 from penstock.storage.output import OutputSet
 from penstock.storage.weight_set import WeightSet, build, encode, open_weights
 from penstock.types import MIB
@@ -111,6 +114,72 @@ def run(
         {f"{p.parent.name}/{n}": t for p in into.rglob("*.safetensors") for n, t in load_file(p).items()},
         (worker.buffers.peak_bytes),
     )
+
+
+class Staged(HostCompute):
+    """A backend that computes in host memory, but fills and drains it as one of a device does."""
+
+    def __init__(self, memory_bytes: int, piece_bytes: int, num_buffers: int) -> None:
+        super().__init__(memory_bytes)
+        pool = StagingPool(num_buffers * piece_bytes, piece_bytes)
+        self.copies = StagedCopies(pool, Device(delay_s=1e-4), 0, up=1, down=2, stall_s=30.0)
+        self.staged_bytes, self.steps = num_buffers * piece_bytes, set[int]()
+
+    def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
+        step = max(self.copies.pool.buffer_bytes // leaf_bytes, 1) * leaf_bytes
+        self.steps.add(-(-len(inputs) // step))
+        self.copies.fill(inputs.data_ptr(), len(inputs), read, step=step)
+
+    def drain(self, raw: torch.Tensor, write: Write) -> None:
+        self.copies.drain(raw.data_ptr(), len(raw), write)
+
+    def close(self) -> None:
+        self.copies.close()
+
+
+@pytest.mark.parametrize("leaf_bytes", [0, 4096])
+@pytest.mark.parametrize("words", [FP8, SLERP, LINEAR, RESHARD])
+def test_what_is_staged_in_pieces_gives_the_same_bytes(stack, tmp_path, monkeypatch, words, leaf_bytes) -> None:
+    count = 2 if words in (SLERP, LINEAR) else 1
+    sources = [write(tmp_path / f"source{i}", i, leaf_bytes) for i in range(count)]
+    _, expected, _ = run(stack, sources, words, tmp_path / "whole" / "out")
+    backend = Staged(64 * MIB, 4096, 3)
+    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: backend)
+    _, found, _ = run(stack, sources, words, tmp_path / "staged" / "out")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert max(backend.steps) > 1  # some reads were cut into pieces
+    assert backend.copies.pool.num_in_use == 0
+
+
+def test_a_wrong_byte_is_found_in_its_piece(stack, tmp_path, monkeypatch) -> None:
+    source = write(tmp_path / "source", 1, 4096)
+    flip(source, "layers.0.q_proj.weight", 9000)
+    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: Staged(64 * MIB, 4096, 3))
+    with pytest.raises(IntegrityError):
+        run(stack, [source], FP8, tmp_path / "out")
+
+
+def test_parts_fit_beside_what_is_staged_or_are_refused(stack, tmp_path, monkeypatch) -> None:
+    sources = [tmp_path / f"source{i}" for i in range(2)]
+    for i, source in enumerate(sources):
+        source.mkdir()
+        chance = torch.Generator().manual_seed(i)
+        save_file({"weight": torch.randn(1024, 1024, generator=chance).bfloat16()}, source / "model.safetensors")
+    job, expected, _ = run(stack, sources, SLERP, tmp_path / "whole" / "out")
+    least, largest = int(job.least_bytes.max()), int(job.memory_bytes.max())
+    backend = Staged(MIB, 4096, 2)
+    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: backend)
+    peaks = list[int]()
+    close = Worker.close
+    monkeypatch.setattr(Worker, "close", lambda worker: (peaks.append(worker._peak_part_bytes), close(worker)))
+    memory_bytes = least + backend.staged_bytes
+    assert memory_bytes < largest
+    _, found, _ = run(stack, sources, SLERP, tmp_path / "parts" / "out", memory_bytes=memory_bytes)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert 0 < peaks[-1] <= memory_bytes - backend.staged_bytes
+    with pytest.raises(BudgetTooSmall) as caught:
+        run(stack, sources, SLERP, tmp_path / "refused", memory_bytes=memory_bytes - 1)
+    assert caught.value.minimum_bytes == memory_bytes
 
 
 def test_a_worker_that_gets_no_memory_says_so(stack, tmp_path, monkeypatch) -> None:
