@@ -12,7 +12,7 @@ from tests.integration.conftest import Host, check
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.errors import IntegrityError, NotFound
+from penstock.errors import IntegrityError, NotFound, PeerLost
 
 QUIET = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
 """A hub whose members beat so seldom that none finds in time that its own memory is bad."""
@@ -142,6 +142,7 @@ def test_a_holder_that_disagrees_with_the_manifest(host: Host, sealed: Path, tru
             assert_same(weights, truth)
             assert any("are not the manifest's" in fault for fault in report.faults)
             assert report.storage_bytes == report.nbytes  # nothing was taken from it
-        with ps.join("m") as late, pytest.raises(NotFound):
+        # PeerLost: where the machine is busy, the hub may list the one that left until its heartbeats are missed.
+        with ps.join("m") as late, pytest.raises((NotFound, PeerLost)):
             reader.fence()
             late.fetch({}, wait_s=0.0)

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 
 class Device:
-    """Copies of host memory, carried out by a thread for each stream."""
+    """Copies of host memory, carried out by a thread for each stream until the device's events are freed."""
 
     def __init__(self, delay_s: float = 0.0005) -> None:
         self.delay_s = delay_s
@@ -58,3 +58,6 @@ class Device:
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
         self.freed += events
+        # Behind what is queued: `StagedCopies.close` makes this call last, and a copy that hangs may still end.
+        for queue in self._streams.values():
+            queue.put(None)
