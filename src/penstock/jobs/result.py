@@ -307,14 +307,17 @@ def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
     for task in range(len(job.tasks)):
-        digests = iter(journal.done[task].tolist())
+        digests, num_before = journal.done[task], 0
         for written in job.written(task):
-            for start, stop in written.pieces(leaf_bytes):
-                digest = next(digests)
-                whole = min((start // leaf_bytes + 1) * leaf_bytes, int(table.nbytes[written.row]))
-                if start % leaf_bytes == 0 and stop == whole:
-                    at = int(first[written.row]) + start // leaf_bytes
-                    leaves[at], is_known[at] = digest, True
+            count = written.num_pieces(leaf_bytes)
+            at, stop = int(first[written.row]) + written.start // leaf_bytes, written.stop
+            # Only the pieces at both ends may be parts of leaves.
+            begin = 0 if written.start % leaf_bytes == 0 else 1
+            end = count if stop % leaf_bytes == 0 or stop == int(table.nbytes[written.row]) else count - 1
+            if begin < end:
+                leaves[at + begin : at + end] = digests[num_before + begin : num_before + end]
+                is_known[at + begin : at + end] = True
+            num_before += count
     return leaves, is_known
 
 

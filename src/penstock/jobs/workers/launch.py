@@ -209,15 +209,15 @@ def has_driver() -> bool:
 
 
 def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
-    """Return the number of processes to start before GPUs are counted: at most one for each GPU that may be there."""
+    """Return the number of processes to start before GPUs are counted: one for each worker on a GPU, as far as known."""
     named = [devices] if isinstance(devices, str) else list(devices)
     # By device files and CUDA_VISIBLE_DEVICES: asking the driver takes the time that this is to save.
     if named == ["all"]:
         there, shown = glob.glob("/dev/nvidia[0-9]*"), visible_devices()
-        count = len(there) if shown is None else min(len(there), len(shown))
-    else:
-        count = len({device for device in named if device != "cpu"}) if has_driver() else 0
-    return count if workers is None else min(count, workers)
+        named = ["cuda"] * (len(there) if shown is None else min(len(there), len(shown)))
+    if not named or not has_driver():
+        return 0
+    return sum(named[i % len(named)] != "cpu" for i in range(workers or len(named)))
 
 
 def _count_gpus(fork_server: ForkServer) -> int:
