@@ -12,7 +12,6 @@ Not here: the kernels (`digest.xxh3_triton`), the CPU references (`digest.leaf`,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.cuda.kernel_cache import Launch
+from penstock.cuda.kernel_cache import Launch, device_context
 from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest import xxh3_constants
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
@@ -112,7 +111,7 @@ class LeafTable:
         # slab overwrites them.
         if sums is None:
             sums = _scratch(self.num_sums, self.device)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with device_context(self.device):
             for slab in self.slabs:
                 self.kernels.run_slab(slab, sums, out)
             if self.first_short < self.num_leaves:
@@ -207,7 +206,7 @@ class OrderedLeaves:
 
         Order: asynchronous on the current stream, always the same one, or one that waits for it.
         """
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with device_context(self.device):
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
                 if _has(self._unaligned, slab.first_leaf, slab.stop_leaf):
                     slab = dataclasses.replace(slab, aligned=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -41,14 +40,19 @@ class Written:
     start: int
     stop: int
 
-    def pieces(self, leaf_bytes: int) -> list[tuple[int, int]]:
-        """Cut the range at the tensor's leaves; each piece is digested separately."""
-        cuts = [self.start, *range((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes), self.stop]
-        return [(a, b) for a, b in pairwise(cuts) if a < b]
+    def cuts(self, leaf_bytes: int) -> I64:
+        """Return where the range is cut: its start, the edges of the tensor's leaves within it, its stop.
+
+        What lies between two cuts is a piece, and is digested separately.
+        """
+        if self.start >= self.stop:
+            return np.array([self.start], np.int64)
+        edges = np.arange((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes, dtype=np.int64)
+        return np.concatenate([[self.start], edges, [self.stop]])
 
     def num_pieces(self, leaf_bytes: int) -> int:
-        """Return the number of `pieces`."""
-        # By arithmetic: a job has hundreds of thousands of ranges, and lists of their pieces are not needed to count.
+        """Return the number of pieces between `cuts`."""
+        # By arithmetic: a job has hundreds of thousands of ranges, whose cuts are not needed to count.
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -238,7 +239,7 @@ def _digests_of(job: Job, task: int, out: OutputSet) -> U64:
     digests = []
     for written in job.written(task):
         at = int(job.files.table.offset[written.row])
-        for start, stop in written.pieces(job.leaf_bytes):
+        for start, stop in pairwise(written.cuts(job.leaf_bytes).tolist()):
             digests.append(_digest(out, int(job.files.table.file_index[written.row]), at + start, stop - start))
     return np.array(digests, np.uint64)
 

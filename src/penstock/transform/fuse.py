@@ -10,7 +10,6 @@ On the CPU the reference runs, tensor by tensor.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.cuda.kernel_cache import launch
+from penstock.cuda.kernel_cache import device_context, launch
 from penstock.errors import PlanError
 from penstock.transform.formats import WHOLE, Format, outputs
 from penstock.transform.quantize import dtype_of, quantise, whole_scale
@@ -103,7 +102,7 @@ class Fusion:
                     out.copy_(part)
             return
         device = self.groups[0].table.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with device_context(device):
             if self.form.scaling == "nv":
                 # At each run: the kernels take maxima into it, and a peak of the run before could be larger.
                 self.peaks.zero_()
@@ -170,7 +169,8 @@ def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion
     """Lay out checked jobs for the kernels; on the CPU only under Triton's interpreter."""
     # Jobs whose amax is given take it from there; the others get a place each, which the kernels measure into.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
-    peaks = torch.zeros(num_peaks, dtype=torch.int32, device=device)
+    # Set to zero by each run.
+    peaks = torch.empty(num_peaks, dtype=torch.int32, device=device)
     entries: dict[_Key, list[tuple[int, ...]]] = {}
     peak_at = iter(range(peaks.data_ptr(), peaks.data_ptr() + 4 * num_peaks, 4))
     for job in jobs:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from penstock.digest.leaf import leaf_digests
 from penstock.engine.run import Pending
 from penstock.errors import Cancelled
-from penstock.types import MIB, U64
+from penstock.types import I64, MIB, U64
 
 _FITS = 1.5
 """Largest ratio of a reused buffer to the size that is needed: making a new buffer takes longer than filling one."""
@@ -119,10 +119,6 @@ def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [buffer[at : at + size] for at, size in zip(packed(sizes), sizes, strict=False)]
 
 
-Pieces = Sequence[tuple[int, int]]
-"""Byte ranges of one output, each with a digest of its own."""
-
-
 @dataclass(slots=True)
 class Made:
     """Outputs of a task, valid once the step that made them is over."""
@@ -130,7 +126,7 @@ class Made:
     raw: list[torch.Tensor]
     """Bytes of each output where the backend computes, flat uint8."""
     digests: U64
-    """Of the pieces of all outputs, in order."""
+    """Of the pieces between the cuts of all outputs, in order."""
 
 
 Read = Callable[[int, memoryview], None]
@@ -169,8 +165,12 @@ class ComputeBackend(Protocol):
         """Fill a part of a `room` by `read`, a multiple of `leaf_bytes` at a time; complete on return."""
         ...
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
-        """Call `run` and digest its outputs; complete once the pending is done."""
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
+        """Call `run` and digest its outputs; complete once the pending is done.
+
+        Args:
+            cuts: of each output, ascending from 0 to its bytes: what lies between two has a digest of its own.
+        """
         ...
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
@@ -211,13 +211,13 @@ class HostCompute:
         """See `ComputeBackend.fill`."""
         read(0, as_view(inputs))
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
         """See `ComputeBackend.make`."""
         raw = [as_bytes(tensor) for tensor in run()]
-        digests, at = np.empty(sum(len(some) for some in pieces), np.uint64), 0
-        for output, some in zip(raw, pieces, strict=True):
+        digests, at = np.empty(sum(len(some) - 1 for some in cuts), np.uint64), 0
+        for output, some in zip(raw, cuts, strict=True):
             view = as_view(output)
-            for start, stop in some:
+            for start, stop in pairwise(some.tolist()):
                 leaf_digests(view[start:stop], stop - start, digests[at : at + 1])
                 at += 1
         return Made(raw, digests), None

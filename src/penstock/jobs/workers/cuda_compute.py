@@ -21,10 +21,10 @@ from penstock.digest.cuda import leaf_digests_cuda
 from penstock.engine.place import CudaRegistrar
 from penstock.engine.run import Pending
 from penstock.errors import DeviceOutOfMemory
-from penstock.jobs.workers.compute import Buffers, Made, Pieces, Read, Write, as_bytes
+from penstock.jobs.workers.compute import Buffers, Made, Read, Write, as_bytes
 from penstock.jobs.workers.staged_copies import StagedCopies
 from penstock.memory.staging import StagingPool
-from penstock.types import GIB
+from penstock.types import GIB, I64
 
 _DEVICE_BYTES = 2 * GIB
 """Most device memory that tasks hold: twelve of 128 MiB, and room to spare."""
@@ -75,11 +75,10 @@ class CudaCompute:
 
     def room(self, nbytes: int) -> torch.Tensor:
         """See `ComputeBackend.room`."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._up), _OutOfMemoryMapper(self.device):
-            room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        # Allocated on one stream, used on another: without this the allocator reuses it while the operation reads.
-        room.record_stream(self._work)
-        return room
+        with torch.cuda.device(self.device.index), torch.cuda.stream(self._up), _OutOfMemoryMapper(self.device):
+            # Without `record_stream`, though an operation reads it on another stream: a task gives its memory back once
+            # the device is done with it, and an event for each would be queried at every later allocation.
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def put(self, room: torch.Tensor) -> None:
         """See `ComputeBackend.put`: the memory goes back to torch with its last user."""
@@ -89,14 +88,13 @@ class CudaCompute:
         step = max(self._piece_bytes // leaf_bytes, 1) * leaf_bytes
         self._copies.fill(inputs.data_ptr(), len(inputs), read, step=step)
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], pieces: Sequence[Pieces]) -> tuple[Made, Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
         """See `ComputeBackend.make`."""
         with self.entered():
             outputs = [as_bytes(tensor) for tensor in run()]
-            start = [out.data_ptr() + a for out, some in zip(outputs, pieces, strict=True) for a, _ in some]
-            nbytes = [b - a for some in pieces for a, b in some]
-            there = leaf_digests_cuda(np.array(start, np.int64), np.array(nbytes, np.int64), self.device)
-            digests = torch.empty(len(nbytes), dtype=torch.int64, pin_memory=True)
+            start = np.concatenate([out.data_ptr() + some[:-1] for out, some in zip(outputs, cuts, strict=True)])
+            there = leaf_digests_cuda(start, np.concatenate([np.diff(some) for some in cuts]), self.device)
+            digests = torch.empty(len(start), dtype=torch.int64, pin_memory=True)
             digests.copy_(there, non_blocking=True)
             return Made(outputs, digests.numpy().view(np.uint64)), _StreamPosition(self._work)
 
@@ -107,7 +105,7 @@ class CudaCompute:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """See `ComputeBackend.entered`."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._work), _OutOfMemoryMapper(self.device):
+        with torch.cuda.device(self.device.index), torch.cuda.stream(self._work), _OutOfMemoryMapper(self.device):
             yield
 
     def close(self) -> None:

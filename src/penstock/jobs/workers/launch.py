@@ -209,7 +209,7 @@ def has_driver() -> bool:
 
 
 def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
-    """Return the number of processes to start before GPUs are counted: one for each worker on a GPU, as far as known."""
+    """Return the number of processes to start before GPUs are counted: one for each worker that may be on a GPU."""
     named = [devices] if isinstance(devices, str) else list(devices)
     # By device files and CUDA_VISIBLE_DEVICES: asking the driver takes the time that this is to save.
     if named == ["all"]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -344,11 +345,8 @@ class _TaskRun:
         """Run the operation and compute digests."""
         worker = self._worker
         worker.began(self._task)
-        pieces = [
-            [(a - where.start, b - where.start) for a, b in where.pieces(worker.job.leaf_bytes)]
-            for where in self._outputs
-        ]
-        self._made, pending = worker.backend.make(self._run_operation, pieces)
+        cuts = [where.cuts(worker.job.leaf_bytes) - where.start for where in self._outputs]
+        self._made, pending = worker.backend.make(self._run_operation, cuts)
         return pending
 
     def _run_operation(self) -> list[torch.Tensor]:
@@ -502,7 +500,7 @@ class _OutputInParts:
         self._file = int(table.file_index[where.row])
         self._offset = int(table.offset[where.row]) + where.start
         self._nbytes = where.stop - where.start
-        self._pieces = where.pieces(worker.job.leaf_bytes)
+        self._pieces = list(pairwise(where.cuts(worker.job.leaf_bytes).tolist()))
         self._digests = np.empty(len(self._pieces), np.uint64)
         self._done = 0
         self._num_digested = 0
