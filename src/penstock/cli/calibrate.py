@@ -45,6 +45,7 @@ _NEAR = (
     "gather_s",
     "gather_gb_per_s",
     "worker_gb_per_s",
+    "host_gb_per_s",
 )
 
 Timed = Callable[[], object]

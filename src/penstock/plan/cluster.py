@@ -107,6 +107,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Beyond the node: bytes of short runs that a source packs for a reader; 0: it packs none."""
     worker_gb_per_s: float = 0.0
     """Rate at which a worker of a conversion reads files in the host's memory beside its other stages; 0: no bound."""
+    host_gb_per_s: float = 0.0
+    """The same of all workers of a host together."""
     answer_s: float
     """Time of a request to another member's server and its answer."""
     hop_s: float
@@ -123,7 +125,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"{self.name}: the rates of operations must be above 0")
         costs = (self.step_s, self.post_s, self.run_s, self.short_run_s, self.answer_s, self.hop_s)
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
-        if min(*costs, *near, self.worker_gb_per_s, self.pack_gb_per_s) < 0:
+        if min(*costs, *near, self.worker_gb_per_s, self.host_gb_per_s, self.pack_gb_per_s) < 0:
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
 
@@ -149,6 +151,7 @@ H200_RATES = Rates(
     gather_gb_per_s=350.0,
     pack_gb_per_s=1140.0,
     worker_gb_per_s=12.8,
+    host_gb_per_s=29.9,
     answer_s=1e-3,
     hop_s=3.5e-3,
     source=(
@@ -175,6 +178,7 @@ H200_RATES = Rates(
             "for runs below 4 KiB",
         ),
         ("worker_gb_per_s", "benchmarks/results/h200x2_202611/convert.md, two workers on 32 cores"),
+        ("host_gb_per_s", "benchmarks/results/h200x4_202611/convert.md, four workers on 64 cores"),
         ("answer_s", "assumed: a small request to a member's server"),
         ("hop_s", "penstock.plan.schedule: 3 to 4 ms between two processes on two busy cores"),
     ),

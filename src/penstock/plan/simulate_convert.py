@@ -116,11 +116,15 @@ class _Run:
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
         """Return the seconds that each stage takes for a byte, per worker."""
         cluster = self.cluster
-        # What a worker gets of storage: of its node's link, and of storage itself; the slower one counts.
-        shares = [cluster.node_storage_gb_per_s / cluster.gpus_per_node, cluster.storage_gb_per_s / cluster.num_gpus]
+        # What a worker gets of storage: of storage itself, of its node's link, of its host's memory, and by its own
+        # process; the slowest counts.
+        shares = [
+            cluster.storage_gb_per_s / cluster.num_gpus,
+            cluster.node_storage_gb_per_s / cluster.gpus_per_node,
+            self.rates.host_gb_per_s / cluster.gpus_per_node,
+            self.rates.worker_gb_per_s,
+        ]
         storage_s = max((1 / share / GB for share in shares if share), default=0.0)
-        if self.rates.worker_gb_per_s:
-            storage_s = max(storage_s, 1 / self.rates.worker_gb_per_s / GB)
         pcie_s, compute_s = 1 / cluster.pcie_gb_per_s / GB, 1 / self.compute_gb_per_s / GB
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 

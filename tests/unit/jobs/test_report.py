@@ -94,7 +94,7 @@ def test_gpus_are_known_by_what_the_driver_calls_them(
         (tmp_path / f"0000:{i}").mkdir()
         (tmp_path / f"0000:{i}" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\n")
     monkeypatch.setattr(module, "GPUS", tmp_path)
-    links = msgspec.structs.replace(H200_RATES, worker_gb_per_s=0.0)
+    links = msgspec.structs.replace(H200_RATES, worker_gb_per_s=0.0, host_gb_per_s=0.0)
     for rates, gb_per_s in ((None, H200_RATES.worker_gb_per_s), (links, 55.5)):
         one, shared, two = (
             predict(job, frozenset(), URIS, devices, rates)[0]

@@ -14,7 +14,7 @@ from penstock.plan.simulate import svg
 from penstock.plan.simulate_convert import SILENCE_S, simulate_convert
 from penstock.types import GB
 
-RATES = msgspec.structs.replace(H200_RATES, quantise_gb_per_s=100.0, worker_gb_per_s=0.0)
+RATES = msgspec.structs.replace(H200_RATES, quantise_gb_per_s=100.0, worker_gb_per_s=0.0, host_gb_per_s=0.0)
 
 
 def cluster(gpus: int, **fields) -> Cluster:
@@ -54,12 +54,20 @@ def test_workers_that_read_no_faster_than_their_process_can() -> None:
     assert run(80, disk, rates=slow).predicted_s == pytest.approx(run(80, disk).predicted_s)
 
 
-def test_what_two_gpus_took_is_predicted() -> None:
-    count = 386  # 68.6 GB in tasks of 256 MiB, as benchmarks/results/h200x2_202611/convert.md has them
+@pytest.mark.parametrize(("gpus", "measured_s"), [(2, 2.67), (2, 2.83), (4, 2.30)])
+def test_conversions_on_gpus_take_as_long_as_predicted(gpus: int, measured_s: float) -> None:
+    count = 1100  # 68.7 GB in tasks of 128 MiB, as benchmarks/results/h200x2_202611 and h200x4_202611 have them
     h200, rates = CLUSTERS["h200"]
-    taken, given = (np.full(count, int(nbytes / count)) for nbytes in (68.6e9, 35.0e9))
-    found = simulate_convert(taken, given, msgspec.structs.replace(h200, gpus_per_node=2), rates)
-    assert abs(found.off_by(measured_s=2.67)) < 0.1
+    taken, given = (np.full(count, int(nbytes / count)) for nbytes in (68.7e9, 35.0e9))
+    found = simulate_convert(taken, given, msgspec.structs.replace(h200, gpus_per_node=gpus), rates)
+    assert abs(found.off_by(measured_s=measured_s)) < 0.1
+
+
+def test_workers_of_a_host_read_no_faster_together_than_the_host_can() -> None:
+    bound = msgspec.structs.replace(RATES, host_gb_per_s=20.0)
+    assert run(160, cluster(4), rates=bound).predicted_s == pytest.approx(160 / 20, rel=0.05)
+    assert run(160, cluster(1), rates=bound).predicted_s == pytest.approx(160 / 20, rel=0.05)
+    assert run(160, cluster(1)).predicted_s == pytest.approx(160 / 50, rel=0.05)
 
 
 def test_shared_storage_bounds_all_of_them() -> None:
