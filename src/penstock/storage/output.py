@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +27,7 @@ import numpy as np
 from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
 from penstock.report import bytes_text
-from penstock.storage.local import exchange, reserve
+from penstock.storage.local import exchange, is_in_memory, reserve
 from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
@@ -37,6 +38,11 @@ GGUF_FILE = "model.gguf"
 """Name of a result that is one GGUF file."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_DISK_WRITE_BYTES = 1 << 20
+"""Bytes of one write into the page cache of a disk. For larger ones Linux takes memory in pieces of 2 MiB, which a
+virtual machine may have to get from its host first: 4 GB to FP8 on ext4 took twice as long.
+Source: benchmarks/results/cpu2_202611/convert.md."""
 
 # Files uploaded at once, each in several parts; see `objects.upload_file`.
 _UPLOADS = 4
@@ -77,6 +83,7 @@ class OutputSet:
         self._body_nbytes = body_nbytes
         self.metadata = dict(metadata or {})
         self._fds: list[int] = []
+        self._write_bytes = _DISK_WRITE_BYTES
         if gguf_header is not None:
             self.names, self._headers, self.data_offset = [GGUF_FILE], [gguf_header], [len(gguf_header)]
             return
@@ -166,6 +173,8 @@ class OutputSet:
         with typed(self.directory):
             for name in self.names:
                 self._fds.append(os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC))
+        if self._fds and is_in_memory(self._fds[0]):
+            self._write_bytes = sys.maxsize
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes, `offset` counting from the file's first body. Any thread. DiskFull, DestinationError."""
@@ -173,7 +182,7 @@ class OutputSet:
         with self._typed(self.directory / self.names[file]):
             # A write may be short: Linux writes at most 2 GiB at once, and less where the disk fills up.
             while data.nbytes:
-                done = os.pwrite(self._fds[file], data, at)
+                done = os.pwrite(self._fds[file], data[: self._write_bytes], at)
                 at, data = at + done, data[done:]
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
@@ -300,6 +309,7 @@ class OutputRegion(OutputSet):
         self._headers = [b""]
         self.metadata = {"format": "pt"}
         self._fds = []
+        self._write_bytes = _DISK_WRITE_BYTES
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Do nothing: the memory exists already."""

@@ -5,6 +5,7 @@ Not here: executors, ticket and closing (`engine.run`), assigning tasks (`plan.p
 to the coordinator (`process`).
 
     post(task) --reserve--> fetch: ranges to the device --> compute: operation, digests --> send: pwrite at fixed places
+                       `--> fetch: of a copy of local files, read, digest and pwrite of a few leaves at a time
 
 No thread waits for the ticket here: the process's main thread handles messages, and looks at the ticket between them.
 """
@@ -52,6 +53,8 @@ are a request each. Source: benchmarks/results/h200x2_202611/convert.md; benchma
 DEVICE_PIECE_BYTES = 8 * MIB
 """Bytes that a thread stages at once on their way to or from a device: so few that those of all threads stay in the
 processor's cache. Source: benchmarks/results/h200x2_202611/convert.md."""
+COPY_BYTES = MIB
+"""Bytes of a tensor that is only copied which a thread reads, digests and writes at once, likewise."""
 LOCAL_READS, DEVICE_READS, REMOTE_READS = 4, 6, 16
 """Reads under way at once."""
 MIN_WRITES, MAX_WRITES = 2, 4
@@ -107,7 +110,7 @@ class Worker(Run):
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
         both = zip(sources, job.held_to, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
-        remote = any(is_remote(file.uri) for source in sources for file in source.sources)
+        self.is_remote = remote = any(is_remote(file.uri) for source in sources for file in source.sources)
         cores = len(os.sched_getaffinity(0))
         # CUDA's current device is one of each thread.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
@@ -243,9 +246,13 @@ class _TaskRun:
         self._task = task
         self._num_part = num_part
         job = worker.job
-        self.memory_bytes = job.part_bytes(task, num_part) if num_part else int(job.memory_bytes[task])
         self._entries = [(job.recipes[index], start, stop) for index, start, stop in job.tasks.entries(task)]
         self._outputs = list(job.written(task))
+        self._is_copy = not num_part and self._copies()
+        if self._is_copy:
+            self.memory_bytes = min(max(COPY_BYTES, job.leaf_bytes), int(job.memory_bytes[task]))
+        else:
+            self.memory_bytes = job.part_bytes(task, num_part) if num_part else int(job.memory_bytes[task])
         self._output_bytes = sum(where.stop - where.start for where in self._outputs)
         self._name = self._entries[0][0].outputs[0].spec.name
         self._room: torch.Tensor | None = None
@@ -260,6 +267,8 @@ class _TaskRun:
         """Post the first work items."""
         if self._num_part:
             self._worker.compute.post(self._item("make", self._output_bytes, self._make_in_parts, self._made_in_parts))
+        elif self._is_copy:
+            self._worker.fetch.post(self._item("copy", self._output_bytes, self._copy, self._made_in_parts))
         else:
             self._post_reads()
 
@@ -280,6 +289,51 @@ class _TaskRun:
             self._worker.backend.put(self._room)
         self._room = self._made = None
         self._worker.buffers.unreserve(self.memory_bytes)
+
+    # -- copy
+
+    def _copies(self) -> bool:
+        """Return whether every output has the bytes of its one input, and may be copied a few leaves at a time."""
+        job = self._worker.job
+        # Remote reads are larger than a few leaves, and many at once.
+        if self._worker.is_remote or not all(recipe.copies for recipe, _, _ in self._entries):
+            return False
+        for (recipe, start, stop), where in zip(self._entries, self._outputs, strict=True):
+            (task_input,) = recipe.inputs
+            held_to, here = job.held_to[task_input.source], (where.start, where.stop)
+            if task_input.byte_range(start, stop) != here:
+                return False
+            # Each read is of leaves of the output, and must be of the source's leaves where it is compared with them.
+            if held_to and (held_to != job.leaf_bytes or task_input.leaf_range(start, stop, held_to) != here):
+                return False
+        return True
+
+    def _copy(self) -> None:
+        """Read, digest and write a few leaves at a time: they stay in the processor's cache between the three."""
+        worker, leaf_bytes = self._worker, self._worker.job.leaf_bytes
+        worker.began(self._task)
+        table, room = worker.job.files.table, memoryview(bytearray(self.memory_bytes))
+        num_leaves = max(1, COPY_BYTES // leaf_bytes)
+        digests: list[U64] = []
+        for (recipe, _, _), where in zip(self._entries, self._outputs, strict=True):
+            (task_input,) = recipe.inputs
+            file, offset = int(table.file_index[where.row]), int(table.offset[where.row])
+            cuts = where.cuts(leaf_bytes).tolist()
+            found = np.empty(len(cuts) - 1, np.uint64)
+            for first in range(0, len(found), num_leaves):
+                worker.ticket.check()
+                if worker.is_revoked(self._task):
+                    return
+                edges = cuts[first : first + num_leaves + 1]
+                piece = room[: edges[-1] - edges[0]]
+                worker.read(task_input.source, task_input.spec.name, edges[0], piece)
+                for number, (start, stop) in enumerate(pairwise(edges), first):
+                    leaf = piece[start - edges[0] : stop - edges[0]]
+                    leaf_digests(leaf, leaf.nbytes, found[number : number + 1])
+                worker.out.write(file, offset + edges[0], piece)
+                worker.moved(piece.nbytes)
+            digests.append(found)
+        self._digests = np.concatenate(digests)
 
     # -- read
 

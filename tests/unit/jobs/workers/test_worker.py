@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.staged_device import Device
 
 from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, IntegrityError
 from penstock.jobs.job import Job, plan_job
@@ -24,7 +25,7 @@ from penstock.jobs.result import METADATA
 from penstock.jobs.workers.compute import Buffers, HostCompute, Read, Write
 from penstock.jobs.workers.process import _post_all
 from penstock.jobs.workers.staged_copies import StagedCopies
-from penstock.jobs.workers.worker import Worker
+from penstock.jobs.workers.worker import COPY_BYTES, Worker, _TaskRun
 from penstock.memory.staging import StagingPool
 from penstock.storage.output import OutputSet
 from penstock.storage.weight_set import WeightSet, build, encode, open_weights
@@ -49,10 +50,14 @@ def write(directory: Path, seed: int, leaf_bytes: int = 0) -> Path:
     }
     save_file(tensors, directory / "model.safetensors")
     if leaf_bytes:
-        with open_weights(str(directory), settings=Settings()) as weights:
-            raw = encode(build(weights, leaf_bytes=leaf_bytes))
-        (directory / "penstock.manifest").write_bytes(raw)
+        add_manifest(directory, leaf_bytes)
     return directory
+
+
+def add_manifest(directory: Path, leaf_bytes: int) -> None:
+    with open_weights(str(directory), settings=Settings()) as weights:
+        raw = encode(build(weights, leaf_bytes=leaf_bytes))
+    (directory / "penstock.manifest").write_bytes(raw)
 
 
 def flip(source: Path, tensor: str, at: int) -> None:
@@ -78,11 +83,18 @@ def opened(stack: ExitStack, sources: Sequence[Path]) -> list[WeightSet]:
 
 
 def run(
-    stack: ExitStack, sources: Sequence[Path], words: Words, into: Path, *, verify: bool = True, memory_bytes: int = 0
+    stack: ExitStack,
+    sources: Sequence[Path],
+    words: Words,
+    into: Path,
+    *,
+    verify: bool = True,
+    memory_bytes: int = 0,
+    task_bytes: int = 1 << 15,
 ) -> tuple[Job, dict[str, torch.Tensor], int]:
     """A job by one worker: what it gave, and the most memory its tasks held at once."""
     sets = opened(stack, sources)
-    job = plan_job(operation_of(words), [one.manifest for one in sets], task_bytes=1 << 15, verify=verify)
+    job = plan_job(operation_of(words), [one.manifest for one in sets], task_bytes=task_bytes, verify=verify)
     out = OutputSet(into, job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     stack.callback(out.close)
     out.create()
@@ -159,6 +171,37 @@ def test_a_wrong_byte_is_found_in_its_piece(stack, tmp_path, monkeypatch) -> Non
         run(stack, [source], FP8, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("leaf_bytes", "is_copy"), [(0, True), (LEAF_BYTES, True), (4096, False)])
+def test_what_is_only_copied_is_held_a_few_leaves_at_a_time(stack, tmp_path, monkeypatch, leaf_bytes, is_copy) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    made = {
+        "large": torch.randint(256, (3 * MIB + 7,), dtype=torch.uint8),
+        "rows": torch.randn(700, 1000),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+    }
+    save_file(made, source / "model.safetensors")
+    if leaf_bytes:
+        add_manifest(source, leaf_bytes)
+    copied, copy = list[int](), _TaskRun._copy
+
+    def spy(task_run: _TaskRun) -> None:
+        copied.append(task_run.memory_bytes)
+        copy(task_run)
+
+    monkeypatch.setattr(_TaskRun, "_copy", spy)
+    job, found, _ = run(stack, [source], [], tmp_path / "out", task_bytes=2 * MIB)
+    assert all(torch.equal(found[f"out/{name}"], tensor) for name, tensor in made.items()) and len(found) == len(made)
+    # Rows of 4,000 bytes are not cut at leaves, so these are read whole where they are compared.
+    assert bool(copied) == is_copy and (leaf_bytes or len(copied) == len(job.tasks))
+    assert all(nbytes <= COPY_BYTES for nbytes in copied)
+    if leaf_bytes:
+        flip(source, "large", 2 * MIB + 5)
+        with pytest.raises(IntegrityError, match="large"):
+            run(stack, [source], [], tmp_path / "refused", task_bytes=2 * MIB)
+
+
 def test_parts_fit_beside_what_is_staged_or_are_refused(stack, tmp_path, monkeypatch) -> None:
     sources = [tmp_path / f"source{i}" for i in range(2)]
     for i, source in enumerate(sources):
@@ -187,7 +230,7 @@ def test_a_worker_that_gets_no_memory_says_so(stack, tmp_path, monkeypatch) -> N
         raise MemoryError(nbytes)
 
     sets = opened(stack, [write(tmp_path / "source", 1)])
-    job = plan_job(operation_of([]), [one.manifest for one in sets])
+    job = plan_job(operation_of(FP8), [one.manifest for one in sets])
     out = OutputSet(tmp_path / "out", job.files.table, job.files.body_nbytes, METADATA, job.files.groups)
     todo: SimpleQueue[int | None] = SimpleQueue()
     with Worker(
