@@ -3,11 +3,13 @@
     python -m benchmarks.bench_convert [--source-bytes 2G] [--mergekit .../bin/mergekit-yaml] [--reps 3]
     python -m benchmarks.bench_convert --gpus 4 --source-bytes 64G --script-bytes 16G --only fp8 --memory 2G --reps 1
     python -m benchmarks.bench_convert --gpus 1 --source-bytes 16G --only merge --memory 4G --budget-s 240
+    python -m benchmarks.bench_convert --only copy --source-bytes 4G --home /var/tmp/bench          on a disk
     python -m benchmarks.bench_convert --hidden 512 --source-bytes 100M --reps 1          a minute, to see that it works
 
 Rows: BF16 -> FP8 in blocks of 128, beside a plain script (load_file, quantise, save_file); the linear merge of three
-checkpoints, beside mergekit, or the plain script where it is not given. Each row is printed, and with `--out` written,
-when it is there; one that fails, or for which `--budget-s` leaves no time, says so. Sources and results are on tmpfs.
+checkpoints, beside mergekit, or the plain script where it is not given; a copy, beside cp. Each row is printed, and
+with `--out` written, when it is there; one that fails, or for which `--budget-s` leaves no time, says so. Sources and
+results are on tmpfs, or in `--home`.
 Every measurement is a fresh process, from its start to its end, imports and all, and the memory is the most that it and
 those it started had at once: the sum of their proportional set sizes (smaps_rollup), looked at ten times a second.
 The files in tmpfs are not in it: nobody maps them but the plain script.
@@ -29,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -238,7 +241,8 @@ class Bench:
         that a machine of others has not touched before is slow at first."""
         before = limit_gb_per_s(sources[0], self.home, share, self.args.gpus)
         trace, into = self.home / "trace.json", self.home / "out"
-        told = ["--devices", "all" if self.args.gpus else "cpu", "--workers", str(self.num_workers), *more]
+        told = [*more] if work == "copy" else ["--workers", str(self.num_workers), *more]
+        told += ["--devices", "all" if self.args.gpus else "cpu"]
         command = convert(sources, into, *told, "--memory-bytes", self.args.memory, "--trace", str(trace))
         row = self.measured(work, "penstock", nbytes, command, self.args.reps, trace=trace)
         after = limit_gb_per_s(sources[0], self.home, share, self.args.gpus)
@@ -328,6 +332,16 @@ def merge_rows(bench: Bench) -> None:
     bench.attempt(work, "torch script", lambda: bench.script(work, nbytes, MERGE, into, bench.device, *sources))
 
 
+def copy_rows(bench: Bench) -> None:
+    """Rows of a copy beside cp, which digests nothing, and beside cp and a sync of the file system."""
+    args, work, into = bench.args, "copy", bench.home / "out"
+    source, nbytes = bench.source("source", args.source_bytes)
+    bench.attempt(work, "penstock", lambda: bench.ours(work, [source], nbytes, 1.0))
+    for case, program in (("cp", 'cp -r "$0" "$1"'), ("cp, synced", 'cp -r "$0" "$1" && sync -f "$1"')):
+        command = ["sh", "-c", program, str(source), str(into)]
+        bench.attempt(work, case, partial(bench.measured, work, case, nbytes, command, args.script_reps))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
@@ -339,7 +353,7 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=Path("/dev/shm/penstock-bench-convert"))
     parser.add_argument("--mergekit", default="", help="path of mergekit-yaml")
     parser.add_argument("--llmcompressor", default="", help="path of a Python that has llmcompressor")
-    parser.add_argument("--only", choices=["fp8", "merge"])
+    parser.add_argument("--only", choices=["fp8", "merge", "copy"])
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--script-reps", type=int, default=0, help="of the others; 0: as many as --reps")
     parser.add_argument(
@@ -354,7 +368,7 @@ def main() -> int:
     bench = Bench(args)
     print(f"# {platform.machine()}, torch {torch.__version__}, numpy {np.__version__}", file=sys.stderr, flush=True)
     try:
-        for work, rows in (("merge", merge_rows), ("fp8", fp8_rows)):
+        for work, rows in (("merge", merge_rows), ("fp8", fp8_rows), ("copy", copy_rows)):
             if args.only in (None, work):
                 rows(bench)
                 for path in args.home.iterdir():

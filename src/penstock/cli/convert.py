@@ -143,7 +143,7 @@ def convert(
     if ray is not None:
         # Ray's native code logs to descriptor 1 under RAY_LOG_TO_STDERR, from threads of its own.
         keep_stdout()
-    else:
+    elif to is not None or workers is not None or not _is_copy(words):
         launcher = LocalLauncher(devices.split(","), workers)
         # The workers start while this process imports the rest.
         launcher.begin()
@@ -174,6 +174,13 @@ def convert(
         _keep(run, places[-1].removeprefix(SCHEME), connection, format)
     else:
         write_report(run(destination=places[-1]), format)
+
+
+def _is_copy(words: list[str]) -> bool:
+    # Imported only where it is asked: workers that a conversion needs should start before this process imports more.
+    from penstock.jobs.operations.spec import is_copy
+
+    return is_copy(words)
 
 
 def _predict(

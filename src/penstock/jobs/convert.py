@@ -34,7 +34,7 @@ from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.observer import JobObserver
-from penstock.jobs.operations.spec import Operations
+from penstock.jobs.operations.spec import COPIES, Operations, is_copy
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.request import ConvertRequest, plan_request, uris_of
 from penstock.jobs.result import (
@@ -85,8 +85,7 @@ COPY_THREAD_BYTES = 16 * GIB
 """The same for operations that change no value: reads, digests and writes let go of the interpreter's lock. Source: two
 cores, busy, copies of 4 GiB in tmpfs: 3.8 s in a thread, 10.4 s in two processes, medians of three. Larger ones were
 not tried."""
-_COPIES = frozenset({"copy", "rename", "reshard"})
-_THREAD_OPERATIONS = _COPIES | {"store", "dequantise", "gguf", "average", "linear"}
+_THREAD_OPERATIONS = COPIES | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
 its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
 number of threads, which gives other bits; functions of users may hang or end the process."""
@@ -212,7 +211,10 @@ def convert(
         stages = open_trace(trace)
         with ExitStack() as stack:
             shown = stack.enter_context(Progress(progress, into, unit="tasks"))
-            may_use_threads = not isinstance(destination, MemoryDestination) and _may_use_threads(settings, devices)
+            only_copies = to is None and is_copy(operations)
+            may_use_threads = not isinstance(destination, MemoryDestination) and _may_use_threads(
+                settings, devices, only_copies=only_copies
+            )
             # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
             launcher = None if may_use_threads else _launcher(settings, devices, stack)
             with stages.stage("plan"):
@@ -230,7 +232,7 @@ def convert(
                 request.job.check_budget(request.job_spec.memory_bytes, "one task")
             if launcher is None and _fits_a_thread(request):
                 launcher = stack.enter_context(ThreadLauncher())
-                settings = dataclasses.replace(settings, num_workers=1)
+                settings, devices = dataclasses.replace(settings, num_workers=1), "cpu"
             elif launcher is None:
                 launcher = _launcher(settings, devices, stack)
             watch = JobWatch(settings.observer, request.job, request.job_spec.sources, into)
@@ -284,22 +286,25 @@ def _check_replace(sources: Sequence[str], destination: str | MemoryDestination)
             raise ConfigError(message, uri=destination, hint="write to another place, then replace it yourself")
 
 
-def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str]) -> bool:
-    """Return whether the worker of a small conversion may be a thread: torch is loaded, and it runs on the CPU."""
+def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
+    """Return whether the worker of a small conversion may be a thread: it runs on the CPU, where torch is loaded."""
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
+    named = [devices] if isinstance(devices, str) else list(devices)
+    # No device is needed, and several processes would wait for each other's writes to a file.
+    if only_copies:
+        return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
     # Without torch a thread would import it as long as a process does. The default dtype is one of all threads.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
-    named = [devices] if isinstance(devices, str) else list(devices)
     return named == ["cpu"] or (named == ["all"] and not has_driver())
 
 
 def _fits_a_thread(request: ConvertRequest) -> bool:
     """Return whether a conversion is small, and its result does not depend on the number of torch's threads."""
     names = {spec["op"] for spec in request.job_spec.operation}
-    limit = COPY_THREAD_BYTES if names <= _COPIES else THREAD_BYTES
+    limit = COPY_THREAD_BYTES if names <= COPIES else THREAD_BYTES
     return names <= _THREAD_OPERATIONS and int(request.job.tasks.cost.sum()) <= limit
 
 

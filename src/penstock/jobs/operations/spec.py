@@ -84,6 +84,15 @@ _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Options of merges that are numbers, or lists of numbers."""
 
 
+COPIES = frozenset({"copy", "rename", "reshard"})
+"""Operations that change no value."""
+
+
+def is_copy(operations: Operations) -> bool:
+    """Return whether operations change no value. ConfigError as of `operation_specs`."""
+    return {spec.get("op") for spec in operation_specs(operations)} <= COPIES
+
+
 def operation_specs(operations: Operations) -> list[OperationSpec]:
     """Return operations as mappings: one, or several in a list; each a mapping, or a text as of `--op`.
 
