@@ -83,8 +83,7 @@ THREAD_BYTES = 1024 * MIB
 processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
 COPY_THREAD_BYTES = 16 * GIB
 """The same for operations that change no value: reads, digests and writes let go of the interpreter's lock. Source: two
-cores, busy, copies of 4 GiB in tmpfs: 3.8 s in a thread, 10.4 s in two processes, medians of three. Larger ones were
-not tried."""
+cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger ones were not tried."""
 _THREAD_OPERATIONS = COPIES | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
 its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
