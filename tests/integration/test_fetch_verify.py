@@ -89,7 +89,10 @@ def test_a_holder_whose_memory_is_bad_is_named(
         reader = host.start(fallback=uri if has_storage else None)
         report = check(reader, truth)
         if has_storage:
-            assert any(member[:8] in fault and "digest" in fault for fault in report["faults"]), report["faults"]
+            # On a busy machine the holder's own check, at its next heartbeat, may come before the reader's.
+            why = ("digest", "does not hold that key")
+            named = [fault for fault in report["faults"] if member[:8] in fault and any(text in fault for text in why)]
+            assert named, report["faults"]
             assert report["storage_bytes"]  # all of it, if the wrong chunk is the first one that is verified
         # A complaint moves who complains, and nobody else: all members here are one caller. But the holder is told
         # which chunk it was, finds it wrong itself, and gives up what it holds.
