@@ -334,7 +334,9 @@ class Coordinator(Closing):
             raise _error_of(message)
 
     def _begins(self, place: _Place, task: int) -> None:
-        place.at = task
+        # A copy runs no operation, and several begin beside one that does: a lost worker is not blamed on it.
+        if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
+            place.at = task
         # A second run may have written over the first one's bytes: `check_repeated` reads those tasks back at the end.
         (self.repeated if task in self._tried else self._tried).add(task)
 

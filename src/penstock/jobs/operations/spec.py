@@ -90,7 +90,7 @@ COPIES = frozenset({"copy", "rename", "reshard"})
 
 def is_copy(operations: Operations) -> bool:
     """Return whether operations change no value. ConfigError as of `operation_specs`."""
-    return {spec.get("op") for spec in operation_specs(operations)} <= COPIES
+    return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
 
 
 def operation_specs(operations: Operations) -> list[OperationSpec]:
