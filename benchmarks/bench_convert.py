@@ -208,7 +208,7 @@ class Bench:
         self.home: Path = args.home
         self.threads = min(32, len(os.sched_getaffinity(0)))
         self.device = "cuda:0" if args.gpus else "cpu"
-        self.num_workers = args.gpus or args.workers
+        self.workers = ["--workers", str(args.gpus or args.workers)]
 
     def left_s(self) -> float:
         return float(self.args.budget_s) - (time.monotonic() - self.began)
@@ -241,9 +241,8 @@ class Bench:
         that a machine of others has not touched before is slow at first."""
         before = limit_gb_per_s(sources[0], self.home, share, self.args.gpus)
         trace, into = self.home / "trace.json", self.home / "out"
-        told = [*more] if work == "copy" else ["--workers", str(self.num_workers), *more]
-        told += ["--devices", "all" if self.args.gpus else "cpu"]
-        command = convert(sources, into, *told, "--memory-bytes", self.args.memory, "--trace", str(trace))
+        devices = ["--devices", "all" if self.args.gpus else "cpu"]
+        command = convert(sources, into, *devices, *more, "--memory-bytes", self.args.memory, "--trace", str(trace))
         row = self.measured(work, "penstock", nbytes, command, self.args.reps, trace=trace)
         after = limit_gb_per_s(sources[0], self.home, share, self.args.gpus)
         limits = {name: max(rate, after[name]) for name, rate in before.items()}
@@ -299,7 +298,9 @@ class Bench:
 def fp8_rows(bench: Bench) -> None:
     args, work = bench.args, "fp8-block128"
     source, nbytes = bench.source("source", args.source_bytes)
-    bench.attempt(work, "penstock", lambda: bench.ours(work, [source], nbytes, 0.53, "--to", "fp8-block128"))
+    bench.attempt(
+        work, "penstock", lambda: bench.ours(work, [source], nbytes, 0.53, *bench.workers, "--to", "fp8-block128")
+    )
     if args.script_bytes and args.script_bytes < nbytes:
         shutil.rmtree(source)
         source, nbytes = bench.source("source", args.script_bytes)
@@ -317,7 +318,7 @@ def merge_rows(bench: Bench) -> None:
     args, work, into = bench.args, "linear merge of 3", bench.home / "out"
     made = [bench.source(f"source{i}", args.source_bytes, i) for i in range(3)]
     sources, nbytes = [source for source, _ in made], sum(size for _, size in made)
-    bench.attempt(work, "penstock", lambda: bench.ours(work, sources, nbytes, 1 / 3, "--op", "linear"))
+    bench.attempt(work, "penstock", lambda: bench.ours(work, sources, nbytes, 1 / 3, *bench.workers, "--op", "linear"))
     if args.mergekit:
         told = {
             "merge_method": "linear",

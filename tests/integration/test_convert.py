@@ -179,6 +179,7 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
         ("all", None, None, 3),
         ("all", 2, None, 2),
         ("all", 6, None, 6),
+        ("all", 500, None, 8),
         ("all", None, "1,2", 2),
         ("all", None, "", 0),
         ("all", None, "-1", 0),
@@ -191,6 +192,7 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
 def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown, num):
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
     monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)

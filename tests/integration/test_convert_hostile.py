@@ -26,10 +26,12 @@ from tests.support.tensor_file import write_file
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
 from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.messages import Hello
+from penstock.jobs.job import Job
+from penstock.jobs.messages import Began, Done, Hello, JobSpec, Ready, Wire, Work
 from penstock.jobs.request import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
+from penstock.lifecycle import Closing
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
 
@@ -111,6 +113,76 @@ def test_who_guesses_the_secret_in_any_letters_is_turned_away(made: Path, tmp_pa
         with pytest.raises(PeerLost):
             launcher.guest.to_worker()
         launcher.guest.close()
+
+
+NAMED = """
+def run(tensor, name):
+    return tensor
+
+run.names = "^a"
+"""
+
+
+class Lost(Closing):
+    """A launcher of workers that begin the operation on one task, copy another one, and are lost."""
+
+    listen = None
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.wires, self.threads = job, list[Wire](), dict[str, threading.Thread]()
+
+    def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
+        """Start a worker: a thread that speaks its part."""
+        wire = connect(address, timeout_s=5.0)
+        self.wires.append(wire)
+        wire.send(Hello(worker=worker, secret=secret, device=device))
+        self.threads[worker] = threading.Thread(target=self._work, args=(wire,), daemon=True)
+        self.threads[worker].start()
+
+    def _work(self, wire: Wire) -> None:
+        tasks = list[int]()
+        while not tasks:
+            for message in wire.to_worker():
+                if isinstance(message, JobSpec):
+                    wire.send(Ready(key=self.job.key))
+                elif isinstance(message, Work):
+                    tasks += message.tasks
+        copies = [task for task in tasks if self.is_copy(task)]
+        (made,) = set(tasks) - set(copies)
+        wire.send(Began(task=made))
+        wire.send(Began(task=copies[0]))
+        wire.send(Done(task=copies[0], digests=bytes(8 * self.job.num_pieces(copies[0]))))
+        wire.shut_down()
+
+    def is_copy(self, task: int) -> bool:
+        """Return whether the operation does not run on a task."""
+        return all(self.job.recipes[index].copies for index, _, _ in self.job.tasks.entries(task))
+
+    def ended(self, worker: str) -> str | None:
+        """Return how a worker ended."""
+        return None if self.threads[worker].is_alive() else "it was lost"
+
+    def kill(self, worker: str) -> None:
+        """Do nothing: it ends itself."""
+
+    def close(self) -> None:
+        """Close the connections."""
+        for wire in self.wires:
+            wire.close()
+
+
+def test_a_lost_worker_is_blamed_on_its_operation_and_not_on_a_copy_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named.py").write_text(NAMED)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_file(tmp_path / "one.safetensors", {name: (DType.F32, (1 << 16,), bytes(1 << 18)) for name in "abcdefgh"})
+    told: dict[str, Any] = {"operations": [{"op": "function", "function": "named:run"}], "task_bytes": 1 << 19}
+    job = plan(tmp_path / "one.safetensors", **told)
+    with Lost(job) as launcher, pytest.raises(OperationFailed, match=r"3 workers were lost .* 'a'"):
+        workers = WorkerSettings(num_workers=1, launcher=launcher)
+        convert(tmp_path / "one.safetensors", tmp_path / "out", devices="cpu", workers=workers, **told)
+    assert len(launcher.wires) == 3
 
 
 FIRST = """

@@ -80,7 +80,7 @@ def calibrate() -> Rates:
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these: they are of two devices, or of several processes.
     near = {name: getattr(H200_RATES, name) if on_device else 0.0 for name in _NEAR}
-    source += [(name, "assumed: as of two H200" if on_device else "assumed: nothing") for name in near]
+    source += [(name, "assumed: as of H200" if on_device else "assumed: nothing") for name in near]
     return Rates(
         name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
         operation_gb_per_s=operations,

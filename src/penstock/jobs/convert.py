@@ -84,7 +84,8 @@ processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results
 COPY_THREAD_BYTES = 16 * GIB
 """The same for operations that change no value: reads, digests and writes let go of the interpreter's lock. Source: two
 cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger ones were not tried."""
-_THREAD_OPERATIONS = COPIES | {"store", "dequantise", "gguf", "average", "linear"}
+_NO_ARITHMETIC = COPIES | {"reshard"}
+_THREAD_OPERATIONS = _NO_ARITHMETIC | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
 its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
 number of threads, which gives other bits; functions of users may hang or end the process."""
@@ -303,7 +304,7 @@ def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, 
 def _fits_a_thread(request: ConvertRequest) -> bool:
     """Return whether a conversion is small, and its result does not depend on the number of torch's threads."""
     names = {spec["op"] for spec in request.job_spec.operation}
-    limit = COPY_THREAD_BYTES if names <= COPIES else THREAD_BYTES
+    limit = COPY_THREAD_BYTES if names <= _NO_ARITHMETIC else THREAD_BYTES
     return names <= _THREAD_OPERATIONS and int(request.job.tasks.cost.sum()) <= limit
 
 

@@ -89,7 +89,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
-    """The operation runs on a task now: the task to blame if the worker is lost."""
+    """A task's bytes are made or copied from now on. A lost worker is blamed on the task that its operation ran on."""
 
     task: int
 

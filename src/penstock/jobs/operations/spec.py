@@ -84,12 +84,12 @@ _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Options of merges that are numbers, or lists of numbers."""
 
 
-COPIES = frozenset({"copy", "rename", "reshard"})
-"""Operations that change no value."""
+COPIES = frozenset({"copy", "rename"})
+"""Operations that give every tensor as it is."""
 
 
 def is_copy(operations: Operations) -> bool:
-    """Return whether operations change no value. ConfigError as of `operation_specs`."""
+    """Return whether operations give every tensor as it is; none are a copy. ConfigError as of `operation_specs`."""
     return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
 
 

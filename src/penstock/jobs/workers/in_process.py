@@ -8,6 +8,7 @@ Not here: which conversions run this way (`jobs.convert`), workers in processes 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class ThreadLauncher(Closing):
     listen: str | None = None
 
     def __init__(self) -> None:
+        # Here and not in a worker's thread, where Ctrl-C would not end it: it takes seconds.
+        importlib.import_module("torch")
         self._workers: dict[str, _Worker] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:

@@ -217,7 +217,9 @@ def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
         named = ["cuda"] * (len(there) if shown is None else min(len(there), len(shown)))
     if not named or not has_driver():
         return 0
-    return sum(named[i % len(named)] != "cpu" for i in range(workers or len(named)))
+    # Beyond one for each device no more than cores: `workers` may be any number, and each of them imports torch.
+    count = min(workers or len(named), max(len(named), len(os.sched_getaffinity(0))))
+    return sum(named[i % len(named)] != "cpu" for i in range(count))
 
 
 def _count_gpus(fork_server: ForkServer) -> int:

@@ -61,7 +61,7 @@ MIN_WRITES, MAX_WRITES = 2, 4
 """Threads that write, a core each. Source: benchmarks/results/cpu2_202611/convert-faults.md, "Writing"."""
 
 OnBegan = Callable[[int], None]
-"""Called from an executor's thread: the operation runs on a task now."""
+"""Called from an executor's thread: the operation runs on a task now, or its bytes are copied."""
 OnDone = Callable[[int, U64], None]
 """Called from an executor's thread: a task, and the digests of its pieces."""
 
@@ -110,7 +110,9 @@ class Worker(Run):
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
         both = zip(sources, job.held_to, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
-        self.is_remote = remote = any(is_remote(file.uri) for source in sources for file in source.sources)
+        remote = any(is_remote(file.uri) for source in sources for file in source.sources)
+        # Remote reads are larger than a few leaves, and many at once; on a device this was not measured.
+        self.copies_by_leaves = device.type == "cpu" and not remote
         cores = len(os.sched_getaffinity(0))
         # CUDA's current device is one of each thread.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
@@ -295,8 +297,7 @@ class _TaskRun:
     def _copies(self) -> bool:
         """Return whether every output has the bytes of its one input, and may be copied a few leaves at a time."""
         job = self._worker.job
-        # Remote reads are larger than a few leaves, and many at once.
-        if self._worker.is_remote or not all(recipe.copies for recipe, _, _ in self._entries):
+        if not self._worker.copies_by_leaves or not all(recipe.copies for recipe, _, _ in self._entries):
             return False
         for (recipe, start, stop), where in zip(self._entries, self._outputs, strict=True):
             (task_input,) = recipe.inputs
