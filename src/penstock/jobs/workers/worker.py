@@ -268,9 +268,9 @@ class _TaskRun:
     def begin(self) -> None:
         """Post the first work items."""
         if self._num_part:
-            self._worker.compute.post(self._item("make", self._output_bytes, self._make_in_parts, self._made_in_parts))
+            self._worker.compute.post(self._item("make", self._output_bytes, self._make_in_parts, self._finish_at_once))
         elif self._is_copy:
-            self._worker.fetch.post(self._item("copy", self._output_bytes, self._copy, self._made_in_parts))
+            self._worker.fetch.post(self._item("copy", self._output_bytes, self._copy, self._finish_at_once))
         else:
             self._post_reads()
 
@@ -539,7 +539,8 @@ class _TaskRun:
         part = part if (first - low) % width == 0 else part.clone()
         return as_tensor(part, recipe_input.spec.dtype, (stop - start,)).to(worker.backend.device)
 
-    def _made_in_parts(self) -> None:
+    def _finish_at_once(self) -> None:
+        """Report a task that one item read, made and wrote."""
         self._end()
         # None only where the task was revoked midway; one that was revoked since is not reported either.
         if self._digests is not None and not self._worker.is_revoked(self._task):
