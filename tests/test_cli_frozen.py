@@ -41,10 +41,10 @@ COMMANDS = {
     "plan load": "URI --names --memory-bytes --explain --format",
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
     "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --arena --one-node "
-    "--bucket-bytes --watermark-bytes --cluster --rates --seed --picture --format",
+    "--bucket-bytes --watermark-bytes --cluster --rates --python-slowdown --seed --picture --format",
     "plan convert": "SOURCES --to --op --task-bytes --workers --cluster --rates --seed --picture --format",
     "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
-    "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --seed --picture --format",
+    "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --python-slowdown --seed --picture --format",
     "bench boot": "COMMAND --url --body --model --repeat --timeout-s --log --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",

@@ -24,7 +24,7 @@ from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.digest.strip import Strips, pack_strips
 from penstock.http.control import ControlConnection, over_tcp
-from penstock.plan.cluster import H200_RATES, SHORT_RUN_BYTES, Rates
+from penstock.plan.cluster import H200_RATES, PYTHON_COSTS, SHORT_RUN_BYTES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.storage.safetensors import encode_header
 from penstock.types import GB, MIB, DType
@@ -78,9 +78,14 @@ def calibrate() -> Rates:
     operations = _operations("cuda:0" if on_device else "cpu") if quantise is not None else {}
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
-    # One process with one device cannot measure these: they are of two devices, or of several processes.
-    near = {name: getattr(H200_RATES, name) if on_device else 0.0 for name in _NEAR}
-    source += [(name, "assumed: as of H200" if on_device else "assumed: nothing") for name in near]
+    # One process with one device cannot measure these: they are of two devices, or of several processes. What of them
+    # is Python takes as much longer here as a step does.
+    times = stages["step_s"] / H200_RATES.step_s
+    there = H200_RATES.slowed(times)
+    near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}
+    for name in near:
+        how = f"as of H200, {times:.2f} times as long, as a step" if name in PYTHON_COSTS else "as of H200"
+        source.append((name, f"assumed: {how}" if on_device else "assumed: nothing"))
     return Rates(
         name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
         operation_gb_per_s=operations,

@@ -54,6 +54,14 @@ ClusterOption = Annotated[
     typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file of JSON."),
 ]
 RatesOption = Annotated[Path | None, option("--rates", "FILE", "Rates of the stages, from `doctor --calibrate`.")]
+PythonOption = Annotated[
+    float,
+    typer.Option(
+        "--python-slowdown",
+        metavar="TIMES",
+        help="Python takes so many times as long on these hosts as on the host of the rates.",
+    ),
+]
 SeedOption = Annotated[
     int, typer.Option("--seed", min=0, help="Seed of random choices: slow and failing nodes, order.")
 ]
@@ -243,6 +251,7 @@ def simulate_sync(
     ] = "16G",
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
+    python_slowdown: PythonOption = 1.0,
     seed: SeedOption = 0,
     picture: PictureOption = None,
     format: FormatOption = Format.human,
@@ -259,6 +268,7 @@ def simulate_sync(
     if watermark < MIB:
         raise ConfigError(f"--watermark-bytes {watermark_bytes} is too small", hint="give 1M or more")
     described, speeds = read_cluster(cluster, rates)
+    speeds = speeds.slowed(python_slowdown)
     layouts, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(layouts, wanted, bucket_bytes=parse_bytes(bucket_bytes))
     prediction = simulation.simulate_sync(
@@ -292,6 +302,7 @@ def simulate_fetch(
     ] = 1,
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
+    python_slowdown: PythonOption = 1.0,
     seed: SeedOption = 0,
     picture: PictureOption = None,
     format: FormatOption = Format.human,
@@ -303,6 +314,7 @@ def simulate_fetch(
     from penstock.plan import simulate_fetch as simulation
 
     described, speeds = read_cluster(cluster, rates)
+    speeds = speeds.slowed(python_slowdown)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     fleet = simulation.Fleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
     prediction = simulation.simulate_fetch(fleet, described, speeds, seed=seed)

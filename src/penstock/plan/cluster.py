@@ -9,6 +9,7 @@ Not here: what moves (`sync`, `relay`), how flows share links (`simulate`), meas
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import msgspec
@@ -127,6 +128,33 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         near = (self.slab_s, self.near_post_s, self.copy_s, self.gap_s, self.gather_s, self.gather_gb_per_s)
         if min(*costs, *near, self.worker_gb_per_s, self.host_gb_per_s, self.pack_gb_per_s) < 0:
             raise PlanError(f"{self.name}: costs must be at least 0 s")
+
+    def slowed(self, times: float) -> Rates:
+        """Return the same machine with a processor on which Python takes so many times as long; see `PYTHON_COSTS`.
+
+        Raises:
+            ConfigError: the number is not above 0, or not finite.
+        """
+        if not 0 < times < math.inf:
+            raise ConfigError(
+                f"Python cannot take {times} times as long", hint="give a number above 0: 2 is half as fast"
+            )
+        return msgspec.structs.replace(self, **{name: times * getattr(self, name) for name in PYTHON_COSTS})
+
+
+PYTHON_COSTS = (
+    "step_s",
+    "slab_s",
+    "post_s",
+    "run_s",
+    "short_run_s",
+    "near_post_s",
+    "copy_s",
+    "gather_s",
+    "answer_s",
+    "hop_s",
+)
+"""Costs that a host's processor determines: calls of Python, which queue a device's work or send requests."""
 
 
 SHORT_RUN_BYTES = 256 << 10

@@ -73,6 +73,21 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     assert found["predicted_s"] > 2.0
 
 
+def test_hosts_whose_python_is_slow_take_longer(llama: str) -> None:
+    for command in (("sync", llama, *SMALL), ("fetch", "--bytes", "1G", "--nodes", "2")):
+        once, twice = (
+            json.loads(run("simulate", *command, "--python-slowdown", times, "--format", "json"))["predicted_s"]
+            for times in ("1", "2")
+        )
+        assert once < twice < 2.1 * once
+
+
+@pytest.mark.parametrize("times", ["0", "-1", "nan", "inf"])
+def test_python_cannot_take_no_time(llama: str, times: str) -> None:
+    with pytest.raises(ConfigError, match="as long"):
+        run("simulate", "sync", llama, *SMALL, "--python-slowdown", times)
+
+
 def test_plans_are_shown_and_explained(llama: str) -> None:
     assert "reads" in run("plan", "load", llama)
     assert "read 0:" in run("plan", "load", llama, "--explain")
