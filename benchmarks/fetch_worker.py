@@ -23,12 +23,12 @@ class Worker:
 
         torch.set_num_threads(1 if device == "cpu" else 8)
         self.rank, self.world_size = rank, world_size
-        self.device = f"cuda:{rank}" if device == "cuda" else device
+        self.device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else device
         self.weights: dict[str, torch.Tensor] = {}
         self.fleet: Any = None
         self.model: Any = None
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(self.device)
             torch.empty(1, device=self.device)
 
     def sync(self) -> None:

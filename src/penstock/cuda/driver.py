@@ -521,8 +521,9 @@ class CudaDriver:
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         """Queue copies between devices' addresses, in no particular order."""
-        # A batch is one call for all copies; a driver before CUDA 12.8 has none, and is called for each.
-        if len(nbytes) <= _FEW or self._batch is None:
+        # A batch is one call for all copies; a driver before CUDA 12.8 has none, and is called for each. The legacy
+        # stream takes no batch.
+        if len(nbytes) <= _FEW or self._batch is None or not stream:
             for to, of, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
                 self._do("cuMemcpyAsync", to, of, length, stream)
             return

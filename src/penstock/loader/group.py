@@ -10,22 +10,23 @@ Not here: reading and placing (`session`, `engine`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from blake3 import blake3
 
+from penstock.cuda.driver import load_driver
 from penstock.engine.place import HostPlace, Segment, place_on
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, Session
 from penstock.plan.schedule import LoadPlan
 from penstock.transport.collective import GroupCollectives
-from penstock.types import Box, TensorTable
+from penstock.types import I64, Box, TensorTable
 
 STATUS_BYTES = 512
 """Bytes for the status word behind each payload: more than it needs, so that payloads stay aligned for copy engines."""
@@ -144,11 +145,13 @@ class _Rounds:
         self._plan = run.plan
         self._ranks = ranks
         self._per_round = per_round
-        self._slab = place.slab
         self._is_host = ranks.device.type == "cpu"
         self._failed: PenstockError | RuntimeError | None = failed
         # Joined once, for all rounds: Python for each read of each rank would hold up the thread that reads.
         self._pieces = _pieces(self._plan, per_round)
+        self._copies: _Copies | None = None
+        if failed is None:
+            self._copies = (_HostCopies if self._is_host else _DeviceCopies)(self._pieces, place.slab, ranks.device)
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
         # One width for all rounds and ranks, as `all_gather` requires; the last round is padded.
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
@@ -184,9 +187,10 @@ class _Rounds:
         except (PenstockError, RuntimeError) as error:
             self._failed = error
         # A rank that failed goes on with the rounds: leaving a collective would hang the others in it.
-        slot.send[-1] = self._failed is not None
-        if self._failed is None:
-            self._copy(slot.send, self._turn(k, ranks.rank), pack=True)
+        if self._failed is not None:
+            slot.send[-1] = 1
+        elif self._copies is not None:
+            self._copies.pack(self._turns(k)[ranks.rank], slot.send)
         slot.work = ranks.post_gather(slot.received.view(-1), slot.send)
         if not self._is_host:
             # This orders the stream after the gather; the host goes on.
@@ -211,33 +215,103 @@ class _Rounds:
         lost = [rank for rank, word in enumerate(slot.status.tolist()) if word]
         if lost:
             raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
-        for rank in range(ranks.world_size):
-            if rank != ranks.rank:
-                self._run.arrived(self._turn(k, rank))
+        # Once for all ranks: it takes locks that the thread which reads needs.
+        others = [self._pieces[turn : turn + 1] for rank, turn in enumerate(self._turns(k)) if rank != ranks.rank]
+        self._run.arrived([piece for turns in others for pieces in turns for piece in pieces])
 
     def _unpack(self, slot: _Slot) -> None:
         assert slot.round is not None
-        if self._failed is None:
-            for rank in range(self._ranks.world_size):
-                if rank != self._ranks.rank:
-                    self._copy(slot.received[rank], self._turn(slot.round, rank), pack=False)
+        if self._failed is None and self._copies is not None:
+            self._copies.unpack(self._turns(slot.round), self._ranks.rank, slot.received)
 
-    def _turn(self, k: int, rank: int) -> list[Segment]:
-        """Return the segments that a rank contributes in round k."""
-        turn = k * self._ranks.world_size + rank
-        return self._pieces[turn] if turn < len(self._pieces) else []
+    def _turns(self, k: int) -> range:
+        """Return the turn of each rank in round k; the last round may have turns without a piece."""
+        return range(k * self._ranks.world_size, (k + 1) * self._ranks.world_size)
 
-    def _copy(self, payload: torch.Tensor, pieces: Sequence[Segment], *, pack: bool) -> None:
-        """Copy between a payload and the slabs: into the payload, or out of it."""
+
+class _Copies(Protocol):
+    """Copies between the slabs and the payloads of rounds."""
+
+    def pack(self, turn: int, payload: torch.Tensor) -> None:
+        """Copy the pieces of a turn into a payload, one behind the other."""
+        ...
+
+    def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
+        """Copy the pieces of these turns out of their payloads, but for the turn of rank `own`."""
+        ...
+
+
+class _HostCopies:
+    """Copies in host memory, carried out at once."""
+
+    def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any], device: torch.device) -> None:
+        self._pieces = pieces
+        self._slab = slab
+
+    def pack(self, turn: int, payload: torch.Tensor) -> None:
+        """See `_Copies.pack`."""
+        for piece, at in self._placed(turn):
+            payload[at : at + len(piece)].copy_(piece)
+
+    def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
+        """See `_Copies.unpack`."""
+        for rank, turn in enumerate(turns):
+            if rank != own:
+                for piece, at in self._placed(turn):
+                    piece.copy_(payloads[rank, at : at + len(piece)])
+
+    def _placed(self, turn: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the memory of each piece of a turn, and its place in the payload."""
         at = 0
-        for _, slab, dst, nbytes, _, _ in pieces:
-            piece = self._slab(slab)[dst : dst + nbytes]
-            piece = torch.from_numpy(piece) if self._is_host else piece
-            if pack:
-                payload[at : at + nbytes].copy_(piece, non_blocking=True)
-            else:
-                piece.copy_(payload[at : at + nbytes], non_blocking=True)
+        for _, slab, dst, nbytes, _, _ in self._pieces[turn] if turn < len(self._pieces) else ():
+            yield torch.from_numpy(self._slab(slab)[dst : dst + nbytes]), at
             at += nbytes
+
+
+class _DeviceCopies:
+    """Copies in a device's memory, queued on the stream that is current when this is made.
+
+    By the driver's own calls, a microsecond or two each: torch's let go of the GIL, which the thread that reads then
+    holds. Tables are made once, for all turns.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any], device: torch.device) -> None:
+        self._driver = load_driver()
+        self._device = device.index
+        self._stream: int = torch.cuda.current_stream(device).cuda_stream
+        rows = [piece for turn in pieces for piece in turn]
+        starts = {number: slab(number).data_ptr() for number in {piece.slab for piece in rows}}
+        self._address = np.array([starts[piece.slab] + piece.dst for piece in rows], np.int64)
+        self._nbytes = np.array([piece.run for piece in rows], np.int64)
+        counts = np.array([len(turn) for turn in pieces], np.int64)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
+        # Of each piece, the place in its payload.
+        begin = np.cumsum(self._nbytes) - self._nbytes
+        self._at = begin - np.repeat(begin[self._first[:-1]], counts)
+        self._turn = np.repeat(np.arange(len(pieces)), counts)
+
+    def _rows(self, start: int, stop: int) -> slice:
+        """Return the pieces of turns `[start, stop)`, of which the last may not exist."""
+        last = len(self._first) - 1
+        return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
+
+    def pack(self, turn: int, payload: torch.Tensor) -> None:
+        """See `_Copies.pack`."""
+        rows = self._rows(turn, turn + 1)
+        self._queue(payload.data_ptr() + self._at[rows], self._address[rows], self._nbytes[rows])
+
+    def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
+        """See `_Copies.unpack`."""
+        rows = self._rows(turns.start, turns.stop)
+        rank = self._turn[rows] - turns.start
+        source = payloads.data_ptr() + rank * payloads.stride(0) + self._at[rows]
+        others = rank != own
+        self._queue(self._address[rows][others], source[others], self._nbytes[rows][others])
+
+    def _queue(self, dst: I64, src: I64, nbytes: I64) -> None:
+        # The caller's thread may have another device current.
+        with self._driver.entered(self._device):
+            self._driver.copy(dst.astype(np.uint64), src.astype(np.uint64), nbytes.astype(np.uint64), self._stream)
 
 
 class _Slot:

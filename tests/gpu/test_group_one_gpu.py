@@ -1,0 +1,100 @@
+"""`group=` with all ranks on one device: gathered by way of the host, since NCCL wants a device for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import run_ranks
+from tests.truth import all_bits, by_safetensors
+
+import penstock
+from penstock.engine.place import Segment
+from penstock.loader.group import _DeviceCopies
+from penstock.testing.checkpoints import write_llama, write_moe
+from penstock.transport.collective import GroupCollectives
+from penstock.types import MIB
+
+pytestmark = pytest.mark.gpu
+
+
+class Done:
+    """A collective that is complete."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+def gather_by_host(self: GroupCollectives, into: torch.Tensor, own: torch.Tensor) -> Done:
+    gathered = torch.empty(into.numel(), dtype=into.dtype)
+    dist.all_gather_into_tensor(gathered, own.cpu(), group=self.group)
+    into.view(-1).copy_(gathered)
+    return Done()
+
+
+def load_rank(rank: int, world_size: int, directory: str, on_own_stream: bool, options: dict[str, Any]) -> Any:
+    GroupCollectives.post_gather = gather_by_host  # type: ignore[method-assign]
+    torch.cuda.set_device(0)
+    stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        weights = penstock.load(directory, device="cuda:0", group=dist.group.WORLD, **options)
+        return all_bits(weights), weights.report.read_bytes
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["small tensors", "large tensors"])
+def test_every_rank_has_everything(tmp_path: Path, kind: str, world_size: int, on_own_stream: bool) -> None:
+    if kind == "small tensors":
+        write_moe(tmp_path / "model", num_tensors=3000, shards=2)
+    else:
+        write_llama(tmp_path / "model", num_layers=4, hidden=2048, shards=3)
+    args = (str(tmp_path / "model"), on_own_stream, {"memory_bytes": 64 * MIB})
+    outcomes = run_ranks(load_rank, world_size, *args, timeout_s=90)
+    wanted = by_safetensors(tmp_path / "model")
+    assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
+    assert all(outcome.value[0] == all_bits(wanted) for outcome in outcomes)
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    assert total <= sum(outcome.value[1] for outcome in outcomes) <= 1.1 * total
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
+@pytest.mark.parametrize("num_pieces", [1, 8, 9, 200])
+def test_pieces_are_packed_and_unpacked_by_the_driver(num_pieces: int, on_own_stream: bool) -> None:
+    device, chance = torch.device("cuda:0"), np.random.default_rng(num_pieces)
+    # Two rounds of three turns, of which the last does not exist. Those of rank 1 stay as they were.
+    sizes = [chance.integers(1, 5000, num_pieces).tolist() for _ in range(5)]
+    pieces: list[list[Segment]] = []
+    at = 0
+    for turn in sizes:
+        pieces.append([])
+        for nbytes in turn:
+            pieces[-1].append(Segment(0, 0, at, nbytes, 1, nbytes))
+            at += nbytes
+    source = torch.randint(0, 256, (at,), dtype=torch.uint8, device=device)
+    into = torch.zeros_like(source)
+    width = max(map(sum, sizes))
+    stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        packing, unpacking = (_DeviceCopies(pieces, lambda _, to=to: to, device) for to in (source, into))
+        for turns in (range(3), range(3, 6)):
+            payloads = torch.zeros(3, width, dtype=torch.uint8, device=device)
+            for rank, turn in enumerate(turns):
+                packing.pack(turn, payloads[rank])
+            unpacking.unpack(turns, 1, payloads)
+            payloads.record_stream(stream)
+    torch.cuda.synchronize()
+    wanted = source.clone()
+    for turn in (1, 4):
+        for piece in pieces[turn]:
+            wanted[piece.dst : piece.dst + piece.run] = 0
+    assert torch.equal(into, wanted)
