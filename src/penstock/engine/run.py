@@ -19,15 +19,15 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import resource
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from penstock import lifecycle
+from penstock.engine.threads import Joinable, KeptThreads, start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.lifecycle import Closing, quick_handover
@@ -64,6 +64,7 @@ class Run(Closing):
         trace: where spans go.
         stall_s: deadline by progress of every wait.
         is_quick: while the executors have threads, the process hands over the GIL quickly; see `quick_handover`.
+        threads: where the executors take their threads, and leave them for the next run; None: they start new ones.
 
     Attributes:
         ticket: progress and outcome; stopped by the first error of an item.
@@ -71,12 +72,21 @@ class Run(Closing):
             which the caller had before, for the `mutated` of their errors.
     """
 
-    def __init__(self, nbytes: int, *, trace: Trace, stall_s: float, is_quick: bool = False) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        trace: Trace,
+        stall_s: float,
+        is_quick: bool = False,
+        threads: KeptThreads | None = None,
+    ) -> None:
         self.trace = trace
         self.stall_s = stall_s
         self.ticket = Ticket(nbytes, self.is_busy, received=self.received_bytes)
         self.is_touched = False
         self._is_quick = is_quick
+        self._kept_threads = threads
         self._executors: list[AnyExecutor] = []
 
     def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
@@ -90,6 +100,7 @@ class Run(Closing):
                 stall_s=self.stall_s,
                 on_thread_start=on_thread_start,
                 is_quick=self._is_quick,
+                threads=self._kept_threads,
             )
         )
 
@@ -383,7 +394,7 @@ class Executor:
         trace: where spans go.
         stall_s: an item in flight on a device longer than this fails the ticket.
         on_thread_start: called once in each thread (to choose its device).
-        is_quick: see `Run`.
+        is_quick, threads: see `Run`.
     """
 
     def __init__(
@@ -396,6 +407,7 @@ class Executor:
         stall_s: float,
         on_thread_start: Callable[[], None] | None = None,
         is_quick: bool = False,
+        threads: KeptThreads | None = None,
     ) -> None:
         self.name = name
         self.num_threads = num_threads
@@ -408,7 +420,8 @@ class Executor:
         self._sequence = itertools.count()
         self._state = threading.Condition()
         self._closed = False
-        self._threads: list[threading.Thread] = []
+        self._kept = threads
+        self._threads: list[Joinable] = []
         self._running: list[WorkItem | None] = [None] * num_threads
 
     def is_busy(self) -> bool:
@@ -420,18 +433,24 @@ class Executor:
         with self._state:
             # Threads first: without any, nothing is queued, and the items stay the caller's.
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
-                index = len(self._threads)
-                name = f"penstock-{self.name}-{index}"
-                # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
-                thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
                 # Without one more thread, those that run do the work, more slowly.
-                if not start_thread(thread, is_needed=not self._threads):
+                thread = self._start(len(self._threads), is_needed=not self._threads)
+                if thread is None:
                     break
                 self._threads.append(thread)
             for item in items:
                 # The sequence number keeps equals in their order, and the heap from comparing items.
                 heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
             self._state.notify(len(items))
+
+    def _start(self, index: int, *, is_needed: bool) -> Joinable | None:
+        """Start a thread of this executor, or take a kept one; None: there is none, and it is not needed."""
+        name = f"penstock-{self.name}-{index}"
+        if self._kept is not None:
+            return self._kept.start(partial(self._work, index), name, is_needed=is_needed)
+        # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
+        thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+        return thread if start_thread(thread, is_needed=is_needed) else None
 
     def close(self) -> None:
         """Let the threads end once the queue is empty, and join them. Idempotent.
@@ -545,33 +564,3 @@ def guarded(ticket: Ticket, call: Callable[[], T]) -> T | Failed:
     except BaseException as error:  # noqa: BLE001
         ticket.fail(error)
         return Failed()
-
-
-def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread; False if the system allows no more of them and this one is not needed.
-
-    Raises:
-        DestinationError: it is needed; names the limits that there are.
-    """
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if not is_needed:
-            return False
-        raise DestinationError(
-            f"no thread can be started ({_thread_limits()})",
-            hint="raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user",
-        ) from error
-    return True
-
-
-def _thread_limits() -> str:
-    """Return the limits of this process's threads, for a message."""
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
-    with contextlib.suppress(OSError, IndexError):
-        own = Path("/proc/self/cgroup").read_bytes().decode().strip().rpartition("::")[2].lstrip("/")
-        group = Path("/sys/fs/cgroup") / own
-        now, most = (group.joinpath(f"pids.{name}").read_bytes().decode().strip() for name in ("current", "max"))
-        limits.append(f"cgroup pids {now} of {most}")
-    return ", ".join(limits)

@@ -48,7 +48,7 @@ import numpy as np
 
 from penstock import lifecycle
 from penstock.config import Settings
-from penstock.engine.run import start_thread
+from penstock.engine.threads import start_thread
 from penstock.errors import ConfigError, PenstockError, SourceStalled
 from penstock.loader.byte_ranges import Blocks, RangeSet
 from penstock.storage import Source

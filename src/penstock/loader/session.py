@@ -27,7 +27,7 @@ from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Place, registrar_of
-from penstock.engine.run import start_thread
+from penstock.engine.threads import start_thread
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
 from penstock.lifecycle import Closing

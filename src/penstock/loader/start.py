@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 
 from penstock.arguments import require_type
-from penstock.engine.run import start_thread
+from penstock.engine.threads import start_thread
 from penstock.errors import Cancelled, ConfigError, DestinationError, IntegrityError, OperationFailed, PenstockError
 from penstock.lifecycle import Closing, deferred
 from penstock.loader.into import (

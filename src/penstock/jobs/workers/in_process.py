@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.run import start_thread
+from penstock.engine.threads import start_thread
 from penstock.errors import PenstockError
 from penstock.jobs.workers.fork_server import END_S
 from penstock.lifecycle import Closing

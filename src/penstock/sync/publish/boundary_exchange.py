@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from penstock.engine.threads import KeptThreads
 from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import SyncMember
 from penstock.peer.member import Member
@@ -177,6 +178,8 @@ class BoundaryExchange:
         self._member = member
         self._world_size = world_size
         self._stall_s = stall_s
+        # From version to version: those of a version take milliseconds to start.
+        self._threads = KeptThreads()
         self.moved_bytes = 0
         memories = regions_of(rows)
         into = regions_of(wants)
@@ -296,7 +299,7 @@ class BoundaryExchange:
         used = part.used_sources()
         others = [source for source in used if source != self._member.id]
         try:
-            with LinkRequests(self._membership, others, version, self._stall_s) as requests:
+            with LinkRequests(self._membership, others, version, self._stall_s, self._threads) as requests:
                 links = requests.take(others, version)
         except SourceFailed as failed:
             raise failed.error from failed
@@ -331,7 +334,8 @@ class BoundaryExchange:
                         raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
         if reply.part is not None:
             part = decode(reply.part, Part)
-            self._transfer = Transfer(part, self._into, names=self._want.names, stall_s=self._stall_s)
+            names = self._want.names
+            self._transfer = Transfer(part, self._into, names=names, stall_s=self._stall_s, threads=self._threads)
         if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
             raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
         return bool(self._want.names)
@@ -356,10 +360,11 @@ class BoundaryExchange:
             raise _undone(version, decision)
 
     def close(self) -> None:
-        """End the registrations and connections. Idempotent."""
+        """End the registrations, the connections and the threads. Idempotent."""
         self._local_version.close()
         self._into.close()
         self._membership.close()
+        self._threads.close()
 
 
 def _undone(version: int, decision: Decision) -> PenstockError:

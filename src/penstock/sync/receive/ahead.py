@@ -22,6 +22,7 @@ import torch
 from penstock.cuda.driver import load_driver, ordinal
 from penstock.cuda.events import wait_events
 from penstock.digest.strip import Strips, memory_at
+from penstock.engine.threads import KeptThreads
 from penstock.errors import PenstockError
 from penstock.memory.arena import Arena
 from penstock.plan.sync import Part
@@ -92,7 +93,7 @@ class SplitTransfer:
         part: of the planner.
         into: the receiver's memory.
         ahead_bytes: bound of the packed memory.
-        names, watermark_bytes, stall_s: see `Transfer`.
+        names, watermark_bytes, stall_s, threads: see `Transfer`.
 
     Raises:
         DeviceOutOfMemory, DestinationError: there is no room for the packed memory.
@@ -107,6 +108,7 @@ class SplitTransfer:
         names: Sequence[str],
         watermark_bytes: int,
         stall_s: float,
+        threads: KeptThreads | None = None,
     ) -> None:
         self.part = part
         self._stall_s = stall_s
@@ -115,7 +117,7 @@ class SplitTransfer:
         self._packed = _Packed(self._live, into)
         self.staging_bytes = self._packed.nbytes
         self.ahead_bytes = self._live.nbytes
-        options = {"names": names, "watermark_bytes": watermark_bytes, "stall_s": stall_s}
+        options = {"names": names, "watermark_bytes": watermark_bytes, "stall_s": stall_s, "threads": threads}
         self._first = Transfer(self._packed.part, self._packed.regions, delta=Delta(), **options)  # type: ignore[arg-type]
         self._rest = Transfer(rest, into, delta=Delta(), **options)  # type: ignore[arg-type]
         self.proven: list[tuple[Strips, U64]] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.digest.strip import Strips
-from penstock.engine.run import start_thread
+from penstock.engine.threads import start_thread
 from penstock.errors import PenstockError
 from penstock.lifecycle import Closing
 from penstock.sync.messages import PackReply

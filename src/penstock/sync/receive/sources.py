@@ -15,8 +15,9 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.digest.strip import Strips
+from penstock.engine.threads import KeptThreads
 from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, batches, packable, packed_segments
 from penstock.segments import Rectangles, Segments
@@ -187,18 +189,24 @@ class LinkRequests:
         members: their ids; may be none.
         version: the version of the maps.
         stall_s: how long a member may take to begin the version.
+        threads: that send the requests.
+
+    Raises:
+        DestinationError: no thread can be started.
     """
 
-    def __init__(self, membership: Membership, members: Sequence[str], version: int, stall_s: float) -> None:
+    def __init__(
+        self, membership: Membership, members: Sequence[str], version: int, stall_s: float, threads: KeptThreads
+    ) -> None:
         self._membership = membership
         self._version = version
         self._stall_s = stall_s
+        self._threads = threads
         self._is_over = False
-        self._links: dict[str, Future[SourceLink]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        if members:
-            self._pool = ThreadPoolExecutor(min(_AT_ONCE, len(members)))
-            self._links = {member: self._pool.submit(self._open, member) for member in members}
+        self._links: dict[str, Future[SourceLink]] = {member: Future() for member in members}
+        self._waiting = deque(self._links)
+        for number in range(min(_AT_ONCE, len(members))):
+            threads.start(self._open_all, "penstock-maps", is_needed=not number)
 
     def __enter__(self) -> Self:
         return self
@@ -214,14 +222,31 @@ class LinkRequests:
         """
         if version != self._version or self._links.keys() != set(members):
             self._give_up()
-            with LinkRequests(self._membership, members, version, self._stall_s) as anew:
+            with LinkRequests(self._membership, members, version, self._stall_s, self._threads) as anew:
                 return {member: anew._links[member].result() for member in members}
         return {member: self._links[member].result() for member in members}
 
     def _give_up(self) -> None:
         self._is_over = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for link in self._links.values():
+            link.cancel()
+
+    def _open_all(self) -> None:
+        """Open the links that no other thread opens, one after the other."""
+        with contextlib.suppress(IndexError):
+            while True:
+                member = self._waiting.popleft()
+                link = self._links[member]
+                if not link.set_running_or_notify_cancel():
+                    continue
+                try:
+                    link.set_result(self._open(member))
+                except SourceFailed as error:
+                    link.set_exception(error)
+                finally:
+                    # After any other error, which is this thread's: the one that takes the link would wait for ever.
+                    if not link.done():
+                        link.set_exception(RuntimeError(f"the request to {member} failed: a bug in Penstock"))
 
     def _open(self, member: str) -> SourceLink:
         deadline = time.monotonic() + self._stall_s

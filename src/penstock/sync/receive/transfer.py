@@ -36,6 +36,7 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.engine.run import Item, Run
+from penstock.engine.threads import KeptThreads
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
 from penstock.plan.sync import (
@@ -175,6 +176,7 @@ class Transfer:
         stall_s: the deadline for progress.
         trace: records spans.
         delta: skips strips that did not change since the last version; None: everything is read.
+        threads: of the runs; None: each starts its own.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -190,6 +192,7 @@ class Transfer:
         stall_s: float = 30.0,
         trace: Trace | None = None,
         delta: Delta | None = None,
+        threads: KeptThreads | None = None,
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
             raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
@@ -199,6 +202,7 @@ class Transfer:
         self.stall_s = stall_s
         self.watermark_bytes = watermark_bytes
         self.delta = delta
+        self.threads = threads
         self._other_delta: Delta | None = None
         self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
@@ -303,7 +307,9 @@ class _TransferRun(Run):
         sources: Mapping[str, SourceLink],
         trace: Trace,
     ) -> None:
-        super().__init__(transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s, is_quick=True)
+        super().__init__(
+            transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s, is_quick=True, threads=transfer.threads
+        )
         self._transfer = transfer
         self._windows = windows
         self._delta = transfer.delta
@@ -575,8 +581,10 @@ class Moving(Protocol):
 
 
 @contextlib.contextmanager
-def reporting_progress(membership: Membership, planner: str, version: int, transfer: Moving) -> Iterator[None]:
-    """Report progress while the body runs; the outcome is reported by `report`."""
+def reporting_progress(
+    membership: Membership, planner: str, version: int, transfer: Moving, threads: KeptThreads
+) -> Iterator[None]:
+    """Report progress while the body runs, by one of `threads`; the outcome is reported by `report`."""
     over = threading.Event()
 
     def work() -> None:
@@ -584,8 +592,8 @@ def reporting_progress(membership: Membership, planner: str, version: int, trans
             report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
 
     # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.
-    reporter = threading.Thread(target=work, name="penstock-tell", daemon=True)
-    reporter.start()
+    reporter = threads.start(work, "penstock-tell")
+    assert reporter is not None
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from penstock.digest.strip import Strips
+from penstock.engine.threads import KeptThreads
 from penstock.errors import (
     ConfigError,
     IntegrityError,
@@ -154,6 +155,8 @@ class UpdateLoop:
         self._target = target
         self._options = options
         self._stall_s = stall_s
+        # From version to version: those of a version take milliseconds to start.
+        self._threads = KeptThreads()
         self.buffers: ReceiveBuffers | None = None
         self.checkpoint: TableReply | None = None
         self.is_touched = False
@@ -425,7 +428,7 @@ class UpdateLoop:
         expected = self._announced if version is None else version
         if self._transfer is not None and not lost and expected >= 0 and self._run == planner.state.run:
             members = self._transfer.part.used_sources()
-        return LinkRequests(self._membership, members, expected, self._stall_s)
+        return LinkRequests(self._membership, members, expected, self._stall_s, self._threads)
 
     def _request_part(
         self,
@@ -486,7 +489,7 @@ class UpdateLoop:
         transfer = self._transfer
         assert transfer is not None
         part, requested = transfer.part, time.monotonic()
-        with reporting_progress(self._membership, planner.member, reply.version, transfer):
+        with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
             links = requests.take(part.used_sources(), reply.version)
             metadata = _metadata_of(links)
             if self._options.accept is not None:
@@ -548,6 +551,7 @@ class UpdateLoop:
                 names=buffers.layout.names,
                 watermark_bytes=options.watermark_bytes,
                 stall_s=self._stall_s,
+                threads=self._threads,
             )
         return Transfer(
             part,
@@ -556,6 +560,7 @@ class UpdateLoop:
             watermark_bytes=options.watermark_bytes,
             stall_s=self._stall_s,
             delta=Delta(),
+            threads=self._threads,
         )
 
     def _forget_transfer(self) -> None:
@@ -603,10 +608,11 @@ class UpdateLoop:
         return self.buffers
 
     def close(self) -> None:
-        """End the registrations. Idempotent."""
+        """End the registrations and the threads. Idempotent."""
         self._forget_transfer()
         if self.buffers is not None:
             self.buffers.close()
+        self._threads.close()
 
 
 def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:

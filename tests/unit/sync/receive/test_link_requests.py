@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from penstock.engine.threads import KeptThreads
 from penstock.errors import NotFound, PeerLost, SourceStalled
 from penstock.sync.membership import Membership
 from penstock.sync.receive.sources import LinkRequests, SourceFailed
@@ -22,9 +23,13 @@ class Members:
         asked: member and version of each request, in order.
         missing: members that have begun no version yet.
         lost: members that are gone.
+
+    Args:
+        threads: that send the requests to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: KeptThreads) -> None:
+        self.threads = threads
         self.asked: list[tuple[str, int]] = []
         self.missing: set[str] = set()
         self.lost: set[str] = set()
@@ -45,12 +50,13 @@ class Members:
 
 
 @pytest.fixture
-def members() -> Members:
-    return Members()
+def members() -> Iterator[Members]:
+    with KeptThreads() as threads:
+        yield Members(threads)
 
 
 def requests(members: Members, names: list[str], version: int, stall_s: float = 5.0) -> LinkRequests:
-    return LinkRequests(cast("Membership", members), names, version, stall_s)
+    return LinkRequests(cast("Membership", members), names, version, stall_s, members.threads)
 
 
 def test_what_was_requested_is_taken(members: Members) -> None:
