@@ -242,7 +242,7 @@ def paused_gc() -> Iterator[None]:
 
 HANDOVER_S = 5e-5
 """Longest that one thread keeps the GIL while another asks for it, while bytes move to a device; Python's own 5 ms are
-60 chunks of 4 MiB at 55 GB/s. Source: benchmarks/results/h200x1_202611/load.md."""
+60 chunks of 4 MiB at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 _num_quick = 0
 _interval_s = 0.0

@@ -26,7 +26,7 @@ def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream
     """Return a new stream of a device, which does not wait for the default stream.
 
     Not by torch, whose first stream in a process comes with a pool of others, in 3 to 5 ms.
-    Source: benchmarks/results/h200x1_202611/load.md.
+    Source: benchmarks/results/h200x1_202611/load-history.md.
 
     Args:
         device: with an index.

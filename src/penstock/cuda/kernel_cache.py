@@ -7,7 +7,8 @@ Not here: the kernels, each in the room that it works for (`digest.xxh3_triton`,
            `--no copy, or arguments for which it was not made--> Triton, which compiles (and a copy is left)
 
 Reason: a fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its own cached kernels, since it
-hashes all its sources first; a copy is loaded in some milliseconds. Source: benchmarks/results/h200x1_202611/load.md.
+hashes all its sources first; a copy is loaded in some milliseconds.
+Source: benchmarks/results/h200x1_202611/load-history.md.
 """
 
 from __future__ import annotations

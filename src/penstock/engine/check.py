@@ -154,7 +154,7 @@ class CudaChecker:
     num_threads = 1
     batch_bytes = 4 * GIB
     """Two milliseconds of the device, and few batches: each takes the GIL from the thread that moves bytes.
-    Source: benchmarks/results/h200x1_202611/load.md.
+    Source: benchmarks/results/h200x1_202611/load-history.md.
     """
 
     def __init__(self, expected: Expected, place: CudaPlace) -> None:

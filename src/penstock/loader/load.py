@@ -49,7 +49,7 @@ SHOWN_ROWS = 20
 
 MANY_TENSORS = 10_000
 """From this many tensors on, views are made at once; below it, once the load is under way. Views of 60,000 tensors take
-as long as their bytes. Source: benchmarks/results/h200x1_202611/load.md, row e."""
+as long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
 
 READY_BYTES = 1 << 30
 """Size of a step over a mapped file that is in memory already: a step then only counts bytes, and each costs Python."""

@@ -40,7 +40,7 @@ Source: benchmarks/results/h100_202611/digest.md."""
 UNDER_WAY_BYTES, UNDER_WAY_PART = GIB, 8
 """A load is under way once so many bytes of it, or this part of them, have arrived. Until then others pin staging,
 allocate memory and prepare the checker, and no copies are queued ahead: Python that can wait should wait until then.
-Source: benchmarks/results/h200x1_202611/load.md."""
+Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 BATCH_PER_OPEN = 8
 """A check waits for this many times the bytes that are left to read: a device digests 14 to 60 times as fast as a link
@@ -313,7 +313,7 @@ class LoadRun(Run):
     def _learn_cached(self) -> None:
         """Learn what is in the page cache ahead of the ring's thread: to ask takes 0.24 ms for each 64 MiB.
 
-        Source: benchmarks/results/h200x1_202611/load.md.
+        Source: benchmarks/results/h200x1_202611/load-history.md.
         """
         plan = self.plan
         for file, source in enumerate(self.sources):

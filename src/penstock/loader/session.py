@@ -56,14 +56,14 @@ PAGE_BYTES = 4096
 MAX_LOCAL_READS = 11
 """Most reads of local files under way at once into a device's staging. On hosts of 16 cores whose other guests were
 busy, first loads took a fifth longer with 14 (and 4 spare buffers), and on a quiet host as long.
-Source: benchmarks/results/h200x1_202611/load.md."""
+Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 MAX_GROUP_READS = 12
 """The same where several ranks of one host read at once. Source: benchmarks/results/h200x4_202611/load.md."""
 
 MAX_DIRECT_READS = 16
 """The same from a disk: 16 x 1 MiB in flight read 3.7 to 4.1 GB/s where 12 gave 3.4 to 3.9 and 12 x 8 MiB 3.0 to 3.7.
-Source: benchmarks/results/h200x1_202611/load.md, row c."""
+Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
 
 DEVICE_CHUNKS = 2
 """Divisor of the chunk size of local files for a device: what is staged should stay in the processor's cache, or every
@@ -77,7 +77,7 @@ WARM_ABOVE_BYTES = 1 << 30
 
 WARM_THREADS = 2
 """Threads that touch and pin staging ahead of its first use; a third made no difference that could be told from noise.
-Source: benchmarks/results/h200x1_202611/load.md."""
+Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 
 class Intake:

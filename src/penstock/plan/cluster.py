@@ -184,7 +184,7 @@ H200_RATES = Rates(
     hop_s=3.5e-3,
     source=(
         ("quantise_gb_per_s", "benchmarks/results/h200_202611/transform.md, fp8-block128, large tensors"),
-        ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load.md, row f"),
+        ("digest_gb_per_s", "benchmarks/results/h200x1_202611/load-history.md, row f"),
         ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
         ("exchange_gb_per_s", "benchmarks/results/h200x2_202611/sync.md, 30 GiB in one piece"),
         ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),

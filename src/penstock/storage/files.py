@@ -42,7 +42,7 @@ _DIRECT_MIN_BYTES = 64 << 10
 # 4096: every device and file system of today takes it. Used where statx does not say (before Linux 6.1).
 _DIRECT_ALIGNMENT = (4096, 4096)
 # 1 MiB: what one direct read asks for; 12 to 16 in flight read 3.4-4.1 GB/s of a disk that gave 3.0-3.7 to 8 MiB.
-# Source: benchmarks/results/h200x1_202611/load.md, row c.
+# Source: benchmarks/results/h200x1_202611/load-history.md, row c.
 _DIRECT_STEP_BYTES = MIB
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
