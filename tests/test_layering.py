@@ -123,6 +123,7 @@ BROAD_EXCEPT = frozenset(
             "jobs/workers/worker.py",
             "_operating",
         ),  # an operation, perhaps a user's function; raised again as OperationFailed
+        ("sync/receive/sources.py", "_open_all"),  # a kept thread; the caller that takes the link raises it
         ("sync/check.py", "fault_of"),  # a user's check of a version; raised again as VersionRefused
         ("http/range_request.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }

@@ -85,7 +85,9 @@ def test_pieces_are_packed_and_unpacked_by_the_driver(num_pieces: int, on_own_st
     stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        packing, unpacking = (_DeviceCopies(pieces, lambda _, to=to: to, device) for to in (source, into))
+        packing, unpacking = (
+            _DeviceCopies(pieces, lambda _, to=to: to, device, may_wait=num_pieces > 9) for to in (source, into)
+        )
         for turns in (range(3), range(3, 6)):
             payloads = torch.zeros(3, width, dtype=torch.uint8, device=device)
             for rank, turn in enumerate(turns):

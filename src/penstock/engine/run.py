@@ -9,7 +9,7 @@ Not here: which items there are (`loader.run`, `fetch.run`, `sync.receive.transf
                                               `---Pending--> (device works on) --done--> finish()
                                     (the ticket stopped, or start failed) --> abandon()
         run.wait()                               # finished, the first error, or no progress for stall_s
-    # closed: the rest is cancelled, the threads are joined, and no item touches memory any more
+    # closed: the rest is cancelled, no thread works for it, and no item touches memory any more
 
 Threads: items run on their executor's threads, `wait` and `close` on the caller's; any thread may use the ticket.
 """
@@ -27,7 +27,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from penstock import lifecycle
-from penstock.engine.threads import Joinable, KeptThreads, start_thread
+from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.lifecycle import Closing, quick_handover
@@ -54,7 +54,8 @@ E = TypeVar("E", bound=AnyExecutor)
 
 
 class Run(Closing):
-    """Base of a journey's run: its executors, ticket and trace. A context manager: leaving it ends every thread.
+    """Base of a journey's run: its executors, ticket and trace. A context manager: leaving it ends the work of every
+    thread.
 
     A journey derives its own class, posts items to the executors, and calls `ticket.finish` after the last one. It may
     override `is_busy` and `received_bytes`.
@@ -393,7 +394,7 @@ class Executor:
         ticket: stopped by the first error of an item.
         trace: where spans go.
         stall_s: an item in flight on a device longer than this fails the ticket.
-        on_thread_start: called once in each thread (to choose its device).
+        on_thread_start: called once in each thread (to choose its device); not for kept threads, which would keep it.
         is_quick, threads: see `Run`.
     """
 
@@ -420,6 +421,7 @@ class Executor:
         self._sequence = itertools.count()
         self._state = threading.Condition()
         self._closed = False
+        assert threads is None or on_thread_start is None, "a kept thread stays as it was left"
         self._kept = threads
         self._threads: list[Joinable] = []
         self._running: list[WorkItem | None] = [None] * num_threads
@@ -434,7 +436,9 @@ class Executor:
             # Threads first: without any, nothing is queued, and the items stay the caller's.
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
                 # Without one more thread, those that run do the work, more slowly.
-                thread = self._start(len(self._threads), is_needed=not self._threads)
+                index = len(self._threads)
+                work, name = partial(self._work, index), f"penstock-{self.name}-{index}"
+                thread = start_call(work, name, self._kept, is_needed=not index)
                 if thread is None:
                     break
                 self._threads.append(thread)
@@ -443,17 +447,8 @@ class Executor:
                 heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
             self._state.notify(len(items))
 
-    def _start(self, index: int, *, is_needed: bool) -> Joinable | None:
-        """Start a thread of this executor, or take a kept one; None: there is none, and it is not needed."""
-        name = f"penstock-{self.name}-{index}"
-        if self._kept is not None:
-            return self._kept.start(partial(self._work, index), name, is_needed=is_needed)
-        # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
-        thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
-        return thread if start_thread(thread, is_needed=is_needed) else None
-
     def close(self) -> None:
-        """Let the threads end once the queue is empty, and join them. Idempotent.
+        """Let the threads end their work once the queue is empty, and wait for that. Idempotent.
 
         Items of a stopped ticket are abandoned, device work in flight is waited for: nothing writes to memory
         the caller may free after this returns.

@@ -12,12 +12,14 @@ import contextlib
 import resource
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from penstock.errors import DestinationError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closing, let_go_in_children
 
 MAX_IDLE = 32
 """Most threads that wait for their next work: a run of a sync has 16 reads at once, and a few others."""
@@ -67,7 +69,8 @@ class _Kept(NamedTuple):
 class KeptThreads(Closing):
     """Threads that make one call after another, for the runs of one owner. Any thread may use it.
 
-    Leaving it ends the threads that wait, and joins them; each other one ends after its call.
+    Leaving it ends the threads that wait, and joins them; each other one ends after its call. A call leaves the device,
+    the stream and the context variables of its thread as it found them: the next one may be of another run.
     """
 
     def __init__(self) -> None:
@@ -75,6 +78,12 @@ class KeptThreads(Closing):
         # The last one in is the first one out: its stack is still in the processor's cache.
         self._idle: list[_Kept] = []
         self._is_closed = False
+        _alive.add(self)
+
+    def forget(self) -> None:
+        """In a forked child: forget the threads that wait, which only the parent has, and the lock one may have had."""
+        self._lock = threading.Lock()
+        self._idle = []
 
     def start(self, work: Callable[[], None], name: str, *, is_needed: bool = True) -> Joinable | None:
         """Make a call in a thread that waits, or in a new one; None if there is none and this one is not needed.
@@ -90,9 +99,7 @@ class KeptThreads(Closing):
             return call
         calls: SimpleQueue[Call | None] = SimpleQueue()
         calls.put(call)
-        # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
-        thread = threading.Thread(target=self._work, args=(calls,), name=name, daemon=True)
-        return call if start_thread(thread, is_needed=is_needed) else None
+        return call if _start_daemon(partial(self._work, calls), name, is_needed=is_needed) else None
 
     def close(self) -> None:
         """See the class. Idempotent."""
@@ -102,8 +109,9 @@ class KeptThreads(Closing):
         for kept in idle:
             kept.calls.put(None)
         for kept in idle:
-            # At once: it waits, and has no call. One that closes this within a call is not among them.
-            kept.thread.join()
+            # At once: it waits, and has no call. But for this one: a finalizer may close this just before it waits.
+            if kept.thread is not threading.current_thread():
+                kept.thread.join()
 
     def _work(self, calls: SimpleQueue[Call | None]) -> None:
         """Make the calls of one thread, until it is told to end or there are enough that wait."""
@@ -133,8 +141,10 @@ class KeptThreads(Closing):
                 if me in self._idle:
                     self._idle.remove(me)
                     return None
-        # It was taken for a call just now, or to end.
-        return me.calls.get()
+        # It was taken for a call just now, or to end. Bounded: an interrupt may have ended the one who took it.
+        with contextlib.suppress(Empty):
+            return me.calls.get(timeout=IDLE_S)
+        return None
 
     def _gives_back(self, me: _Kept) -> bool:
         """Keep a thread for the next call; return whether it is wanted."""
@@ -143,6 +153,24 @@ class KeptThreads(Closing):
                 return False
             self._idle.append(me)
             return True
+
+
+_alive: WeakSet[KeptThreads] = let_go_in_children(KeptThreads.forget)
+
+
+def start_call(
+    work: Callable[[], None], name: str, threads: KeptThreads | None, *, is_needed: bool = True
+) -> Joinable | None:
+    """Make a call in one of `threads`, or in a thread of its own if there are none of them; see `KeptThreads.start`."""
+    if threads is not None:
+        return threads.start(work, name, is_needed=is_needed)
+    return _start_daemon(work, name, is_needed=is_needed)
+
+
+def _start_daemon(work: Callable[[], None], name: str, *, is_needed: bool) -> threading.Thread | None:
+    # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    return thread if start_thread(thread, is_needed=is_needed) else None
 
 
 def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from penstock.cuda.driver import load_driver
+from penstock.cuda.driver import QUEUE_DEPTH, load_driver
 from penstock.engine.place import HostPlace, Segment, place_on
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.run import LoadRun
@@ -151,13 +151,27 @@ class _Rounds:
         self._pieces = _pieces(self._plan, per_round)
         self._copies: _Copies | None = None
         if failed is None:
-            self._copies = (_HostCopies if self._is_host else _DeviceCopies)(self._pieces, place.slab, ranks.device)
+            try:
+                self._copies = self._copies_of(place)
+            except (PenstockError, RuntimeError) as error:
+                # The others learn of it in the first round, and wait for no rank that has left.
+                self._failed = error
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
         # One width for all rounds and ranks, as `all_gather` requires; the last round is padded.
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
         # On the CPU a round is waited for anyway: a second one in flight would only take memory.
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(ranks, self._width) for _ in range(depth)]
+
+    def _copies_of(self, place: Any) -> _Copies:
+        if self._is_host:
+            return _HostCopies(self._pieces, place.slab)
+        world_size = self._ranks.world_size
+        starts = range(0, len(self._pieces), world_size)
+        most = max((sum(map(len, self._pieces[at : at + world_size])) for at in starts), default=0)
+        # Half of what a stream takes: gathers, events and copies of status words are queued on it too.
+        may_wait = ROUNDS_IN_FLIGHT * most > QUEUE_DEPTH // 2
+        return _DeviceCopies(self._pieces, place.slab, self._ranks.device, may_wait=may_wait)
 
     def carry_out(self) -> None:
         """Run every round; then raise the error of this rank, if it had one."""
@@ -244,7 +258,7 @@ class _Copies(Protocol):
 class _HostCopies:
     """Copies in host memory, carried out at once."""
 
-    def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any]) -> None:
         self._pieces = pieces
         self._slab = slab
 
@@ -273,9 +287,23 @@ class _DeviceCopies:
 
     By the driver's own calls, a microsecond or two each: torch's let go of the GIL, which the thread that reads then
     holds. Tables are made once, for all turns.
+
+    Args:
+        pieces: of each turn.
+        slab: returns the memory of a slab.
+        device: of the slabs and payloads.
+        may_wait: the rounds in flight may have more copies than the stream takes; see `CudaDriver.copy`.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Sequence[Segment]],
+        slab: Callable[[int], Any],
+        device: torch.device,
+        *,
+        may_wait: bool,
+    ) -> None:
+        self._may_wait = may_wait
         self._driver = load_driver()
         self._device = device.index
         self._stream: int = torch.cuda.current_stream(device).cuda_stream
@@ -286,8 +314,8 @@ class _DeviceCopies:
         counts = np.array([len(turn) for turn in pieces], np.int64)
         self._first = np.concatenate(([0], np.cumsum(counts)))
         # Of each piece, the place in its payload.
-        begin = np.cumsum(self._nbytes) - self._nbytes
-        self._at = begin - np.repeat(begin[self._first[:-1]], counts)
+        begin = np.concatenate(([0], np.cumsum(self._nbytes)))
+        self._at = begin[:-1] - np.repeat(begin[self._first[:-1]], counts)
         self._turn = np.repeat(np.arange(len(pieces)), counts)
 
     def _rows(self, start: int, stop: int) -> slice:
@@ -311,7 +339,8 @@ class _DeviceCopies:
     def _queue(self, dst: I64, src: I64, nbytes: I64) -> None:
         # The caller's thread may have another device current.
         with self._driver.entered(self._device):
-            self._driver.copy(dst.astype(np.uint64), src.astype(np.uint64), nbytes.astype(np.uint64), self._stream)
+            to, of, length = (column.astype(np.uint64) for column in (dst, src, nbytes))
+            self._driver.copy(to, of, length, self._stream, may_wait=self._may_wait)
 
 
 class _Slot:

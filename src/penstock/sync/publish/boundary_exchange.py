@@ -361,10 +361,8 @@ class BoundaryExchange:
 
     def close(self) -> None:
         """End the registrations, the connections and the threads. Idempotent."""
-        self._local_version.close()
-        self._into.close()
-        self._membership.close()
-        self._threads.close()
+        with self._threads, contextlib.closing(self._membership), contextlib.closing(self._into):
+            self._local_version.close()
 
 
 def _undone(version: int, decision: Decision) -> PenstockError:

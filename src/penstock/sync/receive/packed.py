@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from penstock.digest.strip import Strips
-from penstock.engine.threads import start_thread
+from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.errors import PenstockError
 from penstock.lifecycle import Closing
 from penstock.sync.messages import PackReply
@@ -22,8 +22,6 @@ from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4
 """Interval in which a source is told that its buffers are still read."""
-_MOST_SOURCES = 16
-"""Sources that are told at the same time. At most this many are read at once."""
 
 
 @runtime_checkable
@@ -57,14 +55,16 @@ class BufferLeases(Closing):
 
     Args:
         is_over: whether the transfer is over: nothing is waited for any more.
+        threads: that tell the sources; None: new ones.
     """
 
-    def __init__(self, is_over: Callable[[], bool]) -> None:
+    def __init__(self, is_over: Callable[[], bool], threads: KeptThreads | None) -> None:
         self.is_over = is_over
+        self._threads = threads
         self._lock = threading.Lock()
         self._open: dict[Packing, set[str]] = {}
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._call: Joinable | None = None
 
     def add(self, link: Packing, lease: str) -> None:
         """Keep a lease from now on.
@@ -74,11 +74,8 @@ class BufferLeases(Closing):
         """
         with self._lock:
             self._open.setdefault(link, set()).add(lease)
-            if self._thread is None:
-                thread = threading.Thread(target=self._keep, name="penstock-leases", daemon=True)
-                start_thread(thread)
-                # After the start: `close` waits for it.
-                self._thread = thread
+            if self._call is None:
+                self._call = start_call(self._keep, "penstock-leases", self._threads)
 
     def remove(self, link: Packing, lease: str) -> None:
         """Keep a lease no longer."""
@@ -86,29 +83,34 @@ class BufferLeases(Closing):
             self._open[link].discard(lease)
 
     def _keep(self) -> None:
-        # A request at a time for each source: one that hangs must not take the threads that the others need.
-        pool: ThreadPoolExecutor | None = None
-        told: dict[Packing, Future[None]] = {}
+        # A thread and one request at a time for each source: one that hangs must not hold up the others.
+        busy: set[Packing] = set()
         while not self._ended.wait(KEEP_S):
             with self._lock:
                 held = [(link, tuple(leases)) for link, leases in self._open.items() if leases]
             for link, leases in held:
-                if link not in told or told[link].done():
-                    pool = pool or ThreadPoolExecutor(_MOST_SOURCES, "penstock-leases")
-                    told[link] = pool.submit(_tell, link, leases)
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+                if link in busy:
+                    continue
+                busy.add(link)
+                tell = partial(_tell, link, leases, busy)
+                if start_call(tell, "penstock-lease", self._threads, is_needed=False) is None:
+                    # The lease lapses only after three more turns like this one.
+                    busy.discard(link)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._ended.set()
         with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+            call = self._call
+        if call is not None:
+            call.join()
 
 
-def _tell(link: Packing, leases: tuple[str, ...]) -> None:
-    # A source that cannot be reached is found by the read from it.
-    with contextlib.suppress(PenstockError):
-        link.hold_packed(leases, ())
+def _tell(link: Packing, leases: tuple[str, ...], busy: set[Packing]) -> None:
+    """Tell a source that these leases are kept; then take it out of those that are being told."""
+    try:
+        # A source that cannot be reached is found by the read from it.
+        with contextlib.suppress(PenstockError):
+            link.hold_packed(leases, ())
+    finally:
+        busy.discard(link)

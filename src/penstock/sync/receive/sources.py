@@ -233,20 +233,17 @@ class LinkRequests:
 
     def _open_all(self) -> None:
         """Open the links that no other thread opens, one after the other."""
-        with contextlib.suppress(IndexError):
-            while True:
-                member = self._waiting.popleft()
-                link = self._links[member]
-                if not link.set_running_or_notify_cancel():
-                    continue
-                try:
-                    link.set_result(self._open(member))
-                except SourceFailed as error:
-                    link.set_exception(error)
-                finally:
-                    # After any other error, which is this thread's: the one that takes the link would wait for ever.
-                    if not link.done():
-                        link.set_exception(RuntimeError(f"the request to {member} failed: a bug in Penstock"))
+        while True:
+            try:
+                link = self._links[member := self._waiting.popleft()]
+            except IndexError:
+                return
+            if not link.set_running_or_notify_cancel():
+                continue
+            try:
+                link.set_result(self._open(member))
+            except Exception as error:  # noqa: BLE001 - also of a bug: the caller that takes the link raises it
+                link.set_exception(error)
 
     def _open(self, member: str) -> SourceLink:
         deadline = time.monotonic() + self._stall_s

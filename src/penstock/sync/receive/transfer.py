@@ -317,7 +317,7 @@ class _TransferRun(Run):
         self._asks_first = self._delta is not None and self._delta.asks_first
         # Not by `self`: in a cycle the run would keep the receiver's memory until Python collects it.
         ticket = self.ticket
-        self._leases = BufferLeases(lambda: ticket.stopped)
+        self._leases = BufferLeases(lambda: ticket.stopped, transfer.threads)
         self._reads = {
             i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
             for i in dict.fromkeys(step.source for step in windows.steps)
@@ -326,7 +326,7 @@ class _TransferRun(Run):
         self.stats = TransferStats(self._reads)
         num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
-        # No more threads than steps can be under way: each costs a tenth of a millisecond to start and to end.
+        # No more threads than steps can be under way: a thread that has none only waits for the lock of the others.
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
         # Two, so that one can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)

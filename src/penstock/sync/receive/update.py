@@ -609,10 +609,10 @@ class UpdateLoop:
 
     def close(self) -> None:
         """End the registrations and the threads. Idempotent."""
-        self._forget_transfer()
-        if self.buffers is not None:
-            self.buffers.close()
-        self._threads.close()
+        with self._threads:
+            self._forget_transfer()
+            if self.buffers is not None:
+                self.buffers.close()
 
 
 def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:

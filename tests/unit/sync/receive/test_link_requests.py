@@ -23,6 +23,7 @@ class Members:
         asked: member and version of each request, in order.
         missing: members that have begun no version yet.
         lost: members that are gone.
+        broken: members whose request fails by an error that only a bug raises.
 
     Args:
         threads: that send the requests to them.
@@ -33,12 +34,23 @@ class Members:
         self.asked: list[tuple[str, int]] = []
         self.missing: set[str] = set()
         self.lost: set[str] = set()
+        self.broken: dict[str, Exception] = {}
+        self._changed = threading.Condition()
+
+    def await_asked(self, count: int) -> None:
+        """Return once as many members have been asked."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len({member for member, _ in self.asked}) >= count, 10)
 
     def ask(self, member: str, question: Callable[[Any], Any], *, channel: str) -> Any:
         assert channel == "map"
 
         def version_map(version: int, wait_s: float) -> int:
-            self.asked.append((member, version))
+            with self._changed:
+                self.asked.append((member, version))
+                self._changed.notify_all()
+            if member in self.broken:
+                raise self.broken[member]
             if member in self.lost:
                 raise PeerLost("gone")
             if member in self.missing:
@@ -101,11 +113,39 @@ def test_a_source_that_is_gone_is_named(members: Members) -> None:
 
 
 def test_what_is_not_taken_is_given_up(members: Members) -> None:
-    members.missing = {"a"}
-    with requests(members, ["a"], 3, stall_s=60):
-        time.sleep(0.05)
-    time.sleep(0.1)
-    num_asked = len(members.asked)
-    assert num_asked > 1
-    time.sleep(0.1)
-    assert len(members.asked) == num_asked
+    # More than are asked at once, and none has begun the version.
+    names = [f"m{number}" for number in range(40)]
+    members.missing = set(names)
+    with requests(members, names, 3, stall_s=60) as early:
+        members.await_asked(16)
+    links = early._links
+    assert sum(link.cancelled() for link in links.values()) >= 40 - 16
+    for link in links.values():
+        if not link.cancelled():
+            assert isinstance(link.exception(10), SourceFailed)
+    assert len({member for member, _ in members.asked}) <= 16
+
+
+def test_an_error_that_is_a_bug_is_raised_by_the_one_that_takes_the_link(members: Members) -> None:
+    class Broken(Exception):
+        pass
+
+    members.broken = {"b": Broken("a bug"), "c": IndexError("another")}
+    with requests(members, ["a", "b", "c", "d"], 3) as early:
+        for name, kind in (("b", Broken), ("c", IndexError)):
+            with pytest.raises(kind):
+                early._links[name].result(10)
+        assert {early._links[name].result(10).member for name in "ad"} == {"a", "d"}
+
+
+def test_one_thread_that_met_an_error_asks_the_other_members(
+    members: Members, refuse_thread: Callable[[str], None]
+) -> None:
+    members.broken = {"a": IndexError("a bug")}
+    # The one thread that there is waits already; no other can be started.
+    call = members.threads.start(lambda: None, "penstock-test")
+    assert call is not None
+    call.join(10)
+    refuse_thread("penstock-maps")
+    with requests(members, ["a", "b", "c"], 3) as early:
+        assert [early._links[name].result(10).member for name in "bc"] == ["b", "c"]

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
+from penstock.engine.threads import KeptThreads
 from penstock.errors import (
     DestinationError,
     DeviceOutOfMemory,
@@ -438,7 +439,6 @@ def test_a_buffer_is_released_where_another_read_gives_packing_up(http: Links, m
 
 def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "KEEP_S", 0.001)
-    monkeypatch.setattr(packed, "_MOST_SOURCES", 2)
     ended, told = threading.Event(), threading.Event()
     hung: list[int] = []
     well: list[int] = []
@@ -458,7 +458,7 @@ def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pyte
             if len(well) == 50:
                 told.set()
 
-    with packed.BufferLeases(lambda: False) as leases:
+    with KeptThreads() as threads, packed.BufferLeases(lambda: False, threads) as leases:
         leases.add(Hung(), "a")
         leases.add(Well(), "b")
         assert told.wait(30)
