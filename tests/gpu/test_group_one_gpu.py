@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from tests.support.ranks import run_ranks
 from tests.truth import all_bits, by_safetensors
 
 import penstock
+from penstock.cuda.driver import load_driver
 from penstock.engine.place import Segment
 from penstock.loader.group import _DeviceCopies
 from penstock.testing.checkpoints import write_llama, write_moe
@@ -64,6 +67,55 @@ def test_every_rank_has_everything(tmp_path: Path, kind: str, world_size: int, o
     assert all(outcome.value[0] == all_bits(wanted) for outcome in outcomes)
     total = sum(tensor.nbytes for tensor in wanted.values())
     assert total <= sum(outcome.value[1] for outcome in outcomes) <= 1.1 * total
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
+def test_more_pieces_than_a_stream_takes(tmp_path: Path, on_own_stream: bool) -> None:
+    # A scale of 12 bytes behind each tensor: pieces do not join across what aligns the next one.
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(2500):
+        tensors[f"{number:05}.weight"] = torch.randn(512, dtype=torch.bfloat16)
+        tensors[f"{number:05}.weight_scale"] = torch.randn(3)
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    outcomes = run_ranks(load_rank, 2, str(tmp_path / "model"), on_own_stream, {}, timeout_s=90)
+    wanted = all_bits(by_safetensors(tmp_path / "model"))
+    assert [outcome.ended for outcome in outcomes] == ["returned"] * 2, outcomes
+    assert all(outcome.value[0] == wanted for outcome in outcomes)
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
+def test_python_goes_on_while_copies_wait_for_room_on_the_stream(on_own_stream: bool) -> None:
+    driver, device = load_driver(), torch.device("cuda:0")
+    source = torch.randint(0, 256, (4000, 64), dtype=torch.uint8, device=device)
+    into = torch.zeros_like(source)
+    stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    rows = np.arange(len(source), dtype=np.uint64) * np.uint64(64)
+    columns = (
+        np.uint64(into.data_ptr()) + rows,
+        np.uint64(source.data_ptr()) + rows,
+        np.full(len(rows), 64, np.uint64),
+    )
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # a second or more of the device
+    queued = threading.Event()
+
+    def queue() -> None:
+        with driver.entered(0):
+            driver.copy(*columns, stream.cuda_stream)
+        queued.set()
+
+    thread = threading.Thread(target=queue, daemon=True)
+    thread.start()
+    num_turns = 0
+    while not queued.wait(0.01):
+        num_turns += 1
+    thread.join(30)
+    torch.cuda.synchronize()
+    assert torch.equal(into, source)
+    # On the legacy stream the calls wait for the device: this thread goes on meanwhile.
+    assert num_turns > 20 or on_own_stream
 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])

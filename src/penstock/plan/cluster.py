@@ -139,7 +139,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(
                 f"Python cannot take {times} times as long", hint="give a number above 0: 2 is half as fast"
             )
-        return msgspec.structs.replace(self, **{name: times * getattr(self, name) for name in PYTHON_COSTS})
+        if times == 1:
+            return self
+        how = f"Python {times:.3g} times as long"
+        source = tuple((name, f"{text}; {how}" if name in PYTHON_COSTS else text) for name, text in self.source)
+        costs = {name: times * getattr(self, name) for name in PYTHON_COSTS}
+        # In the name too: a saved prediction says what it is of.
+        return msgspec.structs.replace(self, name=f"{self.name}, {how}", source=source, **costs)
 
 
 PYTHON_COSTS = (
