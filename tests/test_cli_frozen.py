@@ -19,7 +19,7 @@ COMMANDS = {
     "load": "URI --device --names --memory-bytes --verify --no-verify --trace --cache --dry-run --format",
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
-    "manifest": "URI --sign --out --format",
+    "manifest": "URI --sign --out --force --format",
     "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
     "--artifacts --accept --drain-s --format",
     "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --token-file --wait-s --force --format",

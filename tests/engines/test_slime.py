@@ -127,3 +127,6 @@ def test_a_manifest_is_written_for_the_transport_by_disk(tmp_path: Path) -> None
     (tmp_path / "model.safetensors").write_bytes(damaged)
     with pytest.raises(ps.IntegrityError):
         ps.load(tmp_path)
+    # A trainer that starts again writes a version of the same number.
+    write_manifest(SimpleNamespace(), str(tmp_path), [])
+    assert ps.load(tmp_path).report.verified

@@ -80,3 +80,14 @@ def test_a_manifest_goes_where_it_is_told(directory: Path, tmp_path: Path) -> No
         ps.manifest(directory, out="http://host/digests")
     with pytest.raises(ps.ConfigError, match="cannot read the key"):
         ps.manifest(directory, sign=tmp_path / "absent.pem")
+
+
+def test_a_manifest_of_other_weights_is_replaced_only_when_asked(directory: Path) -> None:
+    first = ps.manifest(directory)
+    again = ps.manifest(directory)
+    assert again.written == () and "up to date" in str(again) and again.revision == first.revision
+    save_file({"layers.0.<w>": torch.ones(4)}, directory / "model.safetensors")
+    with pytest.raises(ps.IntegrityError, match="nothing was written"):
+        ps.manifest(directory)
+    assert ps.manifest(directory, replace=True).revision != first.revision
+    assert ps.verify(directory).verified

@@ -132,15 +132,19 @@ def manifest(
     uri: Uri,
     sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
     out: Annotated[str | None, option("--out", "URI", "Where to write; default: beside the weights.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a manifest that has other digests: weights changed on purpose.")
+    ] = False,
     format: FormatOption = Format.human,
 ) -> None:
     """Write a manifest with digests of the weights.
 
-    Every body is read once. Every later load is verified against the manifest.
+    Every body is read once. Every later load is verified against the manifest. If a manifest with other digests is
+    there, the command fails, because the weights may be damaged.
     """
     from penstock import api
 
-    report = api.manifest(uri, out=out, sign=sign)
+    report = api.manifest(uri, out=out, sign=sign, replace=force)
     if format is Format.json:
         write_json(report)
         return
@@ -151,7 +155,7 @@ def manifest(
             "tensors": report.num_tensors,
             "bytes": bytes_text(report.nbytes),
             "digests": f"{report.num_leaves} of at most {bytes_text(report.leaf_bytes)}",
-            "written": ", ".join(report.written),
+            "written": report.written_text,
         }
     )
 

@@ -139,7 +139,8 @@ def write_manifest(args: Any, version_dir: str, rollout_engines: Sequence[Any]) 
     weights before. slime calls it on every rank.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        api.manifest(version_dir)
+        # The trainer has just written these bytes: a manifest there is of an earlier run's version of this number.
+        api.manifest(version_dir, replace=True)
 
 
 def megatron_shards(args: Any, model: Sequence[torch.nn.Module]) -> dict[str, Declarable]:

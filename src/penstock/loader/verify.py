@@ -7,6 +7,7 @@ Not here: digests, encoding and signatures (`storage.weight_set`), moving weight
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, SourceError
+from penstock.digest.leaf import LEAF_BYTES
+from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, PermissionDenied, SourceError
 from penstock.loader.progress import Counter, Progress, ProgressOption
 from penstock.report import Summarised, bytes_text, plain
 from penstock.storage import is_remote, local_path, pinned, read_small, text_of, weight_set, write_small
@@ -209,7 +211,7 @@ def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
         uri=manifest.files[int(table.file_index[row])].name,
         tensor=table.names[row],
         byte_range=(at + start, at + stop),
-        hint="download the file again, or write a new manifest if the file is the right one",
+        hint="download the file again; if it is the right one, write a new manifest with penstock manifest URI --force",
     )
 
 
@@ -226,14 +228,20 @@ class ManifestReport(Summarised):
     leaf_bytes: int
     """Most bytes that one digest covers."""
     written: tuple[str, ...]
-    """The files in the order of writing: the signature, where a key was given, and the manifest."""
+    """The files in the order of writing: the signature, where a key was given, and the manifest. Empty: the manifest
+    that was there is up to date."""
 
     def summary(self) -> str:
         """Return two lines for people."""
         return (
             f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}, {self.num_leaves} digests of at most "
-            f"{bytes_text(self.leaf_bytes)}; revision {self.revision}\nwritten: {', '.join(self.written)}"
+            f"{bytes_text(self.leaf_bytes)}; revision {self.revision}\nwritten: {self.written_text}"
         )
+
+    @property
+    def written_text(self) -> str:
+        """Return the names of the written files as text; or that there are none, and why."""
+        return ", ".join(self.written) or "nothing, the manifest is up to date"
 
 
 def manifest(
@@ -241,21 +249,30 @@ def manifest(
     *,
     out: str | os.PathLike[str] | None = None,
     sign: str | os.PathLike[str] | None = None,
+    replace: bool = False,
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
 ) -> ManifestReport:
     """Read every body once and write the manifest with its digests, so that every later load is verified.
 
+    A manifest that is there and has the same digests is left as it is, or signed anew. One with other digests is not
+    replaced unless `replace` is True: the weights may be damaged.
+
     Args:
         uri: a file, directory, index or prefix; see `load`.
         out: path or URI of the manifest; None: next to the weights.
         sign: path of an Ed25519 private key in PEM; a detached signature is written next to the manifest.
+        replace: write the manifest even if the one that is there has other digests, or cannot be read. For weights
+            that were changed on purpose.
         storage_options: see `load`; for reading and for writing.
         progress: see `load`.
 
     Raises:
-        ConfigError: the destination cannot be written to (plain http), or the key cannot be read.
-        SourceError, FormatError: as `load`. DestinationError, DiskFull: nothing was written.
+        ConfigError: the destination cannot be written to (plain http, not a regular file), the key cannot be read, or
+            the manifest would be replaced, is signed, and `sign` is None. Nothing was written.
+        IntegrityError: the manifest that is there has other digests; nothing was written.
+        FormatError: that manifest cannot be read; nothing was written. Others as `load`.
+        SourceError: as `load`. DestinationError, DiskFull: nothing was written.
     """
     settings = Settings.read()
     # Pinned before anything is read: the manifest must be kept for the commit whose bytes it digests.
@@ -265,16 +282,35 @@ def manifest(
         raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
     # Before the bodies are read, which may take minutes: a wrong path fails at once.
     key = None if sign is None else read_key(sign)
-    # Without the manifest that may be there: it is replaced, also a damaged one.
+    sidecar = _SidecarFile(target, settings, storage_options)
+    before = sidecar.read()
+    stated = None if before is None or replace else _decode_stated(before, target)
+    # Without the manifest that may be there: open_weights would refuse weights that it does not describe.
     with weight_set.open_weights(
         place, settings=settings, storage_options=storage_options, with_manifest=False
     ) as weights:
         counter = Counter(weights.manifest.nbytes)
+        # With the leaf size of the manifest that is there: other leaves have other digests.
+        leaf_bytes = LEAF_BYTES if stated is None else stated.leaf_bytes
         with Progress(progress, place) as shown, shown.watching(counter.look):
-            built = weight_set.build(weights, on_bytes=counter.add)
+            built = weight_set.build(weights, leaf_bytes=leaf_bytes, on_bytes=counter.add)
     raw = weight_set.encode(built)
+    if stated is not None and stated.leaves is not None and stated.revision != built.revision:
+        raise _other_weights(stated, decode(raw, uri=target), target)
+    is_current = before is not None and _without_identities(before) == _without_identities(raw)
+    if is_current and before is not None:
+        # The same bytes as before: a signature of them still holds.
+        raw = before
+    elif before is not None and key is None and sidecar.is_signed():
+        raise ConfigError(
+            "the manifest is signed, and the signature would not hold for a new manifest; nothing was written",
+            uri=f"{target}.sig",
+            hint="sign the new manifest with --sign KEY, or remove the signature first",
+        )
     # The signature first: a reader that finds the new manifest finds the signature of it.
     files = {target: raw} if key is None else {f"{target}.sig": weight_set.sign(raw, key), target: raw}
+    if is_current and key is None:
+        files = {}
     for file, data in files.items():
         _write_whole(file, data, settings, storage_options)
     return ManifestReport(
@@ -285,6 +321,86 @@ def manifest(
         num_leaves=0 if built.leaves is None else len(built.leaves),
         leaf_bytes=built.leaf_bytes,
         written=tuple(files),
+    )
+
+
+class _SidecarFile:
+    """The manifest that may be at a place, and the signature beside it.
+
+    Raises:
+        ConfigError: something that is not a regular file has one of the two names.
+    """
+
+    def __init__(self, uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+        self._uri = uri
+        self._settings = settings
+        self._storage_options = storage_options
+        for file in () if is_remote(uri) else (uri, f"{uri}.sig"):
+            path = local_path(file)
+            # A rename would replace a device, a pipe or a socket by a file: root can do that to /dev/full.
+            if os.path.exists(path) and not os.path.isfile(path):
+                hint = "give the path of a file, or of one that does not exist yet"
+                raise ConfigError(
+                    "the manifest cannot be written here: this is not a regular file", uri=file, hint=hint
+                )
+
+    def read(self) -> bytes | None:
+        """Return the bytes of the manifest; None: there is none."""
+        return self._read(self._uri)
+
+    def is_signed(self) -> bool:
+        """Return whether a signature is beside the manifest."""
+        return self._read(f"{self._uri}.sig") is not None
+
+    def _read(self, uri: str) -> bytes | None:
+        try:
+            return read_small(uri, settings=self._settings, storage_options=self._storage_options)
+        except PermissionDenied:
+            # A bucket that may be read but not listed says "forbidden" for "absent".
+            if is_remote(uri):
+                return None
+            raise
+
+
+def _decode_stated(raw: bytes, uri: str) -> Manifest:
+    """Decode the manifest that is at the destination. FormatError: it is damaged, or another file."""
+    try:
+        return decode(raw, uri=uri)
+    except (FormatError, IntegrityError) as error:
+        raise FormatError(
+            f"the file that is there cannot be read as a manifest ({error.message}); nothing was written",
+            uri=uri,
+            hint="write a new manifest in its place with --force (replace=True) if the weights are known to be good",
+        ) from error
+
+
+def _other_weights(stated: Manifest, measured: Manifest, uri: str) -> IntegrityError:
+    """Return the error for weights that differ from the manifest that is there; both are in the order of names."""
+    fault = IntegrityError("their tensors differ in name, dtype or shape", uri=uri)
+    same = [getattr(stated.tensors, name) == getattr(measured.tensors, name) for name in ("names", "dtypes", "shapes")]
+    if all(same) and stated.leaves is not None and measured.leaves is not None:
+        wrong = np.flatnonzero(measured.leaves != stated.leaves)
+        # Places are those of the files that were read.
+        fault = _fault(measured, int(wrong[0]), len(wrong))
+    return IntegrityError(
+        f"the weights differ from the manifest that is there, which has revision {stated.revision[:19]} while the "
+        f"weights have {measured.revision[:19]}: {fault.message}; nothing was written",
+        uri=fault.uri,
+        tensor=fault.tensor,
+        byte_range=fault.byte_range,
+        hint="get the files again if they are damaged; if they were changed on purpose, replace the manifest with "
+        "--force (replace=True)",
+    )
+
+
+def _without_identities(raw: bytes) -> bytes | None:
+    """Return a manifest's bytes without the identities of files, which a copy changes; None: it cannot be read."""
+    try:
+        manifest = decode(raw, uri="")
+    except (FormatError, IntegrityError):
+        return None
+    return weight_set.encode(
+        dataclasses.replace(manifest, files=tuple(dataclasses.replace(file, identity="") for file in manifest.files))
     )
 
 

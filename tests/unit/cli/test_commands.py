@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,14 +143,81 @@ def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str, 
     assert out == ""
 
 
-def test_a_damaged_manifest_is_replaced(llama: Path, penstock: Penstock) -> None:
-    """Nothing but a new one repairs it, so it must not stop the command that makes one."""
+def test_a_damaged_manifest_is_replaced_by_force(llama: Path, penstock: Penstock) -> None:
     penstock("manifest", llama)
     with (llama / "penstock.manifest").open("ab") as file:
         file.write(b"x")
+    before = (llama / "penstock.manifest").read_bytes()
     assert "FormatError" in penstock("verify", llama, code=3)[1]
-    penstock("manifest", llama)
+    err = penstock("manifest", llama, code=3)[1]
+    assert "cannot be read as a manifest" in err and "--force" in err
+    assert (llama / "penstock.manifest").read_bytes() == before
+    penstock("manifest", llama, "--force")
     penstock("verify", llama)
+
+
+def test_damaged_weights_get_no_manifest_in_place_of_the_one_that_is_there(llama: Path, penstock: Penstock) -> None:
+    first = json.loads(penstock("manifest", llama, "--format", "json")[0])
+    before = (llama / "penstock.manifest").read_bytes()
+    shard = sorted(llama.glob("*.safetensors"))[1]
+    flip_bit(shard, shard.stat().st_size - 1)
+    facts = json.loads(penstock("manifest", llama, "--format", "json", code=3)[1])
+    assert facts["error"] == "IntegrityError" and first["revision"][:19] in facts["message"]
+    assert facts["uri"] == shard.name and facts["tensor"] and facts["byte_range"][1] == shard.stat().st_size
+    assert facts["message"].count("w1-") == 2 and "--force" in facts["hint"]
+    assert (llama / "penstock.manifest").read_bytes() == before
+    forced = json.loads(penstock("manifest", llama, "--force", "--format", "json")[0])
+    assert forced["revision"] != first["revision"] and forced["written"] == [f"{llama}/penstock.manifest"]
+    penstock("verify", llama)
+
+
+def test_other_tensors_get_no_manifest_in_place_of_the_one_that_is_there(tmp_path: Path, penstock: Penstock) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    penstock("manifest", file)
+    save_file({"b": torch.zeros(4)}, file)
+    assert "tensors differ in name" in penstock("manifest", file, code=3)[1]
+    penstock("manifest", file, "--force")
+    penstock("verify", file)
+
+
+def test_a_signed_manifest_of_the_same_bytes_is_up_to_date(
+    llama: Path, keys: tuple[Path, Path], penstock: Penstock
+) -> None:
+    private, public = keys
+    penstock("manifest", llama, "--sign", private)
+    # As a copy has it: another time, and so another identity.
+    for file in llama.glob("*.safetensors"):
+        os.utime(file, (1, 1))
+    assert "up to date" in penstock("manifest", llama)[0]
+    penstock("verify", llama, "--public-key", public)
+    penstock("manifest", llama, "--sign", private)
+    penstock("verify", llama, "--public-key", public)
+
+
+def test_a_signature_that_would_not_hold_is_not_left(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
+    private, public = keys
+    penstock("manifest", llama, "--sign", private)
+    shard = sorted(llama.glob("*.safetensors"))[1]
+    flip_bit(shard, shard.stat().st_size - 1)
+    before = (llama / "penstock.manifest").read_bytes()
+    assert "IntegrityError" in penstock("manifest", llama, "--sign", private, code=3)[1]
+    assert "is signed" in penstock("manifest", llama, "--force", code=2)[1]
+    assert (llama / "penstock.manifest").read_bytes() == before
+    penstock("manifest", llama, "--force", "--sign", private)
+    penstock("verify", llama, "--public-key", public)
+
+
+@pytest.mark.parametrize("name", ["out", "out.sig"])
+def test_only_a_regular_file_is_replaced_by_a_manifest(
+    llama: Path, tmp_path: Path, name: str, penstock: Penstock
+) -> None:
+    os.mkfifo(tmp_path / name)
+    assert "not a regular file" in penstock("manifest", llama, "--out", tmp_path / "out", code=2)[1]
+    assert (tmp_path / name).is_fifo()
 
 
 def test_verify_without_a_manifest_is_three_and_says_why(llama: Path, penstock: Penstock) -> None:
