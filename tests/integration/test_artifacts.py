@@ -292,7 +292,62 @@ def test_without_a_private_key_or_a_restore_nothing_is_saved(homes: Homes) -> No
         ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
     with pytest.raises(ps.ConfigError, match=f"known ids: {restored.key.id}"):
         ps.artifacts.save(homes.model, "../../etc", private_key=homes.private)
-    assert not list((homes.model / "penstock-artifacts").iterdir())
+    with pytest.raises(ps.ConfigError, match="no compiled code"):
+        ps.artifacts.save(homes.model, restored.key, private_key=homes.private, at=homes.directory / "new" / "bundles")
+    assert not (homes.model / "penstock-artifacts").exists() and not (homes.directory / "new").exists()
+
+
+def test_a_bundle_is_saved_beside_its_own_model_only(homes: Homes) -> None:
+    homes.enter("first")
+    restored, named = homes.restore(), homes.restore(model="any of these")
+    for each in (restored, named):
+        fill(each.directory)
+    absent = homes.directory / "absent"
+    for each in (restored, named):
+        with pytest.raises(ps.NotFound):
+            ps.artifacts.save(absent, each.key, private_key=homes.private)
+    assert not absent.exists()
+    other = homes.directory / "other"
+    write_llama(other, total_bytes=1 << 20)
+    with pytest.raises(ps.ConfigError, match="is of a model with revision h1-"):
+        ps.artifacts.save(other, restored.key, private_key=homes.private)
+    assert not (other / "penstock-artifacts").exists()
+    # A name stands for several models.
+    assert ps.artifacts.save(other, named.key, private_key=homes.private).num_files
+
+
+def test_a_list_names_what_is_missing_and_what_is_damaged(homes: Homes) -> None:
+    def listed(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["artifacts", "list", *words])
+        assert done.exception is None or isinstance(done.exception, ps.PenstockError | SystemExit)
+        return done.exit_code, done.stdout if done.exception is None else type(done.exception).__name__
+
+    assert listed(str(homes.directory / "nowhere")) == (1, "NotFound")
+    assert listed(str(homes.model)) == (0, f"no bundles in {homes.model}/penstock-artifacts\n")
+    saved, _ = homes.bake()
+    good = Path(saved.uri)
+    good.with_name("cut.safetensors").write_bytes(good.read_bytes()[:-1])
+    tensors = load_file(good)
+    del tensors["signature"]
+    save_file(tensors, good.with_name("unsigned.safetensors"))
+    code, said = listed(str(homes.model), "--public-key", str(homes.public))
+    lines = {Path(line.partition(": ")[0]).name: line for line in said.splitlines()}
+    assert code == 0 and len(lines) == 3
+    assert "signature good" in lines[good.name]
+    assert "mine, torch" in lines[good.name]
+    assert ": refused: " in lines["cut.safetensors"]
+    assert lines["unsigned.safetensors"].endswith(": refused: the bundle is not signed")
+
+
+def test_the_command_says_once_why_a_bundle_is_refused(homes: Homes) -> None:
+    saved, _ = homes.bake()
+    Path(saved.uri).write_bytes(Path(saved.uri).read_bytes()[:-1])
+    words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
+    command = [sys.executable, "-m", "penstock", "artifacts", "restore", str(homes.model), *words]
+    env = {**os.environ, "PENSTOCK_ARTIFACT_DIR": str(homes.directory / "second")}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stderr
+    assert said.count("is not used") == 1
+    assert "no package 'mine' is installed" in said
 
 
 RESTORE = """

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,13 +60,15 @@ from penstock.errors import (
     IntegrityError,
     NotFound,
     PenstockError,
+    SourceChanged,
     SourceError,
+    SourceTruncated,
 )
 from penstock.loader.verify import inspect, read_key
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.local import read_bounded
-from penstock.storage.locate import display, sidecar_uri
+from penstock.storage.locate import display, resolve, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
 from penstock.storage.output import typed
@@ -76,10 +79,13 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("penstock.artifacts")
+REFUSED = "the bundle %s is not used, the engine compiles: %s"
+"""The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
 
 DIRECTORY = "penstock-artifacts"
 """Name of the directory of bundles beside a model."""
 _SUFFIX = ".safetensors"
+_REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
 _MAX_NEAR = 32
 """Bundles of which `restore` reads the keys, to say how the nearest differs."""
 _LOCK_S = 600.0
@@ -128,6 +134,9 @@ class Restored(Summarised):
             text += f"{self.num_files} files, {bytes_text(self.nbytes)} from {self.source} in {self.wall_s:.2f} s"
         else:
             text += self.why
+        if not self.key.engine_version:
+            # No error: the engine may be a program of the user's own, which is no package.
+            text += f"; no package {self.key.engine!r} is installed, so the key has no version of it"
         return text + (f"; not moved, imported before: {', '.join(self.not_moved)}" if self.not_moved else "")
 
 
@@ -170,7 +179,8 @@ class Listed(Summarised):
         if self.key is None:
             return f"{self.uri}: refused: {self.fault}"
         key = self.key
-        about = f"{key.engine} {key.engine_version}, torch {key.torch}, {key.device}, model {key.model[:16]}"
+        engine = f"{key.engine} {key.engine_version}".rstrip()
+        about = f"{engine}, torch {key.torch}, {key.device}, model {key.model[:16]}"
         extra = "".join(f", {name} {text}" for name, text in sorted(key.config.items()))
         size = f"{self.num_files} files, {bytes_text(self.nbytes)}"
         return f"{self.uri}: {about}{extra}; {size}; signature {self.signature}"
@@ -231,7 +241,7 @@ def restore(
             found = _Found(source=str(root), why=f"already in {root}")
         else:
             remove_partial(root)
-            bundles = _Bundles(text_of(at) if at is not None else _place_of(place), settings, storage_options)
+            bundles = _Bundles(bundles_place(place, at), settings, storage_options)
             found = _find(bundles, key, trusted, root, connection)
             if not found.source:
                 root.mkdir(mode=0o700)
@@ -264,11 +274,13 @@ def save(
 
     Args:
         uri, at, storage_options: as for `restore`.
-        key: of `Restored`, or its id.
+        key: of `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
         private_key: path of an Ed25519 private key in PEM; None: `PENSTOCK_ARTIFACT_SIGNING_KEY`.
 
     Raises:
-        ConfigError: an argument is wrong, there is no private key, or nothing was compiled since `restore`.
+        ConfigError: an argument is wrong, there is no private key, the key is of another model, or nothing was compiled
+            since `restore`.
+        NotFound, FormatError, SourceError: the model cannot be opened.
         DestinationError, DiskFull, SourceError: the bundle cannot be written; one that was there still is.
     """
     start_s = time.perf_counter()
@@ -282,15 +294,15 @@ def save(
     if isinstance(key, str):
         key = _key_of_id(directory, key)
     require_type("key", key, Key, "the key of a restore, or its id")
-    target = _Bundles(text_of(at) if at is not None else _place_of(text_of(uri)), settings, storage_options).uri_of(key)
+    target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
     if is_remote(target):
         # Before anything is packed: a wrong place fails at once.
         locate_object(target, settings=settings, options=storage_options or {})
+    _require_model_of(key, text_of(uri), storage_options)
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    with typed(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with typed(path), _new_directory(path.parent):
         try:
             description = pack(directory / key.id, key, pem, new)
             stored_bytes = new.stat().st_size
@@ -324,12 +336,21 @@ def list_bundles(
         uri, at, public_keys, storage_options: as for `restore`.
 
     Raises:
-        ConfigError: a public key cannot be read. SourceError: the place cannot be listed.
+        ConfigError: a public key cannot be read. NotFound: there is no model at `uri`, and `at` is None.
+        SourceError: the place cannot be listed.
     """
     settings = Settings.read()
     trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
-    place = text_of(at) if at is not None else _place_of(text_of(uri))
-    return list(_Bundles(place, settings, storage_options).listed(trusted))
+    bundles = list(_Bundles(bundles_place(uri, at), settings, storage_options).listed(trusted))
+    if not bundles and at is None:
+        # No bundles beside a model is a result; beside a mistyped path it would hide the mistake.
+        resolve(uri, settings=settings, storage_options=storage_options)
+    return bundles
+
+
+def bundles_place(uri: str | os.PathLike[str], at: str | os.PathLike[str] | None) -> str:
+    """Return the directory or prefix where the bundles of a model are; arguments as for `restore`."""
+    return text_of(at) if at is not None else _place_of(text_of(uri))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +390,8 @@ class _Bundles:
                 with self.open(uri) as weights:
                     raw, signature = _described(partial(_read_part, weights))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
-            except (IntegrityError, FormatError, NotFound) as error:
+            except (IntegrityError, FormatError, NotFound, SourceTruncated, SourceChanged) as error:
+                # One bundle that is damaged, or replaced meanwhile, must not hide the others.
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
                 continue
             yield Listed(
@@ -409,7 +431,7 @@ def _find(
     except ConfigError:
         raise
     except PenstockError as error:
-        log.warning("the bundle %s is not used, the engine compiles: %s", display(uri), error.message)
+        log.warning(REFUSED, display(uri), error.message)
         return _Found(why=f"{display(uri)} is not used: {error.message}")
     return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
 
@@ -476,7 +498,7 @@ def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
     table = weights.manifest.tensors
     row = table.names.index(name) if name in table.names else None
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
-        raise _no_part(name)
+        raise _no_part(name, is_there=row is not None)
     nbytes, start = int(table.nbytes[row]), int(table.offset[row])
     # Before anything is allocated: the header may say any number.
     _check_size(name, nbytes, most_bytes)
@@ -513,7 +535,7 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str, most_bytes: int) -
     """Return the bytes of a bundle's tensor, without a copy; see `_Part`."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
-        raise _no_part(name)
+        raise _no_part(name, is_there=tensor is not None)
     _check_size(name, tensor.nbytes, most_bytes)
     return tensor.numpy().data
 
@@ -523,7 +545,11 @@ def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
         raise FormatError(f"the file is no bundle: its {name} has {nbytes} bytes, and may have {most_bytes}")
 
 
-def _no_part(name: str) -> FormatError:
+def _no_part(name: str, *, is_there: bool) -> FormatError:
+    """Return the error for a part that is missing, or is not bytes."""
+    # The description is read first: a file that has one is a bundle.
+    if name == SIGNATURE and not is_there:
+        return FormatError("the bundle is not signed")
     return FormatError(f"the file is no bundle: it has no bytes named {name!r}")
 
 
@@ -537,6 +563,33 @@ def _remove_empty(root: Path) -> None:
 
 def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
     return inspect(uri, storage_options=storage_options).manifest.revision
+
+
+def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
+    """Raise unless there is a model at a URI, and it is that of a key. ConfigError: it has another revision."""
+    revision = _revision(uri, storage_options)
+    # Else it is a name that the user gave, which may stand for many models.
+    if _REVISION.fullmatch(key.model) and key.model != revision:
+        raise ConfigError(
+            f"the compiled code {key.id} is of a model with revision {key.model[:19]}, and the model at {display(uri)} "
+            f"has {revision[:19]}: no restore would find the bundle",
+            hint="give the model of the restore, or restore again: a new manifest changes the revision",
+        )
+
+
+@contextmanager
+def _new_directory(path: Path) -> Iterator[None]:
+    """Make a directory and its parents; remove those that are new and empty if the block raises."""
+    new = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for directory in new:
+            # Another process may have put a file there meanwhile.
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
 
 
 def _place_of(uri: str) -> str:

@@ -6,7 +6,10 @@ Not here: the work (`penstock.artifacts`); engines do it by themselves with the 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -70,21 +73,37 @@ def restore(
     pairs = [text.partition("=") for text in config or ()]
     if wrong := [name for name, mark, _ in pairs if not mark or not name]:
         raise ConfigError(f"--config {wrong[0]!r} has no value", hint="give NAME=TEXT")
-    restored = artifacts.restore(
-        uri,
-        engine=engine,
-        config={name: text for name, _, text in pairs},
-        device=device,
-        at=at,
-        model=model,
-        public_keys=public_key,
-        connection=None if hub is None else connection_of(hub, token_file, listen),
-    )
+    with _refusals_in_report_only():
+        restored = artifacts.restore(
+            uri,
+            engine=engine,
+            config={name: text for name, _, text in pairs},
+            device=device,
+            at=at,
+            model=model,
+            public_keys=public_key,
+            connection=None if hub is None else connection_of(hub, token_file, listen),
+        )
     if format is Format.json:
         write_json({**restored.to_dict(), "id": restored.key.id, "variables": caches.variables(restored.directory)})
         return
     note(str(restored))
     write_lines(*(f"export {name}={shlex.quote(text)}" for name, text in caches.variables(restored.directory).items()))
+
+
+@contextlib.contextmanager
+def _refusals_in_report_only() -> Iterator[None]:
+    """Drop the log's line about a refused bundle: the report on stderr has the same reason."""
+    from penstock.artifacts.store import REFUSED, log
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != REFUSED
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 @app.command("save", epilog=examples("penstock artifacts save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))
@@ -115,9 +134,13 @@ def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: For
     Each with its key; with a public key, also whether its signature holds.
     """
     from penstock import artifacts
+    from penstock.artifacts.store import bundles_place
+    from penstock.storage.locate import display
 
     bundles = artifacts.list_bundles(uri, at=at, public_keys=public_key)
     if format is Format.json:
         write_json([bundle.to_dict() for bundle in bundles])
-    else:
+    elif bundles:
         write_lines(*(str(bundle) for bundle in bundles))
+    else:
+        write_lines(f"no bundles in {display(bundles_place(uri, at))}")
