@@ -1,7 +1,7 @@
 """The phases of this process's start: the stopwatch of each load, fetch and attach, and one record of all of them.
 
 In: journeys as they begin, change phase and end; steps of the engine, by `phase`. Out: seconds by phase, for reports;
-the record as a `Boot`, for health checks, the hub and the fleet page.
+the record as a `Boot`, for health checks, the hub and the fleet page, and as a file for `penstock bench boot`.
 Not here: serving the record (`http.phases`, `hub.replicas`), reporting it to a hub (`peer.member`).
 
     Phases("discover", journey="fetch") --enter, stop, fail--> record of the process --snapshot--> Boot
@@ -13,6 +13,7 @@ record holds the last start only: the first journey after `NEW_BOOT_S` without a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.arguments import require_name
+from penstock.config import boot_directory
 from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 
 MAX_PHASES = 64
@@ -176,6 +178,28 @@ class BootRecord:
             listeners = tuple(self.listeners)
         for listener in listeners:
             listener()
+        if directory := boot_directory():
+            self._write(Path(directory))
+
+    def _write(self, directory: Path) -> None:
+        """Write the current state to a file of this process, which is complete whenever it is there.
+
+        At each change, not at exit: a process that is killed, or ends by `os._exit` as forked workers do, runs nothing
+        at its exit.
+        """
+        path = directory / f"{os.getpid()}.json"
+        partial = path.with_suffix(".partial")
+        with self._lock:
+            written = None
+            # Again if the garbage collector has ended a phase meanwhile, and so written a file inside this call.
+            while written != self._serial:
+                written = self._serial
+                if (boot := self.snapshot()) is None:
+                    return
+                # The start must not fail because its phases cannot be written.
+                with contextlib.suppress(OSError):
+                    partial.write_bytes(msgspec.json.encode(boot))
+                    partial.replace(path)
 
     @property
     def serial(self) -> int:

@@ -88,16 +88,33 @@ def test_the_phases_of_a_server_until_its_first_answer(model: Path, tmp_path: Pa
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_program_that_ends_and_one_without_phases(model: Path, fork_server: ForkServer) -> None:
-    load = [
-        sys.executable,
-        "-c",
-        f"import penstock as ps, time; ps.load({str(model)!r}, progress=False); time.sleep(0.3)",
-    ]
-    done = run(fork_server, ["bench", "boot", "--", *load])
-    assert done.returncode == 0 and "move" in done.stdout and "#" in done.stdout, done.stderr
+def test_a_program_that_ends_at_once_loses_no_phase(model: Path, fork_server: ForkServer) -> None:
+    # By os._exit, as forked workers end: what runs at exit does not run.
+    load = f"import os, penstock as ps; ps.load({str(model)!r}, progress=False); os._exit(0)"
+    done = run(fork_server, ["bench", "boot", "--format", "json", "--", sys.executable, "-c", load])
+    assert done.returncode == 0, done.stderr
+    for start in json.loads(done.stdout)["starts"]:
+        assert start["num_processes"] == 1 and start["cut_off"] == []
+        assert {"open", "move", "finish"} <= {phase["name"] for phase in start["phases"]}
     done = run(fork_server, ["bench", "boot", "--", sys.executable, "-c", "pass"])
     assert done.returncode == 0 and "no process reported phases" in done.stderr, done.stderr
+
+
+KILLED = """
+import os, signal, subprocess, sys
+if sys.argv[1:]:
+    import penstock as ps
+    with ps.phase("warm up"):
+        os.kill(os.getpid(), signal.SIGKILL)
+subprocess.run([sys.executable, sys.argv[0], "child"])
+"""
+
+
+def test_a_process_that_was_killed_is_said_to_lack_phases(tmp_path: Path, fork_server: ForkServer) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = run(fork_server, ["bench", "boot", "--", sys.executable, str(tmp_path / "killed.py")])
+    assert done.returncode == 0 and "warm up" in done.stdout, done.stderr
+    assert done.stderr.count("ended in the phase 'warm up': its last phases may be missing") == 2
 
 
 @pytest.mark.parametrize(

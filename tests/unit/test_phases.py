@@ -230,3 +230,22 @@ def test_a_stream_that_is_left_is_cancelled(file: Path) -> None:
     stream.close()
     assert boot().state == "starting"
     assert boot().phases[-1].state == "cancelled"
+
+
+def test_each_change_is_written_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_BOOT_DIRECTORY", str(tmp_path))
+
+    def written() -> Boot:
+        return msgspec.json.decode((tmp_path / f"{os.getpid()}.json").read_bytes(), type=Boot)
+
+    watch = Phases("open", journey="load")
+    assert names(written()) == [("open", "running")]
+    watch.enter("move", lambda: (10, 10))
+    assert names(written()) == [("open", "done"), ("move", "running")]
+    watch.stop()
+    assert names(written()) == [("open", "done"), ("move", "done")] and written().ready
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    # A start does not fail because its phases cannot be written.
+    monkeypatch.setenv("PENSTOCK_BOOT_DIRECTORY", str(tmp_path / "absent"))
+    with ps.phase("warm up"):
+        pass

@@ -1,11 +1,12 @@
 """`penstock bench boot`: start a program, as an inference server, and measure the phases until its first answer.
 
 In: a command, and the request that counts as its first answer. Out: a time line for each start, on stdout.
-Not here: the record of phases in the program's processes (`penstock.phases`), its endpoint (`telemetry.endpoint`).
+Not here: the record of phases in the program's processes (`penstock.phases`).
 
     spawn --launch--> process --imports--> first phase --load, engine's phases--> last phase --rest--> first answer
 
-Each process of the program serves its phases at a port of a range that is chosen here; they are read 20 times a second.
+Each process of the program writes its phases, whenever one begins or ends, to a file in a directory that is chosen
+here. They are read at the first answer, or after the program ends: a short program loses none.
 A cold start has empty directories for caches, and the model's files are not in memory. A warm start follows it.
 """
 
@@ -14,14 +15,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import secrets
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,19 +32,18 @@ import typer
 
 from penstock.cli.bench import drop_cached, local_files
 from penstock.cli.terminal import Format, FormatOption, note, write_columns, write_json, write_lines
+from penstock.config import BOOT_DIRECTORY
 from penstock.errors import MALFORMED, ConfigError, PeerLost, SourceStalled
 from penstock.phases import Boot
 
 Case = Literal["cold", "warm"]
 
-NUM_PORTS = 16
-"""Ports for the processes of a program: an engine has a server, and a worker for each GPU."""
 LOOK_S = 0.05
-"""Between two looks at the phases and at the first answer."""
+"""Between two looks for the first answer."""
 END_S = 30.0
 """How long a program may take to end before it is killed."""
 ANSWER_S = 5.0
-"""Deadline of an answer with the phases of a process, which may hold the interpreter for long."""
+"""Deadline of a request to the URL before the program is started, where nothing should answer."""
 BAR = 40
 """Characters of the longest bar."""
 _CACHES = {
@@ -82,6 +79,17 @@ class BootStart:
     num_processes: int
     """Processes that reported phases."""
     phases: list[BootPhase]
+    cut_off: list[str]
+    """Processes that ended while a phase ran, each with that phase: what came after it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    """The phases that a process has written."""
+
+    pid: int
+    boot: Boot
+    is_running: bool
 
 
 def bench_boot(
@@ -124,6 +132,8 @@ def bench_boot(
     for start in starts:
         write_lines(f"{start.case} start: first answer after {start.first_answer_s:.2f} s")
         write_columns(["phase", "kind", "from s", "s", ""], rows(start))
+        for text in start.cut_off:
+            note(f"{start.case} start: {text}: its last phases may be missing")
     if not any(start.num_processes for start in starts):
         note("no process reported phases: it loads nothing by Penstock")
     for case, seconds in medians(starts).items():
@@ -191,11 +201,8 @@ class _Program:
         self._command = list(command)
         self._url, self._body = url, body
         self._timeout_s = timeout_s
+        self._directory = directory
         self._log = log
-        self._token = secrets.token_hex(16)
-        self._token_file = directory / "token"
-        self._token_file.write_text(self._token + "\n", encoding="utf-8")
-        self._token_file.chmod(0o600)
 
     def start(self, case: Case, home: Path) -> BootStart:
         """Start the program, wait for its first answer, and end it.
@@ -207,34 +214,30 @@ class _Program:
         if self._url is not None and _ask(self._url, self._body, ANSWER_S) is not None:
             message = "something answers there before the program is started: its answer would be measured"
             raise ConfigError(message, uri=self._url, hint="end that server, or choose another port")
-        first_port = _free_ports()
-        environment = self._environment(home, first_port)
+        # A directory for each start: the processes of the one before must not be counted.
+        written = Path(tempfile.mkdtemp(prefix="phases-", dir=self._directory))
         with self._log.open("ab") as log:
             spawned_at, begun = time.time(), time.perf_counter()
             # The user's own command, without a shell.
             process = subprocess.Popen(  # nosec B603
-                self._command, env=environment, stdout=log, stderr=log, start_new_session=True
+                self._command, env=_environment(home, written), stdout=log, stderr=log, start_new_session=True
             )
-        with _ended(process), _Watch(first_port, self._token) as watch:
+        with _ended(process):
             self._wait(process, begun)
             first_answer_s = time.perf_counter() - begun
-            boots = watch.boots()
+            found = _read(written)
+        answered_at = spawned_at + first_answer_s
         return BootStart(
             case=case,
             first_answer_s=first_answer_s,
-            num_processes=len(boots),
-            phases=time_line(boots, spawned_at, first_answer_s),
+            num_processes=len(found),
+            phases=time_line([_until(each, answered_at) for each in found], spawned_at, first_answer_s),
+            cut_off=[
+                f"process {each.pid} ended in the phase {each.boot.phase!r}"
+                for each in found
+                if not each.is_running and any(phase.state == "running" for phase in each.boot.phases)
+            ],
         )
-
-    def _environment(self, home: Path, first_port: int) -> dict[str, str]:
-        caches = {name: str(home / directory) for name, directory in _CACHES.items()}
-        last_port = first_port + NUM_PORTS - 1
-        return {
-            **os.environ,
-            **caches,
-            "PENSTOCK_METRICS": f"127.0.0.1:{first_port}-{last_port}",
-            "PENSTOCK_METRICS_TOKEN_FILE": str(self._token_file),
-        } | _hub_caches(os.environ)
 
     def _wait(self, process: subprocess.Popen[bytes], begun: float) -> None:
         while True:
@@ -257,74 +260,61 @@ class _Program:
         return "; its output ends with:\n" + "\n".join(lines) if lines else "; it wrote nothing"
 
 
+def _environment(home: Path, written: Path) -> dict[str, str]:
+    """Return the environment of a start: empty caches in `home`, phases to `written`."""
+    caches = {name: str(home / directory) for name, directory in _CACHES.items()}
+    return {**os.environ, **caches, BOOT_DIRECTORY: str(written)} | _hub_caches(os.environ)
+
+
 def _hub_caches(environ: Mapping[str, str]) -> dict[str, str]:
     """Return where models of hubs are: what was downloaded is no cache of compilers, and must not move."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return {"HF_HOME": environ.get("HF_HOME") or str(cache / "huggingface")}
 
 
-class _Watch:
-    """A thread that keeps the newest phases of all processes of a program. A context manager."""
-
-    def __init__(self, first_port: int, token: str) -> None:
-        self._urls = [f"http://127.0.0.1:{first_port + number}/v1/phases" for number in range(NUM_PORTS)]
-        self._token = token
-        self._boots: dict[str, Boot] = {}
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="penstock-boot", daemon=True)
-
-    def boots(self) -> list[Boot]:
-        """Return the phases of each process, as they are now."""
-        self._is_over.set()
-        self._thread.join()
-        return list(self._boots.values())
-
-    def _watch(self) -> None:
-        is_last = False
-        while not is_last:
-            # Once more after the end: the last phases have ended just before.
-            is_last = self._is_over.wait(LOOK_S)
-            for url in self._urls:
-                answer = _ask(url, None, ANSWER_S, {"authorization": f"Bearer {self._token}"})
-                # Another program may have taken a port since it was free.
-                with contextlib.suppress(*MALFORMED):
-                    boot = None if answer is None else msgspec.json.decode(answer, type=Boot)
-                    if boot is not None and boot.phases:
-                        self._boots[url] = boot
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
+def _read(directory: Path) -> list[_Reported]:
+    """Return the phases that each process of a program has written."""
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        # A program can write any file there.
+        with contextlib.suppress(*MALFORMED, ValueError):
+            pid, boot = int(path.stem), msgspec.json.decode(path.read_bytes(), type=Boot)
+            if boot.phases:
+                found.append(_Reported(pid=pid, boot=boot, is_running=_is_running(pid)))
+    return found
 
 
-def _ask(url: str, body: str | None, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes | None:
+def _is_running(pid: int) -> bool:
+    """Return whether a process runs; one that has ended, and whose parent has not asked for that, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in {b"Z", b"X"}
+    except (OSError, IndexError):
+        return False
+
+
+def _until(reported: _Reported, now: float) -> Boot:
+    """Return a boot whose running phases last until now, Unix time: the file has their length at its last change."""
+    boot = reported.boot
+    seconds = max(boot.seconds, now - boot.started_at)
+    if not reported.is_running or all(phase.state != "running" for phase in boot.phases):
+        return boot
+    phases = tuple(
+        msgspec.structs.replace(phase, seconds=seconds - phase.start_s) if phase.state == "running" else phase
+        for phase in boot.phases
+    )
+    return msgspec.structs.replace(boot, phases=phases, seconds=seconds)
+
+
+def _ask(url: str, body: str | None, timeout_s: float) -> bytes | None:
     """Return the answer of a request, by POST if it has a body; None: nothing listens there, or it refuses."""
     data = None if body is None else body.encode()
-    content = {} if body is None else {"content-type": "application/json"}
-    request = urllib.request.Request(url, data, {**content, **(headers or {})})
+    request = urllib.request.Request(url, data, {} if body is None else {"content-type": "application/json"})
     try:
         # Not by a proxy: the program is on this host.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
     except (OSError, http.client.HTTPException):
         return None
-
-
-def _free_ports() -> int:
-    """Return the first of some consecutive ports of the loopback that are free now."""
-    for _ in range(100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-            for port in range(first + 1, first + NUM_PORTS):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise ConfigError(f"there are no {NUM_PORTS} free ports in a row at 127.0.0.1")
 
 
 @contextlib.contextmanager
