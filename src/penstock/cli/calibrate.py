@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from penstock.plan.cluster import H200_RATES, PYTHON_COSTS, SHORT_RUN_BYTES, Rat
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.storage.safetensors import encode_header
 from penstock.types import GB, MIB, DType
+
+if TYPE_CHECKING:
+    from penstock.jobs.report import ConvertReport
 
 _BYTES = 128 * MIB
 _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
@@ -67,6 +70,7 @@ def calibrate() -> Rates:
     source = [(name, f"{where}, {'cuda:0' if on_device else 'one core'}") for name in stages]
     source += [(name, f"{where}, loopback transport: one process") for name in ("post_s", "run_s", "short_run_s")]
     source += [("answer_s", f"{where}, HTTP over loopback")]
+    source += [("exchange_gb_per_s", "assumed: as of H200")]
     source += [
         ("hop_s", f"assumed: two answers, a post, two steps; a chunk's digest ({chunk_digest_s:.4f} s) is apart")
     ]
@@ -76,7 +80,7 @@ def calibrate() -> Rates:
     else:
         source.append(("quantise_gb_per_s", f"{where}, fp8-block128"))
     operations = _operations("cuda:0" if on_device else "cpu") if quantise is not None else {}
-    how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source"
+    how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these: they are of two devices, or of several processes. What of them
     # is Python takes as much longer here as a step does.
@@ -85,7 +89,7 @@ def calibrate() -> Rates:
     near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}
     for name in near:
         how = f"as of H200, {times:.2f} times as long, as a step" if name in PYTHON_COSTS else "as of H200"
-        source.append((name, f"assumed: {how}" if on_device else "assumed: nothing"))
+        source.append((name, f"assumed: {how}" if on_device else "assumed: 0, not measured on a CPU"))
     return Rates(
         name=f"{platform.node() or 'this machine'}, {'cuda' if on_device else 'cpu'}",
         operation_gb_per_s=operations,
@@ -216,7 +220,7 @@ _CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 
 
 def _operations(device: str) -> dict[str, float]:
-    """Return the GB/s that each operation reads where it computes, by real conversions of small checkpoints."""
+    """Return the GB/s that each operation reads in its decisive stage, by real conversions of small checkpoints."""
     from penstock import api
 
     found: dict[str, float] = {}
@@ -239,10 +243,18 @@ def _operations(device: str) -> dict[str, float]:
                     **arguments,
                 )
                 shutil.rmtree(into)
-                rate = report.read_bytes / GB / max(report.busy_s["compute"], 1e-6)
-                found[operation] = max(rate, found.get(operation, 0.0))
+                found[operation] = max(operation_gb_per_s(report), found.get(operation, 0.0))
     # Small checkpoints have too few heads for it, and it copies too.
     return {**found, "reshard": found["copy"]}
+
+
+def operation_gb_per_s(report: ConvertReport) -> float:
+    """Return the GB/s that a conversion read where it computed; of its busiest stage if it computed nothing.
+
+    A copy or a rename is done where files are read, with no step of computing: bytes by no time would be any rate.
+    """
+    busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.moving_s
+    return report.read_bytes / GB / busy_s
 
 
 def _checkpoint(directory: Path, number: int) -> Path:

@@ -78,7 +78,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """BF16 read by the transform at the source."""
     operation_gb_per_s: dict[str, float] = {}
     """Of a conversion's operations: bytes read by each, by the beginning of its name, as `linear` or `to fp8-block128`.
-    One that is not here is as fast as the transform."""
+    Where it computes; of its busiest stage if it computes nothing, as `copy`. One that is not here is as fast as the
+    transform."""
     digest_gb_per_s: float
     device_copy_gb_per_s: float
     """Bytes copied within one device: the flip of a staged update."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.support.drills import drill
 from typer.testing import CliRunner
 
+from penstock.cli.calibrate import operation_gb_per_s
 from penstock.cli.main import app
 from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json
@@ -67,10 +70,29 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     said = dict(rates.source)
     assert set(said) == set(rates.__struct_fields__) - {"name", "source"}
     assert "measured" in said["digest_gb_per_s"]
+    # A copy of files is not as fast as no work at all.
+    assert max(rates.operation_gb_per_s.values()) < 1000
+    assert "compute nothing" in said["operation_gb_per_s"]
+    if rates.slab_s == 0:
+        assert said["slab_s"] == "assumed: 0, not measured on a CPU"
     slow = tmp_path / "slow.json"
     slow.write_bytes(to_json(CLUSTERS["cpu-pair"][1]).replace(b'"post_s": 0.00005', b'"post_s": 2.0'))
     found = json.loads(run("simulate", "sync", llama, *SMALL, "--rates", str(slow), "--format", "json"))
     assert found["predicted_s"] > 2.0
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "gb_per_s"),
+    [
+        ({"fetch": 2.0, "compute": 0.5, "send": 1.0}, 8.0),
+        # A copy: it has no step that computes.
+        ({"fetch": 2.0, "compute": 0.0, "send": 1.0}, 2.0),
+        ({"fetch": 0.0, "compute": 0.0, "send": 0.0}, 1.0),
+    ],
+)
+def test_the_rate_of_an_operation_is_of_a_stage_that_it_has(busy_s: dict[str, float], gb_per_s: float) -> None:
+    report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, moving_s=4.0)
+    assert operation_gb_per_s(cast(Any, report)) == pytest.approx(gb_per_s)
 
 
 def test_hosts_whose_python_is_slow_take_longer(llama: str) -> None:
