@@ -24,7 +24,16 @@ from penstock.errors import ConfigError, HubUnavailable
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, pinned, read_small
 from penstock.storage.download import download, inside
-from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX, display, model_name, texts_of
+from penstock.storage.locate import (
+    INDEX_SUFFIX,
+    SIDECAR,
+    SUFFIX,
+    directory_prefix,
+    display,
+    list_files,
+    model_name,
+    texts_of,
+)
 from penstock.storage.output import typed
 
 if TYPE_CHECKING:
@@ -180,10 +189,13 @@ def _is_bulk(name: str) -> bool:
 
 def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the files of a model by their names below `place`, those of directories below it too."""
-    listed = list_uris(place, settings=settings, storage_options=storage_options)
+    listed = list_files(place, settings=settings, storage_options=storage_options)
     if listed == [place]:
         name = display(place).rpartition("/")[2]
         return {name: place, **_manifest_of(name, place, settings)}
+    if place.startswith(("http://", "https://")):
+        # No listing, so no directories below it: `list_files` knows the files by their published names.
+        return {file.removeprefix(directory_prefix(place)): file for file in listed}
     root = listed[0].rpartition("/")[0]
     pattern = root if is_remote(place) else glob.escape(root)
     return {

@@ -445,9 +445,10 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
             "a keeper is not a directory", uri=into, hint="pass Keeper.into(MODEL), or use `penstock convert`"
         )
     job = request.job
-    of_config = request.opened[small_from(job)].uri
     # Before anything is written: a broken config.json must not cost hours of conversion.
-    config = config_of(of_config, job.operation, request.settings, request.job_spec.storage_options)
+    config = config_of(
+        request.small_place(small_from(job)), job.operation, request.settings, request.job_spec.storage_options
+    )
     staged_path = _staging_path(job, into, scratch)
     # The journal first: its lock keeps a second process of this very job away from the files.
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
@@ -517,7 +518,7 @@ def _publish(staged: _Staged, *, replace: bool) -> str:
     for weights in request.opened:
         check_unchanged(weights)
     manifest = manifest_of(job, staged.journal, out)
-    of_small = request.opened[small_from(job)].uri
+    of_small = request.small_place(small_from(job))
     small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
     small |= {STAMP: stamp(job, manifest.revision)}
     if is_remote(into):

@@ -67,6 +67,13 @@ class ConvertRequest:
     job_spec: JobSpec
     """The job for workers, still without the directory that they write to."""
 
+    def small_place(self, source: int) -> str:
+        """Return the URI to read a source's configuration and tokenizer from, at the revision that was opened."""
+        given = self.job_spec.sources[source]
+        # An opened set names itself without the user and the query of its URL, which a request needs. Plain HTTP has no
+        # revisions.
+        return given if given.startswith(("http://", "https://")) else self.opened[source].uri
+
 
 def plan_request(
     sources: Uris,

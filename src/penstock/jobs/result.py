@@ -40,10 +40,10 @@ from penstock.errors import (
 from penstock.jobs.job import Job
 from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Operation
-from penstock.storage import is_remote, list_uris, local_path, read_small
+from penstock.storage import is_remote, local_path, read_small
 from penstock.storage.files import FileSource
 from penstock.storage.headers import gguf_header
-from penstock.storage.locate import SIDECAR
+from penstock.storage.locate import SIDECAR, list_files
 from penstock.storage.manifest import decode, encode
 from penstock.storage.output import OutputRegion, OutputSet, typed
 from penstock.storage.weight_set import WeightSet
@@ -383,7 +383,7 @@ def config_of(
         FormatError: the source's file is not a JSON object.
         OperationFailed: the operation's `config` raised, or returned no mapping.
     """
-    listed = list_uris(uri, settings=settings, storage_options=storage_options)
+    listed = list_files(uri, settings=settings, storage_options=storage_options)
     # Found by listing: a URI that names one file, or a glob of weights, has no configuration of its own.
     at = next((file for file in listed if file.rpartition("/")[2] == _CONFIG), None)
     raw = None if at is None else read_small(at, settings=settings, storage_options=storage_options)
@@ -410,7 +410,7 @@ def small_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer and other small files of a source, and the configuration that `config_of` returned."""
     files: dict[str, bytes] = {} if config is None else {_CONFIG: config}
-    for file in list_uris(uri, settings=settings, storage_options=storage_options):
+    for file in list_files(uri, settings=settings, storage_options=storage_options):
         name = file.rpartition("/")[2]
         # The source's index names the source's shards: the result has an index of its own.
         if name == _CONFIG or not _SMALL.search(name) or name.endswith(".safetensors.index.json"):

@@ -13,6 +13,7 @@ import glob
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -24,6 +25,7 @@ from penstock.storage import (
     is_remote,
     list_uris,
     local_path,
+    open_source,
     pickled,
     pinned,
     read_small,
@@ -48,6 +50,33 @@ _ONLY = (
     "name a file, or a directory or prefix that has files of safetensors or one GGUF model itself; no others are read"
 )
 _FILES = (SUFFIX, GGUF_SUFFIX)
+# Small files of model repositories, as transformers, its processors and Mistral name them.
+_PUBLISHED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "params.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "hf_quant_config.json",
+    "adapter_config.json",
+)
+_SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+_LOOKUPS = 8
+"""Requests at once that ask whether a small file is there."""
 # As `llama-gguf-split` names the parts of a model.
 _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -186,6 +215,42 @@ def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[
     return _of_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
 
 
+def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
+    """Return the files that `uri` names, as `list_uris`; of the URL of a directory the published files that are there.
+
+    HTTP has no listing, so these are the weights as `resolve` finds them, the index, the manifest, and small files
+    under the names that model repositories use.
+
+    Raises:
+        NotFound, PermissionDenied, SourceUnavailable: see `list_uris`. FormatError: the index is malformed.
+    """
+    if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX):
+        return list_uris(uri, settings=settings, storage_options=storage_options)
+    # A URL of one other file names itself, as in every storage.
+    if os.path.splitext(uri.partition("?")[0])[1] in _SMALL_SUFFIXES:
+        return list_uris(uri, settings=settings, storage_options=storage_options)
+    place = resolve(uri, settings=settings, storage_options=storage_options)
+    prefix = directory_prefix(uri)
+
+    def is_there(name: str) -> bool:
+        try:
+            open_source(f"{prefix}{name}", settings=settings, storage_options=storage_options).close()
+        except (NotFound, PermissionDenied):
+            # 403 is what stores answer for an absent object to a user who may not list.
+            return False
+        return True
+
+    names = (_INDEX, SIDECAR, f"{SIDECAR}.sig", *_PUBLISHED)
+    with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
+        found = [f"{prefix}{name}" for name, there in zip(names, pool.map(is_there, names), strict=True) if there]
+    return sorted({*found, *(file for _, file in place.files)})
+
+
+def directory_prefix(uri: str) -> str:
+    """Return the text before the names of a directory's files: the URI up to one slash."""
+    return f"{uri.rstrip('/')}/"
+
+
 def sidecar_uri(uri: Uri) -> str:
     """Return where the manifest of `uri` is written and looked for: in the directory, or beside the single file.
 
@@ -273,7 +338,7 @@ def _prefix_of(uri: str) -> str | None:
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix) else prefix
-    return f"{uri.rstrip('/')}/"
+    return directory_prefix(uri)
 
 
 def _is_child(uri: str, prefix: str | None) -> bool:

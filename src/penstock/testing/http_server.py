@@ -41,6 +41,8 @@ class Faults:
     """Of those, only each so manyth."""
     status: int = 0
     """Answer with this status instead."""
+    absent_status: int = 404
+    """Answer with this status for what is not there; stores answer 403 to a user who may not list."""
     retry_after: str = ""
     """`Retry-After` sent with `status`."""
     error_code: str = ""
@@ -325,7 +327,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         opened = self.server.owner.open(unquote(urlsplit(self.path).path).lstrip("/"))
         if opened is None:
-            self._refuse(404, {})
+            self._refuse(faults.absent_status, {})
             return
         try:
             self._serve(*opened, headers=headers, faults=faults, body=body)
