@@ -7,9 +7,11 @@ import gc
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +74,29 @@ def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path,
     assert "--fallback org/name " in capsys.readouterr().err
     assert command("llama", "--to", tmp_path / "out", "--wait-s", "0") == 3
     assert "--fallback URI " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", [True, False])
+def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None:
+    where = ["--to", tmp_path / "out"] if to else ["--device", "cpu"]
+    words = ["--hub", "http://127.0.0.1:9", "--wait-s", "0.5", "--fallback", llama, "--format", "json"]
+    assert command("llama", *where, *words) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert "refused connections" in printed["faults"][0] and "without the fleet" in printed["faults"][0]
+    assert [why.startswith("no hub answered: ") for why in printed["why"].values()] == [True]
+    if to:
+        assert_same(by_safetensors(tmp_path / "out"), by_safetensors(llama))
+
+
+def test_without_a_hub_and_a_fallback_the_error_says_what_happened(llama, capsys) -> None:
+    begun = time.monotonic()
+    assert command("llama", "--device", "cpu", "--hub", "http://127.0.0.1:9", "--wait-s", "0.5") == 3
+    assert time.monotonic() - begun < 5
+    assert "the hub's address refused connections for 0." in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        hub = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        assert command("llama", "--device", "cpu", "--hub", hub, "--wait-s", "0.5") == 3
+    assert "accepted the connection and sent no answer, for 0.5" in capsys.readouterr().err
 
 
 def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:

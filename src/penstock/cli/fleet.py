@@ -428,18 +428,25 @@ def pull(
 
     if fallback is not None:
         look(fallback)
-    from penstock import api
-    from penstock.fetch.pull import pull as fetch
+    from penstock.fetch.pull import pull_model
 
-    with api.join(model, connection=connection_of(hub, token_file, listen), revision=revision) as fleet:
-        try:
-            report = fetch(fleet, to=to, device=device or "cpu", fallback=fallback, wait_s=wait_s, replace=force)
-        except NotFound as error:
-            if fallback is None:
-                # MODEL alone is no place to read from, even where it reads as one.
-                storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
-                error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
-            raise
+    try:
+        report = pull_model(
+            model,
+            connection=connection_of(hub, token_file, listen),
+            revision=revision,
+            to=to,
+            device=device or "cpu",
+            fallback=fallback,
+            wait_s=wait_s,
+            replace=force,
+        )
+    except NotFound as error:
+        if fallback is None:
+            # MODEL alone is no place to read from, even where it reads as one.
+            storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
+            error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
+        raise
     if format is Format.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:

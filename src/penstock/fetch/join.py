@@ -6,6 +6,7 @@ Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
@@ -23,8 +24,8 @@ from penstock.arguments import require_name, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
-from penstock.errors import ConfigError, IntegrityError, PenstockError
-from penstock.fetch.discover import Discovery, Target
+from penstock.errors import ConfigError, HubUnavailable, IntegrityError, PenstockError
+from penstock.fetch.discover import LEAST_ASK_S, Discovery, Target
 from penstock.fetch.report import FetchReport, Provenance, outcome_of, report_of
 from penstock.fetch.run import Fetch
 from penstock.fetch.storage_reader import StorageReader
@@ -37,8 +38,11 @@ from penstock.loader.session import resolve_device
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
 from penstock.phases import Phases
+from penstock.storage.locate import display
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
+
+_log = logging.getLogger("penstock.fetch")
 
 
 class Fleet:
@@ -353,6 +357,31 @@ def join(
     Raises:
         HubUnavailable: no hub answers. ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
+    return open_fleet(
+        model,
+        connection=connection,
+        revision=revision,
+        variant=variant,
+        max_readers=max_readers,
+        max_bytes_per_s=max_bytes_per_s,
+        min_gb_per_s=min_gb_per_s,
+        memory_bytes=memory_bytes,
+    )
+
+
+def open_fleet(
+    model: str,
+    *,
+    connection: ConnectionSettings | str | None = None,
+    revision: str = "",
+    variant: Variant | None = None,
+    max_readers: int = 4,
+    max_bytes_per_s: int | str = 0,
+    min_gb_per_s: float = 0.0,
+    memory_bytes: int | str | None = None,
+    wait_s: float | None = None,
+) -> Fleet:
+    """Join a fleet as `join`, and wait this long for its hub (None: as for every request)."""
     require_name("model", model)
     connection = resolve_connection(connection)
     variant = Variant() if variant is None else variant
@@ -369,5 +398,28 @@ def join(
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
+        join_s=None if wait_s is None else max(LEAST_ASK_S, wait_s),
     )
     return Fleet(identity, member, settings, max_readers=max_readers)
+
+
+def join_or_warn(
+    model: str,
+    place: str,
+    *,
+    connection: ConnectionSettings | str | None = None,
+    revision: str = "",
+    wait_s: float | None = None,
+) -> Fleet | HubUnavailable:
+    """Join a fleet; if no hub answers, warn that `place` is read from storage instead, and return the hub's error.
+
+    A slow start is better than none. Only a hub that is away leads to storage: one that refuses the caller is an error.
+
+    Args:
+        wait_s: see `open_fleet`.
+    """
+    try:
+        return open_fleet(model, connection=connection, revision=revision, wait_s=wait_s)
+    except HubUnavailable as error:
+        _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
+        return error

@@ -11,16 +11,20 @@ import mmap
 import os
 import secrets
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from penstock.config import Settings
+from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
-from penstock.errors import IntegrityError
+from penstock.errors import HubUnavailable, IntegrityError, MissingExtra
 from penstock.fetch.discover import PlacedTarget
-from penstock.fetch.join import Fleet
+from penstock.fetch.join import Fleet, join_or_warn, open_fleet
 from penstock.fetch.report import FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
@@ -78,6 +82,75 @@ def pull(
         files.close()
     phases = {**report.phases, **writing.seconds}
     return dataclasses.replace(report, phases=phases, wall_s=sum(phases.values()))
+
+
+def pull_model(
+    model: str,
+    *,
+    connection: ConnectionSettings,
+    revision: str = "",
+    to: str | os.PathLike[str] | None = None,
+    device: str | int | torch.device = "cpu",
+    fallback: str | None = None,
+    wait_s: float | None = None,
+    replace: bool = False,
+) -> FetchReport:
+    """Join the fleet of a model, and fetch it as `pull` does; if no hub answers, read the fallback.
+
+    Args:
+        model, connection, revision: see `penstock.join`.
+        to, device, replace: see `pull`.
+        fallback: URI of the model in storage; None: a hub that does not answer is an error.
+        wait_s: how long to wait for the hub, and for a first holder.
+
+    Raises:
+        HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
+    """
+    options = partial(pull, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
+    if fallback is None:
+        with open_fleet(model, connection=connection, revision=revision, wait_s=wait_s) as fleet:
+            return options(fleet)
+    joined = join_or_warn(model, fallback, connection=connection, revision=revision, wait_s=wait_s)
+    if isinstance(joined, Fleet):
+        with joined as fleet:
+            return options(fleet)
+    with _fleet_of_one(model, revision, joined) as fleet:
+        report = options(fleet)
+    why = f"no hub answered: {joined.message}"
+    return dataclasses.replace(
+        report,
+        why=dict.fromkeys(report.why, why),
+        faults=(f"hub: {joined.message}; storage is read without the fleet", *report.faults),
+    )
+
+
+@contextmanager
+def _fleet_of_one(model: str, revision: str, away: HubUnavailable) -> Iterator[Fleet]:
+    """Join a fleet of this process alone, at a hub of its own that nobody else can reach.
+
+    Raises:
+        HubUnavailable: `away`, if the packages of a hub are not installed.
+    """
+    # A fetch claims chunks at a hub, and compares with digests that it gets there. With a hub in this process one code
+    # does all that `pull` can, also without a fleet.
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        try:
+            # On first use: a member needs none of a hub's packages.
+            from penstock.hub.auth import Auth
+            from penstock.hub.directory import Directory
+            from penstock.hub.server import HubThread, bind
+            from penstock.hub.store import MemoryStore
+
+            hub = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub.sock", Auth()))
+        except MissingExtra as missing:
+            away.hint = f"{missing.hint}, so that this process can read storage without the fleet's hub"
+            raise away from missing
+        hub.start()
+        try:
+            with open_fleet(model, connection=ConnectionSettings(hub=hub.url), revision=revision) as fleet:
+                yield fleet
+        finally:
+            hub.stop()
 
 
 class _Files(PlacedTarget):

@@ -9,7 +9,6 @@ Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`sto
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import shutil
 import tempfile
@@ -43,7 +42,6 @@ FLEET_PREFIX = "penstock+"
 """Stands before a URI that another storage initializer of the cluster would claim too: `penstock+s3://bucket/model`."""
 PARTIAL = ".penstock.partial"
 """Name of the directory in the destination that files are written to before they are renamed."""
-_log = logging.getLogger("penstock.storage_initializer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,17 +218,15 @@ def _is_weights(name: str) -> bool:
 def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
     """Fetch the weights into the partial directory. None: no hub answers."""
     # On first use: both import torch, which a copy of files does not need.
-    from penstock.fetch.join import join
+    from penstock.fetch.join import join_or_warn
     from penstock.fetch.pull import pull
 
     pulled = partial / "pulled"
-    try:
-        with join(model, connection=connection) as fleet:
-            report = pull(fleet, to=pulled, fallback=place)
-    # A slow start is better than none: only a hub that is away leads to storage, and the log says so.
-    except HubUnavailable as error:
-        _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
+    joined = join_or_warn(model, place, connection=connection)
+    if isinstance(joined, HubUnavailable):
         return None
+    with joined as fleet:
+        report = pull(fleet, to=pulled, fallback=place)
     with typed(partial):
         for file in pulled.iterdir():
             file.rename(partial / file.name)

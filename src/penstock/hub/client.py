@@ -258,14 +258,17 @@ class HubClient(Closing):
             endpoint.reach(REACH_S)
         return client
 
-    def hello(self, hello: Hello) -> Welcome:
+    def hello(self, hello: Hello, *, timeout_s: float | None = None) -> Welcome:
         """Join as a process life.
+
+        Args:
+            timeout_s: deadline of this request; None: that of every request.
 
         Raises:
             PermissionDenied: the token is not accepted, or the id is another process's.
             ConfigError: the hub speaks another major version of the protocol.
         """
-        return self._request("POST", "/v1/hello", hello, Welcome)
+        return self._request("POST", "/v1/hello", hello, Welcome, timeout_s=timeout_s)
 
     def beat(self, member: str, beat: Beat, *, within_s: float | None = None) -> BeatReply:
         """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
@@ -332,16 +335,26 @@ class HubClient(Closing):
 
     # `type[T] | None` with one return type: None is given where nothing is returned.
     def _request(
-        self, method: str, path: str, body: object, gives: type[T] | None, *, within_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: object,
+        gives: type[T] | None,
+        *,
+        within_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> T:
         """Send a request until it is answered, or until its deadline: `timeout_s`, or `within_s` if that is sooner.
+
+        `timeout_s=None`: the client's own.
 
         Raises:
             HubUnavailable: the deadline passed; the last failure is its cause. Others by the hub's fault.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
-        timeout_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = timeout_s if within_s is None else min(timeout_s, within_s)
         deadline = begun + timeout_s
         pause_s = 0.01
         last: Exception
@@ -383,7 +396,7 @@ class HubClient(Closing):
                     return self._decode(status, answer, gives, url)
                 last = HubUnavailable(_fault(status, answer).error, uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
-                message = f"the hub did not answer within {timeout_s:.3g} s: {last or type(last).__name__}"
+                message = _unanswered(last, time.monotonic() - begun)
                 hint = "is it running, and can this host reach its address?"
                 if isinstance(last, ssl.SSLCertVerificationError):
                     message = f"the hub's certificate does not verify: {last.verify_message}"
@@ -449,6 +462,17 @@ class HubClient(Closing):
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
+
+
+def _unanswered(last: Exception, waited_s: float) -> str:
+    """Return what happened to a request that was not answered, by its last failure."""
+    if isinstance(last, HubUnavailable):
+        return f"the hub answered for {waited_s:.3g} s that it cannot serve: {last.message}"
+    if isinstance(last, NoAnswer):
+        return f"the hub accepted the connection and sent no answer, for {waited_s:.3g} s"
+    if isinstance(last, ConnectionRefusedError):
+        return f"the hub's address refused connections for {waited_s:.3g} s: no process listens there"
+    return f"the hub could not be reached for {waited_s:.3g} s: {last or type(last).__name__}"
 
 
 def _fault(status: int, answer: bytes) -> Fault:

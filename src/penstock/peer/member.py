@@ -100,6 +100,7 @@ class Member:
         max_bytes_per_s: limit for all readers of this member together; 0: no limit.
         min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
         stall_s: seconds without progress after which an operation fails.
+        join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
 
     Attributes:
         syncs: functions that return the sync states to report with each heartbeat.
@@ -116,6 +117,7 @@ class Member:
         max_bytes_per_s: int = 0,
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
+        join_s: float | None = None,
     ) -> None:
         self.id = hub.member
         self.host = host_id()
@@ -176,7 +178,7 @@ class Member:
                 digest_key=self._signer.public_key,
             )
             # After all that readers need: they may come as soon as the hub knows the addresses.
-            self.welcome = self._join(stall_s)
+            self.welcome = self._join(stall_s, join_s)
             # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
             self._beaten_s = self._reported_s = time.monotonic()
         except BaseException:
@@ -205,20 +207,20 @@ class Member:
             yield "penstock_sync_version", (shown.name, shown.side), shown.version
             yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
 
-    def _join(self, within_s: float) -> Welcome:
+    def _join(self, within_s: float, join_s: float | None) -> Welcome:
         """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + (within_s if join_s is None else join_s)
         while True:
             try:
-                return self._greet()
+                return self._greet(join_s)
             except HubUnavailable:
                 if not self._hub.is_local or time.monotonic() >= deadline:
                     raise
             time.sleep(JOIN_AGAIN_S)
 
-    def _greet(self) -> Welcome:
+    def _greet(self, timeout_s: float | None = None) -> Welcome:
         """Register at the hub, and trust the key with which it signs grants."""
-        welcome = self._hub.hello(self._hello)
+        welcome = self._hub.hello(self._hello, timeout_s=timeout_s)
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
             if self._grants is None:
