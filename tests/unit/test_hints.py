@@ -19,6 +19,7 @@ import penstock
 from penstock.config import Settings
 from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
+from penstock.fetch.report import Provenance
 from penstock.hub.auth import Auth, first_token
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
@@ -125,3 +126,20 @@ def test_a_hub_without_tls_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["hf://owner/model", "owner/model"])
 def test_a_repository_that_is_not_in_the_cache_is_named(uri: str) -> None:
     assert "hf download owner/model" in hint_of(lambda: penstock.inspect(uri))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_destination_that_is_or_has_the_source_is_named_as_such(llama: Path, replace: bool) -> None:
+    def convert_to(destination: Path) -> str:
+        with pytest.raises(penstock.ConfigError) as caught:
+            penstock.convert(llama, destination, to="cast:F32", replace=replace)
+        assert "replace=True" not in str(caught.value.hint)
+        return caught.value.message
+
+    assert convert_to(llama) == f"the destination is the source {llama}"
+    assert convert_to(llama.parent) == f"the destination has the source {llama}"
+
+
+def test_why_has_its_model() -> None:
+    error = Provenance("big model").stall_error(penstock.SourceStalled, "no progress", "no hub")
+    assert "`penstock why 'big model'`" in str(error.hint)

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,29 +126,57 @@ def note(text: str) -> None:
 
 def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
     """Write an error to stderr: the failure, its place, its cause, the state of the destination, and a hint."""
+    message, hint = _in_options(error.message), None if error.hint is None else _in_options(error.hint)
     if as_json:
         facts = {
             "error": type(error).__name__,
-            "message": error.message,
+            "message": message,
             "blame": error.blame,
             "mutated": error.mutated,
             "uri": error.uri,
             "tensor": error.tensor,
             "byte_range": error.byte_range,
-            "hint": error.hint,
+            "hint": hint,
             "exit_code": exit_code,
         }
         sys.stderr.write(json.dumps(facts) + "\n")
         return
-    note(f"penstock: {type(error).__name__}: {error.message}")
+    note(f"penstock: {type(error).__name__}: {message}")
     if error.uri is not None:
         where = "" if error.byte_range is None else f" [{error.byte_range[0]}, {error.byte_range[1]})"
         note(f"  in: {error.uri}{where}")
     if error.tensor is not None:
         note(f"  tensor: {error.tensor}")
     note(f"  blame: {error.blame}; destination {'TOUCHED, load it again' if error.mutated else 'untouched'}")
-    if error.hint is not None:
-        note(f"  hint: {error.hint}")
+    if hint is not None:
+        note(f"  hint: {hint}")
+
+
+# Errors are raised by functions that programs call, too, and name their arguments. The CLI's options have other names.
+_OPTIONS = {
+    "fallback": "--fallback",
+    "memory_bytes": "--memory-bytes",
+    "num_workers": "--workers",
+    "private_key": "--sign",
+    "public_key": "--public-key",
+    "shard_bytes": "--shard-bytes",
+    "task_bytes": "--task-bytes",
+    "wait_s": "--wait-s",
+}
+# The bare word `fallback` is English, or a part of a path.
+_ARGUMENT = re.compile(
+    rf"(?<![\w(./'\"-])(fallback(?==)|{'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)(?=(\S?))"
+)
+
+
+def _in_options(text: str) -> str:
+    """Return an error's text with the options of the command line in place of the arguments of Python."""
+
+    def option_of(found: re.Match[str]) -> str:
+        # `memory_bytes=400` becomes `--memory-bytes 400`, `fallback= to read` loses its sign.
+        return _OPTIONS[found[1]] + (" " if found[2] and found[3] else "")
+
+    return _ARGUMENT.sub(option_of, text.replace("verify=True", "--verify"))
 
 
 def package_version(name: str) -> str | None:

@@ -33,6 +33,7 @@ from penstock.errors import (
     PenstockError,
     SourceError,
 )
+from penstock.fetch.report import why_command
 from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import match_targets, targets_of
@@ -254,7 +255,7 @@ class Discovery:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
         message = f"no member holds {identity.model!r} with this identity{since}{seen}"
-        raise NotFound(message, hint="run `penstock why`, or give fallback= to read storage")
+        raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or give fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
         """Return True if members read the same files, which have no manifest, and got the requested revision."""

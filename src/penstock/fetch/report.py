@@ -8,6 +8,7 @@ Not here: the fetch (`run`), progress while it runs (`penstock status`).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,10 +22,16 @@ NEAREST = "it is the nearest source"
 NO_MEMBER = "no member had these chunks or was reading them"
 
 
+def why_command(model: str) -> str:
+    """Return the command that explains what keeps the members of a model apart."""
+    return f"penstock why {shlex.quote(model)}"
+
+
 @dataclass(slots=True)
 class Provenance:
     """A record of the sources of one fetch's bytes."""
 
+    model: str
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, with the reason."""
@@ -62,7 +69,7 @@ class Provenance:
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
         # The last ones: a fetch of hours may have met dozens of faults.
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
-        hint = "run `penstock why` to see what each holder lacks, or give fallback= to read storage"
+        hint = f"run `{why_command(self.model)}` to see what each holder lacks, or give fallback= to read storage"
         return kind(f"{what}: {tried}; {hub_says}", hint=hint)
 
     def shares(self) -> str:

@@ -96,7 +96,7 @@ class Fetch(Run):
         self._member = member
         self._weights = weights
         self._storage = storage
-        self.provenance = Provenance()
+        self.provenance = Provenance(weights.identity.model)
         self._storage_reads = self.executor("fetch", PARTS_AT_ONCE)
         self._peer_reads = self.executor("fetch", READS_AT_ONCE)
         self._verifying = self.executor("compute", NUM_VERIFYING)

@@ -25,6 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
+from penstock.fetch.report import why_command
 from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient
@@ -272,7 +273,8 @@ class UpstreamReader:
         if bytes_per_s < floor:
             self.is_too_slow = True
             message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
-            hint = "run `penstock why` to see why no nearer transport was chosen, or lower min_gb_per_s"
+            why = why_command(self._weights.identity.model)
+            hint = f"run `{why}` to see why no nearer transport was chosen, or lower min_gb_per_s"
             self.fail(SourceStalled(message, hint=hint))
 
     def _apply_limit(self, max_bytes_per_s: int) -> None:

@@ -204,7 +204,8 @@ def convert(
         destination = text_of(destination)
     into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
     if replace:
-        _check_replace(uris_of(sources), destination)
+        _check_replaceable(destination)
+    _check_apart(uris_of(sources), destination)
     with Journey("convert", uri=into) as journey:
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
@@ -272,18 +273,25 @@ def convert(
         return report
 
 
-def _check_replace(sources: Sequence[str], destination: str | MemoryDestination) -> None:
-    """Raise ConfigError unless the destination is a local directory that holds no source."""
+def _check_replaceable(destination: str | MemoryDestination) -> None:
+    """Raise ConfigError unless the destination is a local directory."""
     if isinstance(destination, MemoryDestination) or is_remote(destination):
         uri = destination if isinstance(destination, str) else destination.uri
         message = "only a local directory is replaced: nothing else can change all of its files at once"
         raise ConfigError(message, uri=uri, hint="write to a new place, then remove the old one")
+
+
+def _check_apart(sources: Sequence[str], destination: str | MemoryDestination) -> None:
+    """Raise ConfigError if a source is the destination, or in it."""
+    if isinstance(destination, MemoryDestination) or is_remote(destination):
+        return
     into = Path(local_path(destination)).resolve()
     for source in sources:
         # An interrupted run could not resume: its sources would be gone once the result has their place.
         if not is_remote(source) and (path := Path(local_path(source)).resolve()).is_relative_to(into):
-            message = f"the source {path} is in the directory that is to be replaced"
-            raise ConfigError(message, uri=destination, hint="write to another place, then replace it yourself")
+            message = f"the destination {'is' if path == into else 'has'} the source {path}"
+            hint = "write to another place, then replace the source yourself if you want to"
+            raise ConfigError(message, uri=destination, hint=hint)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:

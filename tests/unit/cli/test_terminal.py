@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.terminal import columns, write_columns, write_fields, write_json
+from penstock.cli.terminal import columns, write_columns, write_error, write_fields, write_json
+from penstock.errors import ConfigError
 from penstock.report import bytes_text, plain
 from penstock.types import DType
 
@@ -84,3 +85,23 @@ def test_columns_without_rows_are_the_header(capsys) -> None:
 def test_fields_are_aligned(capsys) -> None:
     write_fields({"a": 1, "long": "x"})
     assert capsys.readouterr().out == "a     1\nlong  x\n"
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("give fallback= to read storage", "give --fallback to read storage"),
+        ("give memory_bytes >= 438272", "give --memory-bytes >= 438272"),
+        ("memory_bytes=400 holds 1 buffer", "--memory-bytes 400 holds 1 buffer"),
+        ("verify=True, but no manifest at llama", "--verify, but no manifest at llama"),
+        ("set PENSTOCK_KEY, or give private_key=", "set PENSTOCK_KEY, or give --sign"),
+        ("num_workers=0: it needs one", "--workers 0: it needs one"),
+        ("give --fallback URI; no file /a/fallback/b.fallback", "give --fallback URI; no file /a/fallback/b.fallback"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_errors_name_options_of_the_command_line(python, shell, as_json, capsys) -> None:
+    write_error(ConfigError(python, hint=python), exit_code=2, as_json=as_json)
+    printed = capsys.readouterr().err
+    assert printed.count(shell) == 2
+    assert python == shell or python not in printed
