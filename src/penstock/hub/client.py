@@ -467,12 +467,12 @@ class HubClient(Closing):
 def _unanswered(last: Exception, waited_s: float) -> str:
     """Return what happened to a request that was not answered, by its last failure."""
     if isinstance(last, HubUnavailable):
-        return f"the hub answered for {waited_s:.3g} s that it cannot serve: {last.message}"
+        return f"the hub answered for {waited_s:.1f} s that it cannot serve: {last.message}"
     if isinstance(last, NoAnswer):
-        return f"the hub accepted the connection and sent no answer, for {waited_s:.3g} s"
+        return f"the hub accepted the connection and sent no answer, for {waited_s:.1f} s"
     if isinstance(last, ConnectionRefusedError):
-        return f"the hub's address refused connections for {waited_s:.3g} s: no process listens there"
-    return f"the hub could not be reached for {waited_s:.3g} s: {last or type(last).__name__}"
+        return f"the hub's address refused connections for {waited_s:.1f} s: no process listens there"
+    return f"the hub could not be reached for {waited_s:.1f} s: {last or type(last).__name__}"
 
 
 def _fault(status: int, answer: bytes) -> Fault:
