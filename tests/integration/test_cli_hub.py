@@ -164,3 +164,9 @@ def test_a_hub_that_stops_in_the_middle_of_a_request_logs_no_traceback(tmp_path)
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_an_address_without_tokens_is_refused_in_one_way() -> None:
+    done = subprocess.run([*PENSTOCK, "hub", "--listen", "127.0.0.1:7070"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "open to strangers" in done.stderr and "only processes of this user" not in done.stderr

@@ -194,6 +194,12 @@ def test_addresses_that_are_none(listen, guarded) -> None:
         bind(listen, guarded)
 
 
+def test_a_port_that_is_too_large_is_told_its_range(guarded) -> None:
+    with pytest.raises(ConfigError, match="65536") as caught:
+        bind("127.0.0.1:65536", guarded)
+    assert caught.value.hint == "give a port from 0 to 65535"
+
+
 def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
     listen = f"unix://{tmp_path}/hub.sock"
     first = bind(listen, Auth())

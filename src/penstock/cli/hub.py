@@ -63,7 +63,8 @@ def hub(
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
-    if not auth.guards:
+    # Without them nothing but a Unix socket is listened on: `bind` refuses the rest.
+    if not auth.guards and (listen is None or listen.startswith("unix://")):
         note("penstock hub: without tokens or certificates, only processes of this user can reach it")
 
     def ready(url: str) -> None:

@@ -132,6 +132,7 @@ def plan_load(
 
 @app.command("sync", epilog=examples("penstock plan sync llama --trainers 4 --receivers 2 --tp 2 --shards 4"))
 def plan_sync(
+    context: typer.Context,
     model: Model,
     trainers: Trainers = 256,
     receivers: Receivers = 128,
@@ -146,6 +147,7 @@ def plan_sync(
     """Show what each rank would send and receive."""
     from penstock.plan import sync
 
+    _check_groups(context, receivers, tp)
     sides = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = sync.plan_sync(*sides, bucket_bytes=parse_bytes(bucket_bytes))
     facts: dict[str, object] = {
@@ -223,6 +225,7 @@ def simulate() -> None:
 
 @simulate_app.command("sync", epilog=examples("penstock simulate sync kimi-k2 --cluster h200 --picture sync.svg"))
 def simulate_sync(
+    context: typer.Context,
     model: Model,
     trainers: Trainers = 256,
     receivers: Receivers = 128,
@@ -269,6 +272,7 @@ def simulate_sync(
         raise ConfigError(f"--watermark-bytes {watermark_bytes} is too small", hint="give 1M or more")
     described, speeds = read_cluster(cluster, rates)
     speeds = speeds.slowed(python_slowdown)
+    _check_groups(context, receivers, tp)
     layouts, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(layouts, wanted, bucket_bytes=parse_bytes(bucket_bytes))
     prediction = simulation.simulate_sync(
@@ -360,6 +364,15 @@ def simulate_convert(
     out_bytes = np.maximum(1, size / (1 + shrink)).astype(np.int64)
     prediction = simulation.simulate_convert(size - out_bytes, out_bytes, described, speeds, seed=seed)
     write_prediction(prediction, described.name, format, picture)
+
+
+def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
+    """Raise ConfigError if the user asks for larger groups than there are receivers."""
+    source = context.get_parameter_source("tp")
+    # The default is for large fleets: fewer receivers are one group.
+    if tp > receivers and source is not None and source.name == "COMMANDLINE":
+        message = f"--tp {tp}, but there are {receivers} receivers: a group cannot have more"
+        raise ConfigError(message, hint=f"give --tp {receivers} or a divisor of it, or more receivers")
 
 
 def both_sides(

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.config import ConnectionSettings
-from penstock.errors import PenstockError
+from penstock.config import ConnectionSettings, parse_bytes
+from penstock.errors import ConfigError, PenstockError
 from penstock.report import plain
 
 
@@ -229,6 +229,18 @@ Verify = Annotated[
 Cache = Annotated[
     bool, typer.Option("--cache", help="Keep it in the local cache of its hub's own library, for other tools too.")
 ]
+
+
+def _task_bytes(value: str | None) -> str | None:
+    """Return the value of --task-bytes. ConfigError: it is too small for tasks of a conversion."""
+    if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
+        message = f"--task-bytes {value} is too small: every task reads the leaves of 256 KiB around it"
+        raise ConfigError(message, hint="give 64K or more, or leave it out")
+    return value
+
+
+_LEAST_TASK_BYTES = 64_000
+"""A smaller task reads its leaves several times over: tasks of one byte read 21 GB of a model of 66 MB."""
 To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
     list[str] | None,
@@ -248,6 +260,7 @@ TaskBytes = Annotated[
         "--task-bytes",
         metavar="BYTES",
         help="Most bytes in and out of one task; 64M unless given, and up to 128M for large sources.",
+        callback=_task_bytes,
         show_default=False,
     ),
 ]

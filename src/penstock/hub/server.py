@@ -72,7 +72,9 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     # From the right: an IPv6 address has colons itself, and stands in brackets.
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not port.isdecimal() or int(port) > 65535 or not host:
+    if host and port.isdecimal() and int(port) > 65535:
+        raise ConfigError(f"cannot listen on {listen!r}: no port is {port}", hint="give a port from 0 to 65535")
+    if not port.isdecimal() or not host:
         raise ConfigError(f"cannot listen on {listen!r}", hint="write host:port or unix:///path")
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -180,7 +180,7 @@ def convert(
             a launcher of your own.
         task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
             64 MiB, and up to 128 MiB where the sources have more than 8 GiB together.
-        shard_bytes: largest size of an output file.
+        shard_bytes: largest size of an output file, at least 1; a larger tensor has a file of its own.
         storage_options: see `load`; for sources and destination.
         trace: a file for one Chrome trace of all workers.
         replace: a directory with a weight set at the destination stays until the new one is complete, which takes its

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
-from penstock.errors import IntegrityError
+from penstock.errors import ConfigError, IntegrityError
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.messages import JobSpec
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
@@ -91,6 +91,8 @@ def plan_request(
 
     Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
     """
+    if parse_bytes(shard_bytes) < 1:
+        raise ConfigError(f"shard_bytes={shard_bytes}: a file has at least one byte", hint="leave it out, or give 5G")
     settings, options = Settings.read(), dict(storage_options or {})
     uris = uris_of(sources)
     opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]

@@ -295,7 +295,9 @@ def data_port(encoded: bytes) -> Address:
 def host_and_port(listen: str) -> tuple[str, int]:
     """Split `host:port` or `[v6]:port`. ConfigError for anything else."""
     host, _, port = listen.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (":" in host and host[0] + host[-1] != "[]"):
+    if port.isascii() and port.isdigit() and int(port) > 65535:
+        raise ConfigError(f"{listen!r} has no port: {port}", hint="give a port from 0 to 65535")
+    if not (port.isascii() and port.isdigit()) or (":" in host and host[0] + host[-1] != "[]"):
         raise ConfigError(f"{listen!r} is not host:port", hint="an IPv6 address stands in brackets: [::1]:0")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

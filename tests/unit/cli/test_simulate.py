@@ -119,6 +119,18 @@ def test_plans_are_shown_and_explained(llama: str) -> None:
     assert facts["num_sources"] == 4 and "explain" in facts
 
 
+@pytest.mark.parametrize("group", ["plan", "simulate"])
+def test_a_group_of_more_receivers_than_there_are_is_refused(group: str, llama: str) -> None:
+    with pytest.raises(ConfigError, match="--tp 3, but there are 2 receivers"):
+        CliRunner().invoke(app, [group, "sync", llama, "--receivers", "2", "--tp", "3"], catch_exceptions=False)
+
+
+def test_tasks_below_a_leaf_are_refused(llama: str) -> None:
+    for command in (["plan", "convert", llama], ["convert", llama, "out"]):
+        with pytest.raises(ConfigError, match="--task-bytes 1 is too small"):
+            CliRunner().invoke(app, [*command, "--to", "cast:F32", "--task-bytes", "1"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

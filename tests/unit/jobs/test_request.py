@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.errors import ConfigError
 from penstock.jobs import request
 from penstock.jobs.convert import convert
 from penstock.jobs.request import plan
@@ -48,3 +49,8 @@ def test_a_plan_is_the_job_that_runs(source: Path, tmp_path: Path) -> None:
     job = plan(source, to="fp8-block128")
     assert report.num_tasks == len(job.tasks)
     assert job.key in (tmp_path / "out" / "penstock.job").read_text()
+
+
+def test_a_file_of_no_bytes_is_refused(source: Path) -> None:
+    with pytest.raises(ConfigError, match="shard_bytes=0"):
+        plan(source, to="fp8-block128", shard_bytes=0)
