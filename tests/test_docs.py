@@ -37,6 +37,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "design"),
 ]
+RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
 SHELLS = {"|", "&", "&&", "||", ";", "<", ">", ">>", "2>&1"}
 FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>.+?) -->\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S
@@ -119,7 +120,7 @@ def test_the_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
