@@ -184,19 +184,28 @@ class Settings:
                 values[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
         values |= {name: value for name, value in overrides.items() if value is not None}
         settings = replace(cls(), **values)
-        for name in ("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"):
-            if getattr(settings, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(settings, name)}")
-        if settings.fetch_threads < 0:
-            raise ConfigError(f"fetch_threads must not be negative, not {settings.fetch_threads}")
+        for item in fields(cls):
+            least = _LEAST.get(item.name)
+            value = getattr(settings, item.name)
+            if least is not None and (value <= 0 if least == "positive" else value < 0):
+                is_given = overrides.get(item.name) is not None
+                what = item.name if is_given else f"environment variable {item.metadata['env']}={value}"
+                raise ConfigError(f"{what} must be {least}" + (f", not {value}" if is_given else ""))
         return settings
+
+
+_LEAST = {
+    **dict.fromkeys(("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"), "positive"),
+    "fetch_threads": "0 or more",
+}
+"""What the values of these fields must be."""
 
 
 def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {name}: {error.message}", hint=error.hint) from error
     except ValueError as error:
         message = f"environment variable {name}={text!r} does not parse: {error}"
         raise ConfigError(message, hint="docs/tuning.md says what it may be") from error

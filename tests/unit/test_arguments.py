@@ -67,6 +67,8 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "a rank of three numbers": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=(0, 1, 2)),
     "texts as a rank": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=("0", "1")),
     "a model of None": lambda file: ps.attach(None),
+    "a text as seconds to wait": lambda file: ps.attach("m", wait_s="x"),
+    "a text as a configuration": lambda file: ps.artifacts.restore(file, engine="torch", config="x"),
 }
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.config import environment, parse_bytes, runtime_dir
+from penstock.config import Settings, environment, parse_bytes, runtime_dir
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
@@ -65,3 +65,24 @@ def test_a_runtime_directory_that_was_named_is_never_replaced(tmp_path) -> None:
 def test_the_environment_is_shown_without_passwords() -> None:
     shown = {name: value for name, value, _ in environment({"PENSTOCK_REDIS_URL": "redis://u:secret@h:1/0?password=x"})}
     assert shown["PENSTOCK_REDIS_URL"] == "redis://h:1/0"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("PENSTOCK_MEMORY_BYTES", "abc", "environment variable PENSTOCK_MEMORY_BYTES: 'abc' is not a number of bytes"),
+        ("PENSTOCK_PROGRESS", "maybe", "environment variable PENSTOCK_PROGRESS: 'maybe' is neither on nor off"),
+        ("PENSTOCK_RETRIES", "x", "environment variable PENSTOCK_RETRIES='x'"),
+        ("PENSTOCK_STALL_S", "-1", "environment variable PENSTOCK_STALL_S=-1.0 must be positive"),
+        ("PENSTOCK_FETCH_THREADS", "-2", "environment variable PENSTOCK_FETCH_THREADS=-2 must be 0 or more"),
+    ],
+)
+def test_an_error_of_the_environment_names_the_variable(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.read({name: text})
+    assert caught.value.message.startswith(message)
+
+
+def test_an_error_of_an_argument_names_the_argument() -> None:
+    with pytest.raises(ConfigError, match="^stall_s must be positive, not -1$"):
+        Settings.read({"PENSTOCK_STALL_S": "5"}, stall_s=-1)

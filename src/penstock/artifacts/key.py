@@ -87,6 +87,8 @@ def key_of(
     """
     require_type("model", model, str, "the revision of a model")
     require_type("engine", engine, str, "the name of an engine")
+    if config is not None:
+        require_type("config", config, Mapping, "texts by name, as {'dtype': 'bf16'}")
     config = dict(config or {})
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):

@@ -92,6 +92,8 @@ class Fleet:
         Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
         record = open_trace(trace)
+        if wait_s is not None:
+            require_type("wait_s", wait_s, (int, float), "seconds, or None")
         is_over = threading.Event()
         with (
             Phases("discover", journey="fetch", model=self.identity.model) as phases,

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.arguments import require_name, require_text_map
+from penstock.arguments import require_name, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
@@ -241,6 +241,7 @@ def attach(
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
+    require_type("wait_s", wait_s, (int, float), "seconds, as 30.0")
     require_text_map("parallel", parallel, 'coordinates: {"rank": "0/2"}')
     wanted = _Wanted(
         model=model,

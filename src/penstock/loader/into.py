@@ -182,13 +182,16 @@ def require_tensors(what: str, tensors: object) -> None:
         require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
+_RENAME = "give the names of the target by rename=, or load the right weights"
+
+
 def match_targets(
     table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Return the rows to load, and the tensor that each fills.
 
     Raises:
-        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders.
+        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders. Not strict: no name fits.
     """
     rows: list[int] = []
     filled: list[torch.Tensor] = []
@@ -202,7 +205,7 @@ def match_targets(
             continue
         if wanted not in targets:
             if strict:
-                absent.append(f"{name}: the target has no {wanted}")
+                absent.append(f"{name}: the target has no {'such tensor' if wanted == name else wanted}")
             continue
         if wanted in used:
             faults.append(f"{name} and {used[wanted]} both go to {wanted}")
@@ -221,13 +224,23 @@ def match_targets(
         filled.append(tensor)
     if strict:
         missing = [n for n, t in targets.items() if n not in used and t.numel() and place_of(t) not in places]
-        absent.extend(f"{name}: the weight set has no tensor for it" for name in missing)
+        # First: of a large checkpoint there may be many tensors too many, and these few are the reason.
+        absent = [*(f"{name}: the weight set has no tensor for it" for name in missing), *absent]
+    elif not used and targets and len(table):
+        message = f"no tensor fits: the weight set has {_some(table.names)}, and the target {_some(list(targets))}"
+        raise PlanError(message, hint=_RENAME)
     # All offenders before one error: a wrong `rename` is then plain from a single run.
     if misfits := [*faults, *absent]:
         more = f" (and {len(misfits) - 10} more)" if len(misfits) > 10 else ""
-        hint = "tensors are filled unchanged: nothing is cast or reshaped" if faults else "or pass strict=False"
+        hint = "or pass strict=False" if used else _RENAME
+        if faults:
+            hint = "tensors are filled unchanged: nothing is cast or reshaped"
         raise PlanError(f"{len(misfits)} tensors do not fit: {'; '.join(misfits[:10])}{more}", hint=hint)
     return rows, filled
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, NotFound, PermissionDenied
+from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied
 from penstock.storage import (
     is_remote,
     list_uris,
@@ -114,7 +114,8 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         ConfigError: several models of GGUF in one directory.
     """
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
-    texts = [pinned(text, settings=settings, storage_options=storage_options) for text in texts_of(uri)]
+    with _explains_name(uri):
+        texts = [pinned(text, settings=settings, storage_options=storage_options) for text in texts_of(uri)]
     # A list of one file is that file: it has the same manifest, and the same name.
     if len(texts) != 1:
         return _of_list(texts)
@@ -134,6 +135,21 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         listed = list_uris(place, settings=settings, storage_options=storage_options)
         return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
     return _of_directory(place, prefix, settings, storage_options)
+
+
+@contextlib.contextmanager
+def _explains_name(uri: Uris) -> Iterator[None]:
+    """Say in an error that a name which may be a mistyped path was read as a repository's."""
+    try:
+        yield
+    except PenstockError as error:
+        entries = [text_of(entry) for entry in (uri if not isinstance(uri, str | os.PathLike) else [uri])]
+        names = [text for text in entries if not is_remote(text) and is_remote(_text(text))]
+        if names:
+            hint = f"there is no file or directory {names[0]!r}, so it was read as a repository of Hugging Face; for a "
+            hint += f"path on this host write ./{names[0]}"
+            error.hint = hint if error.hint is None else f"{hint}; for the repository: {error.hint}"
+        raise
 
 
 def look(uri: Uri) -> None:

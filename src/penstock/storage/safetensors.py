@@ -100,6 +100,10 @@ _METADATA_ONLY = msgspec.json.Decoder(_MetadataOnly)
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 _INDEX = msgspec.json.Decoder(_Index)
 
+_COPY_AGAIN = "the copy is not complete: copy it again"
+# Enough of a file to see what it is.
+_SHOWN_BYTES = 32
+
 # Where writers put `__metadata__`: first, small, without braces or escapes. Finding it so saves a pass over the header.
 _LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
 
@@ -117,16 +121,18 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
         SourceTruncated: the file ends before the bodies its header promises.
     """
     if source.nbytes < 8:
-        raise FormatError(f"{source.nbytes} bytes are no safetensors file", uri=source.uri)
+        message = f"a file of {source.nbytes} bytes is no safetensors file: its header alone has 8 and more"
+        raise FormatError(message, uri=source.uri, hint=_COPY_AGAIN)
     if first is None:
         first = bytearray(min(max(guess_bytes, 8), source.nbytes))
         source.readv(0, [memoryview(first)])
     header_bytes = int.from_bytes(first[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(f"header of {header_bytes} bytes; the format allows {MAX_HEADER_BYTES}", uri=source.uri)
+        raise _other_format(bytes(first[:_SHOWN_BYTES]), header_bytes, source)
     stop = 8 + header_bytes
     if stop > source.nbytes:
-        raise FormatError(f"header of {header_bytes} bytes in a file of {source.nbytes}", uri=source.uri)
+        message = f"header of {header_bytes} bytes in a file of {source.nbytes}"
+        raise FormatError(message, uri=source.uri, hint=_COPY_AGAIN)
     # The sizes were checked above: from here on a hostile length cannot make this allocate more than the file has.
     if stop > len(first):
         rest = bytearray(stop - len(first))
@@ -134,6 +140,17 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
         first += rest
     header = parse_header(bytes(memoryview(first)[8:stop]), file_nbytes=source.nbytes, uri=source.uri)
     return replace(header, read_nbytes=len(first))
+
+
+def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatError:
+    """Return the error for a file that begins with these bytes, which are no length that a header may have."""
+    if first.startswith(b"version https://git-lfs"):
+        hint = "get the file itself: run `git lfs pull` in its repository, or download it"
+        message = f"this is a Git LFS pointer ({source.nbytes} bytes), not the weights"
+        return FormatError(message, uri=source.uri, hint=hint)
+    would_be = f"header of {header_bytes} bytes; the format allows {MAX_HEADER_BYTES}"
+    message = f"not a safetensors file: it begins with {first[:8]!r} ({would_be})"
+    return FormatError(message, uri=source.uri, hint="give a safetensors file; GGUF files end in .gguf")
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
@@ -293,9 +310,10 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     # Too short is another error than too long: the first is a copy that broke off, and to copy it again helps.
     if end > data_nbytes:
         raise SourceTruncated(
-            "file ends before the bodies its header promises",
+            f"the file has {data_offset + data_nbytes} bytes, and its header promises {data_offset + end}",
             uri=uri,
             byte_range=(data_offset + data_nbytes, data_offset + end),
+            hint=_COPY_AGAIN,
         )
     if end < data_nbytes:
         raise FormatError(f"{data_nbytes - end} bytes after the last tensor", uri=uri)

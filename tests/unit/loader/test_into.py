@@ -131,8 +131,10 @@ def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
         assert offender in message
     assert "hidden.bias" not in message and "strict" not in (caught.value.hint or "")
     with pytest.raises(penstock.PlanError) as caught:
-        penstock.load_into({"extra": torch.zeros(3)}, path)
+        penstock.load_into({"extra": torch.zeros(3), "mean": torch.zeros(7)}, path)
     assert caught.value.hint == "or pass strict=False"  # which would do
+    # What the target lacks tensors for comes first: the weights may have thousands that it has no place for.
+    assert "tensors do not fit: extra: the weight set has no tensor for it; " in caught.value.message
     assert not any(tensor.any() for tensor in targets.values())
 
 
@@ -143,6 +145,15 @@ def test_not_strict_fills_what_both_have_but_never_a_wrong_shape(path: Path) -> 
     assert report.num_tensors == 1
     with pytest.raises(penstock.PlanError):
         penstock.load_into({"mean": torch.zeros(8)}, path, strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_that_do_not_fit_at_all_are_an_error(path: Path, strict: bool) -> None:
+    target = {"a.mean": torch.zeros(7), "extra": torch.zeros(3)}
+    with pytest.raises(penstock.PlanError, match="fit") as caught:
+        penstock.load_into(target, path, strict=strict)
+    assert "rename=" in (caught.value.hint or "") and "a.mean" in caught.value.message
+    assert not any(tensor.any() for tensor in target.values())
 
 
 def test_two_tensors_for_one_target(path: Path) -> None:

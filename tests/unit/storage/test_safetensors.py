@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tensor_file import write_file
 
-from penstock.errors import ConfigError, DestinationError, FormatError
+import penstock
+from penstock.errors import ConfigError, DestinationError, FormatError, SourceTruncated
 from penstock.storage import MemorySource, is_remote, local_path
 from penstock.storage.safetensors import Header, num_strings, parse_index, read_header
 from penstock.types import DType
@@ -228,6 +230,38 @@ def test_writer_says_where_it_could_not_write(tmp_path: Path) -> None:
 def test_writer_refuses_a_header_longer_than_the_format_allows(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="the format allows"):
         write_file(tmp_path / "x", {}, {"long": "x" * 100_000_000})
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "hint"),
+    [
+        (b"", "a file of 0 bytes is no safetensors file", "copy it again"),
+        (b"12345", "a file of 5 bytes", "copy it again"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "Git LFS pointer .* not the weights",
+            "git lfs pull",
+        ),
+        (b"#!/bin/sh\necho secret", "not a safetensors file: it begins with b'#!/bin/s' ", "give a safetensors file"),
+        ((100).to_bytes(8, "little") + b"{", "header of 100 bytes in a file of 9", "copy it again"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_said(tmp_path: Path, data: bytes, message: str, hint: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=message) as caught:
+        penstock.load(path)
+    assert hint in str(caught.value.hint) and "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"a": (DType.U8, (100,), bytes(100))})
+    whole = path.stat().st_size
+    os.truncate(path, whole - 10)
+    with pytest.raises(SourceTruncated, match=f"has {whole - 10} bytes, and its header promises {whole}") as caught:
+        penstock.load(path)
+    assert caught.value.hint == "the copy is not complete: copy it again"
 
 
 def test_index_maps_tensors_to_shards() -> None:

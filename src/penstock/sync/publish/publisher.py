@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from penstock.arguments import require_name, wrong
+from penstock.arguments import require_name, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
 from penstock.hub.client import resolve_connection
@@ -219,6 +219,9 @@ class Publisher(Closing):
 
         Order: all ranks call this with the same arguments; `check` counts on rank 0.
         """
+        require_type("version", version, int, "a number that grows from version to version")
+        if deadline_s is not None:
+            require_type("deadline_s", deadline_s, (int, float), "seconds, or None")
         terms = self._terms(commit, deadline_s, laggards, needs_check=check is not None)
         values = encode_values(check) if check else b""
         with (
