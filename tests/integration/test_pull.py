@@ -211,3 +211,19 @@ def test_memory_is_bounded_whatever_the_weights(tmp_path) -> None:
     assert nbytes > 150_000_000
     assert grown < 60_000_000
     assert_same(by_safetensors(tmp_path / "out"), by_safetensors(tmp_path / "big"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_says_what_is_in_the_destination(when, llama, tmp_path, capsys, monkeypatch) -> None:
+    out = tmp_path / "out"
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        if when == "after":
+            out.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pulling, "_pull_model", interrupted)
+    assert command("llama", "--to", out, "--fallback", llama) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("penstock: interrupted; ") and f"penstock pull llama --to {out}" in said
+    assert (f"{out} is as it was" if when == "before" else f"{out} is complete") in said

@@ -217,3 +217,13 @@ def test_a_source_without_a_destination_is_wrong_usage(tmp_path: Path, fork_serv
     assert done.returncode == 2
     assert "'s3://models/b' has no destination" in done.stderr
     assert not (tmp_path / "a").exists()
+
+
+def test_a_failure_leaves_no_directory_that_it_made(model: Path, tmp_path: Path, monkeypatch) -> None:
+    def is_full(*arguments: object, **options: object) -> None:
+        raise ps.DiskFull("cannot write")
+
+    monkeypatch.setattr(storage_initializer, "download", is_full)
+    with pytest.raises(ps.DiskFull):
+        storage_initializer.initialize(str(model), tmp_path / "full" / "m")
+    assert list(tmp_path.iterdir()) == []

@@ -143,3 +143,29 @@ def test_a_destination_that_is_or_has_the_source_is_named_as_such(llama: Path, r
 def test_why_has_its_model() -> None:
     error = Provenance("big model").stall_error(penstock.SourceStalled, "no progress", "no hub")
     assert "`penstock why 'big model'`" in str(error.hint)
+
+
+def test_an_average_is_called_by_its_name(llama: Path) -> None:
+    assert plan([llama, llama], operations="average").operation.name.endswith("average()")
+    with pytest.raises(PenstockError, match="average of 1 sources"):
+        plan([llama], operations="average")
+
+
+def test_verify_names_the_path_of_a_damaged_file(llama: Path) -> None:
+    penstock.manifest(llama)
+    path = sorted(llama.glob("*.safetensors"))[0]
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(penstock.IntegrityError) as caught:
+        penstock.verify(llama)
+    assert caught.value.uri == str(path)
+
+
+def test_an_error_about_staging_files_names_the_destination(llama: Path, tmp_path: Path, monkeypatch) -> None:
+    def is_full(path: Path) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.jobs.result._locked", is_full)
+    hint = hint_of(lambda: penstock.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu"))
+    assert f"these are the files of {tmp_path / 'out'} until it is complete" in hint

@@ -6,6 +6,7 @@ Not here: fetching (`join`), the format (`storage.safetensors`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 import os
@@ -13,7 +14,6 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +106,38 @@ def pull_model(
     Raises:
         HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
     """
+    before = None if to is None else _directory_at(to)
+    try:
+        return _pull_model(model, connection, revision, fallback, wait_s, to=to, device=device, replace=replace)
+    except KeyboardInterrupt as interrupt:
+        # The fetch may be published, and its readers waited for.
+        if to is not None and _directory_at(to) != before:
+            interrupt.add_note(f"{to} is complete, and only this process's readers were waited for. To do it again:")
+        else:
+            state = "nothing was written" if to is None else f"{to} is as it was, since files appear there all at once"
+            interrupt.add_note(f"the fetch of {model} had not ended; {state}. To begin again:")
+        raise
+
+
+def _directory_at(path: str | os.PathLike[str]) -> int | None:
+    """Return the inode of what is at a path; None: nothing is there."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_ino
+    return None
+
+
+def _pull_model(
+    model: str,
+    connection: ConnectionSettings,
+    revision: str,
+    fallback: str | None,
+    wait_s: float | None,
+    *,
+    to: str | os.PathLike[str] | None,
+    device: str | int | torch.device,
+    replace: bool,
+) -> FetchReport:
+    """Fetch as `pull_model`, without a word about an interrupt."""
     options = partial(pull, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
     if fallback is None:
         with open_fleet(model, connection=connection, revision=revision, wait_s=wait_s) as fleet:
@@ -124,7 +156,7 @@ def pull_model(
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _fleet_of_one(model: str, revision: str, away: HubUnavailable) -> Iterator[Fleet]:
     """Join a fleet of this process alone, at a hub of its own that nobody else can reach.
 

@@ -8,6 +8,7 @@ Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`sto
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
@@ -104,6 +105,7 @@ def initialize(
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
     files = _files(place, settings)
+    missing = [directory for directory in (target, *target.parents) if not directory.exists()]
     with typed(target):
         target.mkdir(parents=True, exist_ok=True)
         # A container that was killed leaves it, and the next attempt starts again.
@@ -130,6 +132,10 @@ def initialize(
         num_files, nbytes = _publish(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        # After an error the directories that this call made are empty: the destination is as it was.
+        for directory in missing:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
     return InitializeReport(
         uri=display(uri),
         destination=str(target),

@@ -29,7 +29,14 @@ import numpy as np
 from penstock.arguments import require_type, wrong
 from penstock.config import parse_bytes
 from penstock.engine.trace import Trace, open_trace, save_spans
-from penstock.errors import ConfigError, IntegrityError, PenstockError, SourceChanged, SourceTruncated
+from penstock.errors import (
+    ConfigError,
+    DestinationError,
+    IntegrityError,
+    PenstockError,
+    SourceChanged,
+    SourceTruncated,
+)
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, Job, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
@@ -458,6 +465,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
         request.small_place(small_from(job)), job.operation, request.settings, request.job_spec.storage_options
     )
     staged_path = _staging_path(job, into, scratch)
+    stack.push(partial(_name_destination, staged_path, into))
     # The journal first: its lock keeps a second process of this very job away from the files.
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
@@ -477,6 +485,16 @@ def _staging_path(job: Job, into: str, scratch: str | os.PathLike[str] | None) -
     with typed(final):
         final.parent.mkdir(parents=True, exist_ok=True)
     return final.with_name(f".{final.name}.penstock-{job.key[:12]}")
+
+
+def _name_destination(
+    staged: Path, into: str, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    """Name the destination in an error about the staging files, whose names no user has chosen."""
+    # The journal is beside the staged directory, and its name begins with the directory's.
+    if isinstance(error, DestinationError) and (error.uri or "").startswith(str(staged)):
+        where = f"these are the files of {into} until it is complete"
+        error.hint = "; ".join(part for part in (error.hint, where) if part)
 
 
 def _leave(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,12 @@ def verify(
         # The leaf size of the manifest, not today's default: other leaves have other digests.
         with Progress(progress, weights.uri) as shown, shown.watching(counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
+        places = [source.uri for source in weights.sources]
     assert measured.leaves is not None
     # After all bodies: the error says how many leaves differ, which tells a damaged disk from a wrong file.
     wrong = np.flatnonzero(measured.leaves != stated.leaves)
     if len(wrong):
-        raise _fault(stated, int(wrong[0]), len(wrong))
+        raise _fault(stated, places, int(wrong[0]), len(wrong))
     return VerifyReport(
         verified=True,
         why=f"{len(stated.leaves)} leaf digests compared",
@@ -196,7 +197,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
         raise ConfigError(f"cannot read the key {name}: {error.message}") from error
 
 
-def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
+def _fault(manifest: Manifest, places: Sequence[str], leaf: int, count: int) -> IntegrityError:
     """Return the error that names the tensor and range of the first leaf that differs."""
     # Leaves are numbered over all tensors, in the table's order; none crosses from one tensor to the next.
     table = manifest.tensors
@@ -208,7 +209,7 @@ def _fault(manifest: Manifest, leaf: int, count: int) -> IntegrityError:
     at = int(table.offset[row])
     return IntegrityError(
         f"{count} of the manifest's digests differ, the first at bytes [{start}, {stop}) of the tensor",
-        uri=manifest.files[int(table.file_index[row])].name,
+        uri=places[int(table.file_index[row])],
         tensor=table.names[row],
         byte_range=(at + start, at + stop),
         hint="download the file again; if it is the right one, write a new manifest with penstock manifest URI --force",

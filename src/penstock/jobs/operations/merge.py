@@ -219,13 +219,16 @@ class Linear(_Merge):
     @property
     def name(self) -> str:
         """See `Operation.name`."""
+        if not self.weights and self.normalize:
+            return "average()"
         return f"linear({', '.join(map(str, self.weights))}{'' if self.normalize else ', as they are'})"
 
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources < 2 or (self.weights and len(self.weights) != num_sources):
             hint = "two sources or more, and one weight for each: linear:weights=0.3,0.7"
-            raise PlanError(f"linear: {len(self.weights)} weights for {num_sources} sources", hint=hint)
+            found = f"linear: {len(self.weights)} weights for" if self.weights else "average of"
+            raise PlanError(f"{found} {num_sources} sources", hint=hint)
         if self.normalize and self.weights and not sum(self.weights):
             raise PlanError("linear: weights whose sum is zero cannot be normalized")
 
