@@ -76,6 +76,15 @@ def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path,
     assert "--fallback URI " in capsys.readouterr().err
 
 
+def test_a_holder_under_another_key_is_named(tmp_path, llama, capsys) -> None:
+    with ps.join("m") as holder:
+        holder.offer(ps.load(llama))
+        assert command("m", "--device", "cpu", "--fallback", llama, "--format", "json") == 0
+        (why,) = json.loads(capsys.readouterr().out)["why"].values()
+        assert why.startswith(f"member {holder.member.id[:8]} is whole under another key: revision 'w1-")
+        assert "`penstock manifest`" in why
+
+
 @pytest.mark.parametrize("to", [True, False])
 def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None:
     where = ["--to", tmp_path / "out"] if to else ["--device", "cpu"]

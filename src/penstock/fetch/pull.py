@@ -22,10 +22,10 @@ import torch
 
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
-from penstock.errors import HubUnavailable, IntegrityError, MissingExtra
+from penstock.errors import HubUnavailable, IntegrityError, MissingExtra, SourceError
 from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet, join_or_warn, open_fleet
-from penstock.fetch.report import FetchReport
+from penstock.fetch.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
@@ -35,6 +35,9 @@ from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
 """Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
+
+_EXPLAIN_S = 2.0
+"""Longest wait for the hub's word on why storage was read: the fetch is done."""
 
 
 def pull(
@@ -145,7 +148,7 @@ def _pull_model(
     joined = join_or_warn(model, fallback, connection=connection, revision=revision, wait_s=wait_s)
     if isinstance(joined, Fleet):
         with joined as fleet:
-            return options(fleet)
+            return _explained(fleet, options(fleet))
     with _fleet_of_one(model, revision, joined) as fleet:
         report = options(fleet)
     why = f"no hub answered: {joined.message}"
@@ -154,6 +157,28 @@ def _pull_model(
         why=dict.fromkeys(report.why, why),
         faults=(f"hub: {joined.message}; storage is read without the fleet", *report.faults),
     )
+
+
+def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
+    """Say in a report of storage alone which member has the whole model under another key, and what differs."""
+    # Only then: the hub's answer has all members of the model, and a fetch of peers needs no explanation.
+    if not report.why or set(report.why.values()) != {NO_MEMBER}:
+        return report
+    mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
+    # The fetch is done: no hub's fault may spoil it.
+    with contextlib.suppress(SourceError):
+        for member in fleet.member.hub.status(report.model, within_s=_EXPLAIN_S).members:
+            for state in member.holdings:
+                if mine is None or member.member == fleet.member.id or state.state != "whole":
+                    continue
+                differences = mine.differences(state.identity)
+                if differences:
+                    words = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in differences.items()]
+                    why = f"member {member.member[:8]} is whole under another key: {', '.join(words)}"
+                    if "revision" in differences and mine.revision.startswith("h1-"):
+                        why += "; storage has no manifest, so its revision is not that of digests: `penstock manifest`"
+                    return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
+    return report
 
 
 @contextlib.contextmanager
