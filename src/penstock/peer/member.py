@@ -209,10 +209,12 @@ class Member:
 
     def _join(self, within_s: float, join_s: float | None) -> Welcome:
         """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over."""
-        deadline = time.monotonic() + (within_s if join_s is None else join_s)
+        # This host's own hub is always there: this process may just have begun to host it, on a busy host slowly.
+        timeout_s = None if self._hub.is_local else join_s
+        deadline = time.monotonic() + within_s
         while True:
             try:
-                return self._greet(join_s)
+                return self._greet(timeout_s)
             except HubUnavailable:
                 if not self._hub.is_local or time.monotonic() >= deadline:
                     raise
