@@ -191,9 +191,12 @@ def test_a_target_that_wrong_bytes_were_written_to_is_touched(tmp_path: Path) ->
 
 
 def test_a_target_that_nothing_was_written_to_is_not_touched() -> None:
-    with ps.join("m") as fleet, pytest.raises(PenstockError) as caught:
-        fleet.fetch(weights(), wait_s=0.2)
-    assert not caught.value.mutated
+    with ps.join("m") as fleet:
+        with pytest.raises(PenstockError) as caught:
+            fleet.fetch(weights(), wait_s=0.2)
+        assert not caught.value.mutated
+        with pytest.raises(ConfigError, match="wait_s"):
+            fleet.fetch(weights(), wait_s="0.2")  # type: ignore[arg-type]
 
 
 def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(

@@ -22,6 +22,7 @@ import penstock as ps
 from penstock import storage
 from penstock.config import Settings
 from penstock.errors import (
+    PenstockError,
     ConfigError,
     DestinationError,
     FormatError,
@@ -400,6 +401,20 @@ def test_a_slip_in_a_local_path_asks_no_hub(
         with pytest.raises(NotFound, match="no such"):
             load(hub, path)
     assert not hub.requests
+
+
+def test_a_path_that_was_read_as_a_repository_is_told_so(
+    hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PenstockError) as caught:
+        load(hub, "weights/llama")
+    hint = caught.value.hint or ""
+    assert "no file or directory 'weights/llama'" in hint and "write ./weights/llama" in hint
+    # Of a name that was meant as one nothing more is to be said.
+    with pytest.raises(PenstockError) as caught:
+        load(hub, "hf://weights/llama")
+    assert "file or directory" not in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("uri", ["hf://", "hf://org", "hf://org/", "hf://org/a/../b", "hf://org/a@", "hf://a b/c"])

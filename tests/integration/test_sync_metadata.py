@@ -29,6 +29,8 @@ def test_a_version_is_refused_by_its_metadata_before_it_is_read(host: Host, mode
         ps.publisher("p", held, mode="snapshot") as publisher,
         ps.subscriber("p", mine, mode=mode, hooks=hooks) as subscriber,
     ):
+        with pytest.raises(ps.ConfigError, match="version is '1'"):
+            publisher.publish("1")  # type: ignore[arg-type]
         publisher.publish(1, metadata={"for": "all", "note": "a\n\N{SNOWMAN}"})
         subscriber.update()
         assert called == [(1, {"for": "all", "note": "a\n\N{SNOWMAN}"}), "pause"]
