@@ -22,12 +22,12 @@ import penstock as ps
 from penstock import storage
 from penstock.config import Settings
 from penstock.errors import (
-    PenstockError,
     ConfigError,
     DestinationError,
     FormatError,
     IntegrityError,
     NotFound,
+    PenstockError,
     PermissionDenied,
     SourceUnavailable,
 )

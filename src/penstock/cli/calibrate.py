@@ -83,8 +83,8 @@ def calibrate() -> Rates:
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these: they are of two devices, or of several processes. What of them
-    # is Python takes as much longer here as a step does: a guess, since the step of the rates is of another call. Source:
-    # benchmarks/results/cpu2_202611/simulate.md.
+    # is Python takes as much longer here as a step does: a guess, since the step of the rates is of another call.
+    # Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = H200_RATES.slowed(times)
     near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}

@@ -295,9 +295,10 @@ def manifest(
         leaf_bytes = LEAF_BYTES if stated is None else stated.leaf_bytes
         with Progress(progress, place) as shown, shown.watching(counter.look):
             built = weight_set.build(weights, leaf_bytes=leaf_bytes, on_bytes=counter.add)
+        places = [source.uri for source in weights.sources]
     raw = weight_set.encode(built)
     if stated is not None and stated.leaves is not None and stated.revision != built.revision:
-        raise _other_weights(stated, decode(raw, uri=target), target)
+        raise _other_weights(stated, decode(raw, uri=target), places, target)
     is_current = before is not None and _without_identities(before) == _without_identities(raw)
     if is_current and before is not None:
         # The same bytes as before: a signature of them still holds.
@@ -375,14 +376,16 @@ def _decode_stated(raw: bytes, uri: str) -> Manifest:
         ) from error
 
 
-def _other_weights(stated: Manifest, measured: Manifest, uri: str) -> IntegrityError:
-    """Return the error for weights that differ from the manifest that is there; both are in the order of names."""
+def _other_weights(stated: Manifest, measured: Manifest, places: Sequence[str], uri: str) -> IntegrityError:
+    """Return the error for weights, in the files `places`, that differ from the manifest that is there.
+
+    Both manifests are in the order of names.
+    """
     fault = IntegrityError("their tensors differ in name, dtype or shape", uri=uri)
     same = [getattr(stated.tensors, name) == getattr(measured.tensors, name) for name in ("names", "dtypes", "shapes")]
     if all(same) and stated.leaves is not None and measured.leaves is not None:
         wrong = np.flatnonzero(measured.leaves != stated.leaves)
-        # Places are those of the files that were read.
-        fault = _fault(measured, int(wrong[0]), len(wrong))
+        fault = _fault(measured, places, int(wrong[0]), len(wrong))
     return IntegrityError(
         f"the weights differ from the manifest that is there, which has revision {stated.revision[:19]} while the "
         f"weights have {measured.revision[:19]}: {fault.message}; nothing was written",
