@@ -84,5 +84,5 @@ def test_an_error_of_the_environment_names_the_variable(name: str, text: str, me
 
 
 def test_an_error_of_an_argument_names_the_argument() -> None:
-    with pytest.raises(ConfigError, match=r"^stall_s must be positive, not -1$"):
+    with pytest.raises(ConfigError, match=r"^stall_s must be positive, not -1;"):
         Settings.read({"PENSTOCK_STALL_S": "5"}, stall_s=-1)
