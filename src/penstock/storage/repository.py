@@ -258,7 +258,7 @@ class RepositoryStorage(ABC):
         try:
             with path.open("rb") as file:
                 raw = file.read(MAX_SMALL_BYTES + 1)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise SourceUnavailable(f"cannot be read: {error.strerror}", uri=str(path)) from error
