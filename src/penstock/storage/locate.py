@@ -114,8 +114,9 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         ConfigError: several models of GGUF in one directory.
     """
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
+    named = texts_of(uri)
     with _explains_name(uri):
-        texts = [pinned(text, settings=settings, storage_options=storage_options) for text in texts_of(uri)]
+        texts = [pinned(text, settings=settings, storage_options=storage_options) for text in named]
     # A list of one file is that file: it has the same manifest, and the same name.
     if len(texts) != 1:
         return _of_list(texts)
