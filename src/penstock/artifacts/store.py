@@ -71,7 +71,7 @@ from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, resolve, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
-from penstock.storage.output import typed
+from penstock.storage.output import new_directory, typed
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import MIB, DType
 
@@ -302,7 +302,7 @@ def save(
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    with typed(path), _new_directory(path.parent):
+    with typed(path), new_directory(path.parent):
         try:
             description = pack(directory / key.id, key, pem, new)
             stored_bytes = new.stat().st_size
@@ -575,21 +575,6 @@ def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | N
             f"has {revision[:19]}: no restore would find the bundle",
             hint="give the model of the restore, or restore again: a new manifest changes the revision",
         )
-
-
-@contextmanager
-def _new_directory(path: Path) -> Iterator[None]:
-    """Make a directory and its parents; remove those that are new and empty if the block raises."""
-    new = [directory for directory in (path, *path.parents) if not directory.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for directory in new:
-            # Another process may have put a file there meanwhile.
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        raise
 
 
 def _place_of(uri: str) -> str:

@@ -340,6 +340,7 @@ def join(
     max_bytes_per_s: int | str = 0,
     min_gb_per_s: float = 0.0,
     memory_bytes: int | str | None = None,
+    wait_s: float | None = None,
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
 
@@ -355,36 +356,14 @@ def join(
         max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
         min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
         memory_bytes: limit of host staging memory when storage is read.
+        wait_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
 
     Raises:
         HubUnavailable: no hub answers. ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
-    return open_fleet(
-        model,
-        connection=connection,
-        revision=revision,
-        variant=variant,
-        max_readers=max_readers,
-        max_bytes_per_s=max_bytes_per_s,
-        min_gb_per_s=min_gb_per_s,
-        memory_bytes=memory_bytes,
-    )
-
-
-def open_fleet(
-    model: str,
-    *,
-    connection: ConnectionSettings | str | None = None,
-    revision: str = "",
-    variant: Variant | None = None,
-    max_readers: int = 4,
-    max_bytes_per_s: int | str = 0,
-    min_gb_per_s: float = 0.0,
-    memory_bytes: int | str | None = None,
-    wait_s: float | None = None,
-) -> Fleet:
-    """Join a fleet as `join`, and wait this long for its hub (None: as for every request)."""
     require_name("model", model)
+    if wait_s is not None:
+        require_type("wait_s", wait_s, (int, float), "seconds, or None")
     connection = resolve_connection(connection)
     variant = Variant() if variant is None else variant
     require_type("variant", variant, Variant, "a penstock.Variant, or None")
@@ -418,10 +397,11 @@ def join_or_warn(
     A slow start is better than none. Only a hub that is away leads to storage: one that refuses the caller is an error.
 
     Args:
-        wait_s: see `open_fleet`.
+        place: URI of the model in storage.
+        connection, revision, wait_s: see `join`.
     """
     try:
-        return open_fleet(model, connection=connection, revision=revision, wait_s=wait_s)
+        return join(model, connection=connection, revision=revision, wait_s=wait_s)
     except HubUnavailable as error:
         _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
         return error

@@ -24,7 +24,7 @@ from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
 from penstock.errors import HubUnavailable, IntegrityError, MissingExtra, SourceError
 from penstock.fetch.discover import PlacedTarget
-from penstock.fetch.join import Fleet, join_or_warn, open_fleet
+from penstock.fetch.join import Fleet, join, join_or_warn
 from penstock.fetch.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
@@ -141,16 +141,16 @@ def _pull_model(
     replace: bool,
 ) -> FetchReport:
     """Fetch as `pull_model`, without a word about an interrupt."""
-    options = partial(pull, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
+    fetch = partial(pull, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
     if fallback is None:
-        with open_fleet(model, connection=connection, revision=revision, wait_s=wait_s) as fleet:
-            return options(fleet)
+        with join(model, connection=connection, revision=revision, wait_s=wait_s) as fleet:
+            return fetch(fleet)
     joined = join_or_warn(model, fallback, connection=connection, revision=revision, wait_s=wait_s)
     if isinstance(joined, Fleet):
         with joined as fleet:
-            return _explained(fleet, options(fleet))
+            return _explained(fleet, fetch(fleet))
     with _fleet_of_one(model, revision, joined) as fleet:
-        report = options(fleet)
+        report = fetch(fleet)
     why = f"no hub answered: {joined.message}"
     return dataclasses.replace(
         report,
@@ -162,28 +162,27 @@ def _pull_model(
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
     """Say in a report of storage alone which member has the whole model under another key, and what differs."""
     # Only then: the hub's answer has all members of the model, and a fetch of peers needs no explanation.
-    if not report.why or set(report.why.values()) != {NO_MEMBER}:
-        return report
     mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
+    if mine is None or set(report.why.values()) != {NO_MEMBER}:
+        return report
     # The fetch is done: no hub's fault may spoil it.
     with contextlib.suppress(SourceError):
         for member in fleet.member.hub.status(report.model, within_s=_EXPLAIN_S).members:
-            for state in member.holdings:
-                if mine is None or member.member == fleet.member.id or state.state != "whole":
-                    continue
-                differences = mine.differences(state.identity)
-                if differences:
-                    words = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in differences.items()]
-                    why = f"member {member.member[:8]} is whole under another key: {', '.join(words)}"
-                    if "revision" in differences and mine.revision.startswith("h1-"):
-                        why += "; storage has no manifest, so its revision is not that of digests: `penstock manifest`"
-                    return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
+            whole = [state.identity for state in member.holdings if state.state == "whole"]
+            differences = mine.differences(whole[0]) if whole else {}
+            if member.member == fleet.member.id or not differences:
+                continue
+            words = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in differences.items()]
+            why = f"member {member.member[:8]} is whole under another key: {', '.join(words)}"
+            if "revision" in differences and mine.revision.startswith("h1-"):
+                why += "; storage has no manifest, so its revision is not that of digests: `penstock manifest`"
+            return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
     return report
 
 
 @contextlib.contextmanager
 def _fleet_of_one(model: str, revision: str, away: HubUnavailable) -> Iterator[Fleet]:
-    """Join a fleet of this process alone, at a hub of its own that nobody else can reach.
+    """Join a fleet of this process alone, at a hub of its own that no other process can reach.
 
     Raises:
         HubUnavailable: `away`, if the packages of a hub are not installed.
@@ -204,7 +203,7 @@ def _fleet_of_one(model: str, revision: str, away: HubUnavailable) -> Iterator[F
             raise away from missing
         hub.start()
         try:
-            with open_fleet(model, connection=ConnectionSettings(hub=hub.url), revision=revision) as fleet:
+            with join(model, connection=ConnectionSettings(hub=hub.url), revision=revision) as fleet:
                 yield fleet
         finally:
             hub.stop()

@@ -8,7 +8,6 @@ Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`sto
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import shutil
@@ -34,7 +33,7 @@ from penstock.storage.locate import (
     model_name,
     texts_of,
 )
-from penstock.storage.output import typed
+from penstock.storage.output import new_directory, typed
 
 if TYPE_CHECKING:
     from penstock.fetch.report import FetchReport
@@ -105,37 +104,34 @@ def initialize(
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
     files = _files(place, settings)
-    missing = [directory for directory in (target, *target.parents) if not directory.exists()]
-    with typed(target):
-        target.mkdir(parents=True, exist_ok=True)
-        # A container that was killed leaves it, and the next attempt starts again.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    try:
-        weights = {name for name in files if _is_weights(name)}
-        if not any(name.endswith(SUFFIX) for name in weights):
-            # Of GGUF: a fetch would write its blocks as safetensors. The files are copied as they are.
-            weights = set()
-        fetched = (
-            _from_fleet(model_name(uri), place, partial, connection) if connection.hub is not None and weights else None
-        )
-        copied = [name for name in files if fetched is None or name not in weights]
-        paths = {} if fetched is None else dict(fetched.nbytes_by_path)
-        downloaded = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
-        if downloaded.nbytes:
-            at = f"storage {display(uri)}"
-            paths[at] = paths.get(at, 0) + downloaded.nbytes
-        if fetched is None:
-            verified, why = _verify(partial, weights, {name for name in copied if files[name] in downloaded.compared})
-        else:
-            verified, why = fetched.verified, fetched.verified_against
-        num_files, nbytes = _publish(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        # After an error the directories that this call made are empty: the destination is as it was.
-        for directory in missing:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+    # After an error the destination is as it was.
+    with new_directory(target):
+        with typed(target):
+            # A container that was killed leaves it, and the next attempt starts again.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        try:
+            weights = {name for name in files if _is_weights(name)}
+            if not any(name.endswith(SUFFIX) for name in weights):
+                # Of GGUF: a fetch would write its blocks as safetensors. The files are copied as they are.
+                weights = set()
+            fetched = None
+            if connection.hub is not None and weights:
+                fetched = _from_fleet(model_name(uri), place, partial, connection)
+            copied = [name for name in files if fetched is None or name not in weights]
+            paths = {} if fetched is None else dict(fetched.nbytes_by_path)
+            downloaded = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
+            if downloaded.nbytes:
+                at = f"storage {display(uri)}"
+                paths[at] = paths.get(at, 0) + downloaded.nbytes
+            if fetched is None:
+                compared = {name for name in copied if files[name] in downloaded.compared}
+                verified, why = _verify(partial, weights, compared)
+            else:
+                verified, why = fetched.verified, fetched.verified_against
+            num_files, nbytes = _publish(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return InitializeReport(
         uri=display(uri),
         destination=str(target),

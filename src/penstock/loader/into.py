@@ -182,7 +182,7 @@ def require_tensors(what: str, tensors: object) -> None:
         require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
-_RENAME = "give the names of the target by rename=, or load the right weights"
+_RENAME = "give the weights of this target; load_into(rename=) gives the target's names where they differ"
 
 
 def match_targets(

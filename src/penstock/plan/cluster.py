@@ -131,7 +131,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
     def slowed(self, times: float) -> Rates:
-        """Return the same machine with a processor on which Python takes so many times as long; see `PYTHON_COSTS`.
+        """Return the same machine with a processor on which Python takes `times` times as long; see `PYTHON_COSTS`.
 
         Raises:
             ConfigError: the number is not above 0, or not finite.

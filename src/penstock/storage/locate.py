@@ -147,8 +147,11 @@ def _explains_name(uri: Uris) -> Iterator[None]:
         entries = [text_of(entry) for entry in (uri if not isinstance(uri, str | os.PathLike) else [uri])]
         names = [text for text in entries if not is_remote(text) and is_remote(_text(text))]
         if names:
-            hint = f"there is no file or directory {names[0]!r}, so it was read as a repository of Hugging Face; for a "
-            hint += f"path on this host write ./{names[0]}"
+            name = names[0]
+            hint = (
+                f"there is no file or directory {name!r}, so it was read as a repository of Hugging Face; for a path "
+                f"on this host write ./{name}"
+            )
             error.hint = hint if error.hint is None else f"{hint}; for the repository: {error.hint}"
         raise
 

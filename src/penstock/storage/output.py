@@ -444,6 +444,26 @@ def _free_bytes(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[None]:
+    """Make a directory and its parents for the block; remove those that are new and empty if it raises.
+
+    Raises:
+        DestinationError, DiskFull: they cannot be made.
+    """
+    new = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        with typed(path):
+            path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for directory in new:
+            # Another process may have put a file there meanwhile, and some may not have been made.
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
     """Map an OSError of the file system that is written to, to DiskFull or DestinationError.
 
