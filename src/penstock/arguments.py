@@ -28,6 +28,15 @@ def require_type(what: str, value: object, kinds: type | tuple[type, ...], expec
         raise wrong(what, value, expected)
 
 
+def require_seconds(what: str, value: object) -> None:
+    """Raise ConfigError unless a value is None or a length of time: a number from 0 on."""
+    if value is None:
+        return
+    # NaN is below nothing: a wait of that length would never end.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise wrong(what, value, "a number of seconds from 0 on, or None")
+
+
 def require_name(what: str, value: object) -> None:
     """Raise ConfigError unless a value is a text that is not empty."""
     if not isinstance(value, str) or not value:

@@ -187,7 +187,7 @@ class Settings:
         for item in fields(cls):
             least = _LEAST.get(item.name)
             value = getattr(settings, item.name)
-            if least is not None and (value <= 0 if least == "positive" else value < 0):
+            if least is not None and not (value > 0 if least == "positive" else value >= 0):
                 is_given = overrides.get(item.name) is not None
                 what = item.name if is_given else f"environment variable {item.metadata['env']}={value}"
                 raise ConfigError(f"{what} must be {least}" + (f", not {value}" if is_given else ""))

@@ -81,6 +81,24 @@ def test_of_storage(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "tuning.md" in hint_of(Settings.read)
 
 
+def test_of_damaged_weights(llama: Path, tmp_path: Path) -> None:
+    def inspect(uri: Path) -> object:
+        return penstock.inspect(uri)
+
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes((2).to_bytes(8, "little") + b"[]")
+    assert "copy it again" in hint_of(lambda: inspect(bad))
+    index = next(llama.glob("*.index.json"))
+    index.write_text("{")
+    assert "copy it again" in hint_of(lambda: inspect(llama))
+    index.unlink()
+    manifest = Path(penstock.manifest(llama).written[-1])
+    save_file({"other": torch.zeros(3)}, next(llama.glob("*-00001-of-*.safetensors")))
+    assert "penstock manifest URI --force" in hint_of(lambda: inspect(llama))
+    manifest.write_text("{}")
+    assert "copy it again" in hint_of(lambda: inspect(llama))
+
+
 def test_of_conversions(llama: Path, tmp_path: Path) -> None:
     def of(count: int, **word: object) -> Callable[[], object]:
         return lambda: plan([llama] * count, operations=[word])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from penstock.arguments import require_name, require_text_map, require_type
+from penstock.arguments import require_name, require_seconds, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
@@ -92,8 +92,7 @@ class Fleet:
         Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
         record = open_trace(trace)
-        if wait_s is not None:
-            require_type("wait_s", wait_s, (int, float), "seconds, or None")
+        require_seconds("wait_s", wait_s)
         is_over = threading.Event()
         with (
             Phases("discover", journey="fetch", model=self.identity.model) as phases,
@@ -234,6 +233,7 @@ class Fleet:
         Raises:
             IntegrityError: see `check`; this process has left the fleet.
         """
+        require_seconds("timeout_s", timeout_s)
         # `check` raises for damaged weights: nothing else would end a process that only serves.
         try:
             if until_stopped(self._left, self.check, timeout_s):
@@ -255,6 +255,7 @@ class Fleet:
 
     def leave(self, drain_s: float = 10.0) -> None:
         """Grant no new leases, wait for readers at most `drain_s`, and sign off from the hub. Idempotent."""
+        require_seconds("drain_s", drain_s)
         self._left.set()
         self.member.leave(drain_s)
 
@@ -362,8 +363,7 @@ def join(
         HubUnavailable: no hub answers. ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
     require_name("model", model)
-    if wait_s is not None:
-        require_type("wait_s", wait_s, (int, float), "seconds, or None")
+    require_seconds("wait_s", wait_s)
     connection = resolve_connection(connection)
     variant = Variant() if variant is None else variant
     require_type("variant", variant, Variant, "a penstock.Variant, or None")

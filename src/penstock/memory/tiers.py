@@ -61,6 +61,8 @@ class Level:
     """Bytes that rooms may take; None: as many as there are."""
     keeps_copies: bool = False
     """Whether a block that moves up leaves its bytes here until the room is needed: then nothing is copied down."""
+    budget: str = "memory_bytes"
+    """The argument that sets `budget_bytes`, for the hint of an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -493,7 +495,7 @@ class Tiers(Closing):
         if least > level.budget_bytes:
             name, others = self._names[at], least - charge
             message = f"{charge} bytes do not fit in {name}: {others} of its {level.budget_bytes} bytes cannot be moved"
-            raise BudgetTooSmall(message, minimum_bytes=least)
+            raise BudgetTooSmall(message, minimum_bytes=least, budget=level.budget)
 
     def _is_copy(self, entry: _Entry, at: int) -> bool:
         """Return whether an entry has a copy here that nobody uses; the caller holds the state's lock."""
@@ -526,8 +528,10 @@ class Tiers(Closing):
             self._idle(entry)
             raise
         self._idle(entry)
+        below = self._levels[entry.at + 1 :]
         message = f"no tier below {self._names[entry.at]} has room for {entry.block}"
-        raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes)
+        budget = " or ".join(level.budget for level in below) or self._levels[entry.at].budget
+        raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes, budget=budget)
 
     def _sink(self, entry: _Entry, to: int) -> bool:
         """Move an entry down to `to`. Return False if there is no room, or if its source cannot be read again."""

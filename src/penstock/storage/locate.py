@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied
+from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
 from penstock.storage import (
     is_remote,
     list_uris,
@@ -153,6 +153,18 @@ def _explains_name(uri: Uris) -> Iterator[None]:
                 f"on this host write ./{name}"
             )
             error.hint = hint if error.hint is None else f"{hint}; for the repository: {error.hint}"
+        raise
+
+
+@contextlib.contextmanager
+def format_hint(
+    hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
+) -> Iterator[None]:
+    """Give a FormatError of the block this hint, where it has none."""
+    try:
+        yield
+    except FormatError as error:
+        error.hint = error.hint or hint
         raise
 
 
@@ -456,6 +468,7 @@ def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
     return indexes[0] if len(indexes) == 1 else None
 
 
+@format_hint()
 def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
     """Return the weight set of an index."""
     weight_map = parse_index(raw, uri=display(index))

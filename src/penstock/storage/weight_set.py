@@ -29,7 +29,17 @@ from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied
 from penstock.lifecycle import Closing
 from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small
 from penstock.storage.headers import read_header
-from penstock.storage.locate import Place, Uri, Uris, display, is_part, resolve, sidecar_uri, signature_uri
+from penstock.storage.locate import (
+    Place,
+    Uri,
+    Uris,
+    display,
+    format_hint,
+    is_part,
+    resolve,
+    sidecar_uri,
+    signature_uri,
+)
 from penstock.storage.manifest import (
     Sidecar,
     check_signature,
@@ -142,6 +152,7 @@ def open_weights(
     return open_place(place, settings=settings, storage_options=storage_options, names=names, rename=rename)
 
 
+@format_hint()
 def open_place(
     place: Place,
     *,
@@ -322,6 +333,10 @@ def _manifest(
     ), without
 
 
+@format_hint(
+    "copy the files and their manifest again; if the weights were changed on purpose, write a new manifest with "
+    "penstock manifest URI --force"
+)
 def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
     """Return leaves in the order of `table`. FormatError where sidecar and headers differ; names the first one."""
     rows = leaf.name_order(table)

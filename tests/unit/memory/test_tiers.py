@@ -256,6 +256,18 @@ def test_the_least_that_would_do_is_said() -> None:
         assert tiers.where([block(0), block(2)]) == [None, None]
         with pytest.raises(ConfigError, match="no tier 'nvme'"):
             tiers.promote(block(1), "nvme")
+    levels = [
+        Level(tier=HeapTier("gpu"), budget_bytes=150),
+        Level(tier=HeapTier("host"), budget_bytes=50, budget="host_bytes"),
+    ]
+    with Tiers(levels) as tiers:
+        with pytest.raises(BudgetTooSmall) as caught:
+            tiers.put(block(0, 200), Source().of(block(0, 200)))
+        assert caught.value.hint == "give memory_bytes >= 200"
+        tiers.put(block(1), Source().of(block(1)), again=False)
+        with pytest.raises(BudgetTooSmall) as caught:
+            tiers.demote(block(1))
+        assert caught.value.hint == "give host_bytes >= 100"
 
 
 def test_it_is_moved_while_a_reader_has_the_old_place() -> None:

@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from penstock.arguments import require_name, require_type, wrong
+from penstock.arguments import require_name, require_seconds, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
 from penstock.hub.client import resolve_connection
@@ -529,6 +529,7 @@ class Publisher(Closing):
         Raises:
             SourceStalled: not within `timeout_s`; None: the stall deadline.
         """
+        require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while (present := sum(other.state.side == "subscriber" for other in self._membership.look())) < count:

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.arguments import require_seconds
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -202,6 +203,7 @@ class Subscriber(Closing):
 
         Order: any number of threads; not from the hooks of an update.
         """
+        require_seconds("ttl_s", ttl_s)
         with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
             yield live
 
@@ -212,6 +214,7 @@ class Subscriber(Closing):
             SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
             VersionRefused: it was withdrawn, which this subscriber had not learned yet; call again for a later version.
         """
+        require_seconds("timeout_s", timeout_s)
         return self._update_loop.await_version(version, timeout_s, self._check_open)
 
     def prepare(self, timeout_s: float | None = None) -> bool:
@@ -233,6 +236,7 @@ class Subscriber(Closing):
 
         Order: like an update: one thread at a time, and nothing else uses a module whose loader is recorded.
         """
+        require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while True:
@@ -274,6 +278,7 @@ class Subscriber(Closing):
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
             VersionRefused: its check failed, or the fleet withdrew it; the version before is still live.
         """
+        require_seconds("timeout_s", timeout_s)
         with self._updating, self._journey("update") as journey:
             with Progress(progress, self.name) as shown, shown.watching(lambda: self._update_loop.progress):
                 if self.mode == "direct":
@@ -405,6 +410,7 @@ class Subscriber(Closing):
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
     ) -> int:
         """Read and verify a version into the staging copy for `commit`; return the version. Errors as `update`."""
+        require_seconds("timeout_s", timeout_s)
         if self.mode != "staged":
             raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
         with (
