@@ -93,7 +93,9 @@ class Worker:
         """GB/s of plain copies over so long: from the device before this one, or in host memory."""
         import torch
 
-        far = f"cuda:{(self.rank - 1) % self.world_size}" if self.device != "cpu" else "cpu"
+        # Modulo the GPUs, too: several workers may share one.
+        before = (self.rank - 1) % self.world_size
+        far = f"cuda:{before % torch.cuda.device_count()}" if self.device != "cpu" else "cpu"
         source = torch.ones(nbytes, dtype=torch.uint8, device=far)
         into = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         into.copy_(source)
