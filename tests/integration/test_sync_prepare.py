@@ -116,6 +116,28 @@ def test_a_rank_that_is_missing_is_waited_for(host: Host) -> None:
         assert not subscriber.prepare(0.3)
 
 
+@pytest.mark.parametrize("wait_s", [-1, float("nan"), "5"])
+def test_a_wait_that_is_no_length_of_time_is_refused(host: Host, wait_s) -> None:
+    live = {"w": torch.full((64,), -1.0)}
+    with (
+        ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher,
+        ps.subscriber("p", live, mode="staged") as subscriber,
+    ):
+        publisher.publish(1)
+        waits = [
+            lambda: publisher.wait_subscribers(1, wait_s),
+            lambda: subscriber.prepare(wait_s),
+            lambda: subscriber.update(timeout_s=wait_s),
+            lambda: subscriber.stage(timeout_s=wait_s),
+            lambda: subscriber.wait_version(1, wait_s),
+            lambda: subscriber.pinned(ttl_s=wait_s).__enter__(),
+        ]
+        for wait in waits:
+            with pytest.raises(ConfigError, match="_s is"):
+                wait()
+        assert (live["w"] == -1).all() and subscriber.update().version == 1
+
+
 def test_tensors_that_do_not_fit_are_refused_before_a_version_is_there(host: Host) -> None:
     mine = {"plain": torch.zeros(6, 4), "turned": torch.zeros(8, 4, dtype=torch.bfloat16)}
     with ps.publisher("p", trained(), mode="snapshot"), ps.subscriber("p", mine) as subscriber:
