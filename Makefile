@@ -84,11 +84,11 @@ PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in groups, beside each other and everything else, and print
 # after the first. The groups take about the same time; one begins with the examples that need environments of their own.
-LATER := $(wildcard $(addprefix tests/integration/test_,artifacts.py convert*.py fleet_*.py sync*.py upgrade.py wheel.py))
-FETCH := $(wildcard $(addprefix tests/integration/test_,bench_*.py dcp*.py examples.py fetch*.py hub_*.py kubernetes.py pods.py \
-	rl_example.py))
-OTHERS := $(wildcard $(addprefix tests/integration/test_,demo.py dockerfile.py extension_points.py from_pretrained*.py \
-	shared_read.py storage_initializer.py))
+LATER := $(wildcard $(addprefix tests/integration/test_,artifacts.py convert*.py extension_points.py fleet_*.py shared_read.py \
+	sync*.py upgrade.py wheel.py))
+FETCH := $(wildcard $(addprefix tests/integration/test_,bench_*.py dcp*.py examples.py fetch*.py hosts*.py hub_*.py kubernetes.py \
+	pods.py rl_example.py))
+OTHERS := $(wildcard $(addprefix tests/integration/test_,demo.py dockerfile.py from_pretrained*.py storage_initializer.py))
 # A small form of TRL's example, and what is quick of verl's tests, in their own environments; DRILLS=all runs verl's trainer,
 # make test-engines all of them.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m '$(if $(filter all,$(DRILLS)),small or slow,small)'
