@@ -134,7 +134,7 @@ SOCKETS = frozenset({"net", "http", "hub", "peer", "transport", "testing"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "socket": SOCKETS
     | {"jobs/messages.py", "jobs/workers/process.py", "jobs/workers/fork_server.py"}  # socket pairs to own processes
-    | {"storage/cache.py"},  # an abstract socket's name, which tells other processes that this one fetches a chunk
+    | {"storage/cache_directory.py"},  # an abstract socket's name says that this process fetches a chunk
     "ssl": SOCKETS | {"sync/membership.py"},
     "http.client": frozenset({"testing", "cli/bench_boot.py"}),  # the errors of a request to a user's program
     "http.server": frozenset({"testing", "cli/calibrate.py"}),

@@ -59,6 +59,8 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
 class _Copy(msgspec.Struct, frozen=True):
     """A compiled kernel in the form in which it is stored."""
 
+    file: str
+    """Name of its file, which is a digest of everything that the kernel depends on."""
     symbol: str
     parameter_bits: tuple[int, ...]
     """Bits of every parameter: the kernel's, then Triton's own (scratch pointers, null here)."""
@@ -223,12 +225,16 @@ def _load(path: Path | None) -> _Kernel | None:
     if path is None:
         return None
     try:
-        with open(path, "rb") as file:
+        # A link is not followed, and a pipe is not waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
+            is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             # The copy runs on the device: it must be this user's own, and writable by no other user.
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            if not is_own or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
-            return _Kernel(msgspec.msgpack.decode(file.read(), type=_Copy))
+            copy = msgspec.msgpack.decode(file.read(), type=_Copy)
+        # A kernel of the same parameters under another kernel's name would compute something else.
+        return _Kernel(copy) if copy.file == path.name else None
     except OSError:
         return None
     except (*MALFORMED, DestinationError):
@@ -249,6 +255,7 @@ def _store(compiled: Any, path: Path | None) -> None:
     if path is None or not plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
         return
     copy = _Copy(
+        file=path.name,
         symbol=metadata.name,
         parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
         num_threads=int(block[1]),

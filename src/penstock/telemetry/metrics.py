@@ -109,7 +109,7 @@ METRICS = (
         name="penstock_cache_chunks",
         kind="counter",
         labels=("result",),
-        about="Chunks of remote objects: hit (on the disk), miss, rotten (on the disk, with a wrong digest).",
+        about="Chunks of remote objects: hit (on the disk), miss, rotten (on the disk, damaged or misplaced).",
     ),
     Metric(
         name="penstock_cache_missed_bytes",

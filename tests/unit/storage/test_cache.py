@@ -6,6 +6,8 @@ import logging
 import multiprocessing
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import threading
 import time
@@ -15,10 +17,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from penstock.config import Settings
 from penstock.errors import SourceUnavailable
-from penstock.storage import MemorySource, Source, cache
+from penstock.storage import MemorySource, Source, cache, cache_directory
 from penstock.storage.cache import CachedSource, open_cached
 from penstock.testing.source_suite import read, sample
 
@@ -250,13 +253,13 @@ def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_read_waits_for_others_once_however_many_chunks_it_has(tmp_path, monkeypatch) -> None:
-    until, claimed = list[float](), cache._claimed
+    until, claimed = list[float](), cache_directory._claimed
 
     def noting(name: str, deadline: float) -> AbstractContextManager[None]:
         until.append(deadline)
         return claimed(name, deadline)
 
-    monkeypatch.setattr(cache, "_claimed", noting)
+    monkeypatch.setattr(cache_directory, "_claimed", noting)
     read(cached(CountingSource(), tmp_path), 5, [3 * CHUNK])
     assert len(until) == 4 and len(set(until)) == 1
 
@@ -283,7 +286,7 @@ def test_who_keeps_nothing_waits_for_nobody(tmp_path: Path) -> None:
 
 
 def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
-    directory, until = cache.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
+    directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
     file = directory.path / "ab" / "00000000"
     hold, go = os.pipe()
     with directory.single_fetch(file, wait_s=1.0, until=until):
@@ -445,3 +448,125 @@ def test_close_closes_the_source(tmp_path: Path) -> None:
     read(source, 5, [10])
     source.close()
     assert inner.closed == 1
+
+
+def swap(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def test_swapped_chunks_of_one_object_are_refetched(tmp_path: Path) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    files = chunk_files(tmp_path)
+    swap(files[3], files[5])
+    again = CountingSource()
+    source = cached(again, tmp_path)
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert (again.reads, source.stats.rotten) == ([(30_000, CHUNK), (50_000, CHUNK)], 2)
+    assert read(cached(CountingSource(), tmp_path), 0, [NBYTES]) == (DATA, "cache")
+
+
+@pytest.mark.parametrize(
+    "other", [{"uri": "s3://b/other"}, {"identity": '"new"'}, {"data": DATA + b"x"}], ids=["uri", "identity", "size"]
+)
+def test_chunks_of_another_object_are_refetched(tmp_path: Path, other: dict[str, object]) -> None:
+    data = bytes(other.get("data", sample(NBYTES, 7)))  # type: ignore[arg-type]
+    ours = CountingSource(**{"data": data, **other})  # type: ignore[arg-type]
+    read(cached(ours, tmp_path / "a"), 0, [len(data)])
+    read(cached(CountingSource(), tmp_path / "b"), 0, [NBYTES])
+    for theirs, mine in zip(chunk_files(tmp_path / "a"), chunk_files(tmp_path / "b"), strict=True):
+        shutil.copy(theirs, mine)
+    inner = CountingSource()
+    assert read(cached(inner, tmp_path / "b"), 0, [NBYTES])[0] == DATA
+    assert len(inner.reads) == 10
+
+
+def test_chunk_of_an_earlier_format_is_replaced(tmp_path: Path) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    file = chunk_files(tmp_path)[2]
+    data = DATA[20_000:30_000]
+    file.write_bytes(data + struct.pack("<8sQQ", b"PSCHUNK1", len(data), xxhash.xxh3_64(data).intdigest()))
+    inner = CountingSource()
+    assert read(cached(inner, tmp_path), 0, [NBYTES])[0] == DATA
+    assert inner.reads == [(20_000, CHUNK)]
+
+
+def put_in_place(path: Path, what: str, victim: Path) -> None:
+    """Put something that is no chunk file where a chunk file or a folder of the cache was."""
+    shutil.move(path, victim / path.name)
+    if what == "link":
+        path.symlink_to(victim / path.name)
+    elif what == "dangling link":
+        path.symlink_to(victim / "absent")
+    elif what == "link to itself":
+        path.symlink_to(path.name)
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            os.chdir(path.parent)
+            server.bind(path.name)
+    elif what == "empty directory":
+        path.mkdir()
+    elif what == "directory":
+        path.mkdir()
+        (path / "notes.txt").write_text("precious")
+    elif what == "file":
+        path.write_text("precious")
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+
+
+_STRANGE = [
+    "link",
+    "dangling link",
+    "link to itself",
+    "pipe",
+    "socket",
+    "empty directory",
+    "directory",
+    "file",
+    "device",
+]
+
+
+@pytest.mark.parametrize("what", _STRANGE)
+@pytest.mark.parametrize("level", ["chunk", "object", "prefix"])
+def test_foreign_entry_is_replaced_not_followed(
+    tmp_path: Path, what: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache_dir, victim = tmp_path / "cache", tmp_path / "victim"
+    victim.mkdir()
+    read(cached(CountingSource(), cache_dir), 0, [NBYTES])
+    file = chunk_files(cache_dir)[1]
+    place = {"chunk": file, "object": file.parent, "prefix": file.parent.parent}[level]
+    put_in_place(place, what, victim)
+    before = sorted((path, path.read_bytes()) for path in victim.rglob("*") if path.is_file())
+    inner = CountingSource()
+    source = cached(inner, cache_dir)
+    source.cached_chunks()
+    assert read(source, 0, [NBYTES])[0] == DATA
+    assert len(inner.reads) == (1 if level == "chunk" else 10)
+    assert source.why is None
+    source.forget(0, NBYTES)
+    # The link's target and the stranger's notes are as they were.
+    assert sorted((path, path.read_bytes()) for path in victim.rglob("*") if path.is_file()) == before
+    if what == "directory":
+        assert [path.read_text() for path in cache_dir.rglob("notes.txt")] == ["precious"]
+    again = CountingSource()
+    read(cached(again, cache_dir), 0, [NBYTES])
+    assert read(cached(again, cache_dir), 0, [NBYTES]) == (DATA, "cache")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("level", ["chunk", "object"])
+def test_entry_of_another_user_is_replaced(tmp_path: Path, level: str) -> None:
+    read(cached(CountingSource(), tmp_path), 0, [NBYTES])
+    file = chunk_files(tmp_path)[1]
+    os.chown(file if level == "chunk" else file.parent, 12345, 12345)
+    inner = CountingSource()
+    assert read(cached(inner, tmp_path), 0, [NBYTES])[0] == DATA
+    assert len(inner.reads) == (1 if level == "chunk" else 10)
+    assert file.stat().st_uid == file.parent.stat().st_uid == 0
