@@ -5,13 +5,17 @@ the values as bytes and back; a ready-made check of log-probabilities.
 Not here: when a check runs and what follows from it (`receive.participant`, `together`).
 
     publish(check={"tokens": ..., "log_probs": ...}) -> bytes -> StagedVersion.expected
-    staging copy -> tensors at the places of the live ones -> StagedVersion.tensors, call
+    staging copy -> tensors at the places of the live ones -> StagedVersion.tensors (a copy of each), call
+
+A check cannot change what goes live. `tensors` are copies, one at a time: a check may write to them or keep them.
+`call` computes with the staged parameters themselves, because a device seldom has room for a third copy of the weights.
+The subscriber therefore digests the staged bytes again after the check, and before the flip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -91,6 +95,26 @@ def _decoded(value: _Value) -> Any:
     return flat.view(kind).reshape(value.shape)
 
 
+class _Copies(Mapping[str, torch.Tensor]):
+    """Tensors by name, of which each access returns a new copy."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own would make a copy.
+        return name in self._tensors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedVersion:
     """The weights of a version that is staged and not live, for a check; valid while the check runs."""
@@ -98,27 +122,43 @@ class StagedVersion:
     version: int
     tensors: Mapping[str, torch.Tensor]
     """Of a module: its parameters and buffers by name, as the version would leave them. Of a dict: its
-    tensors; several boxes of one tensor have the offset in their names, as in `up[4, 0]`."""
+    tensors; several boxes of one tensor have the offset in their names, as in `up[4, 0]`. Each access returns a new
+    copy of one tensor."""
     expected: Mapping[str, Any]
     """The values that the trainer gave with the publish; empty: none."""
     unknown: frozenset[str] = frozenset()
     """Parameters that the model's loader itself fills, when the version goes live; they are not in `tensors`."""
     model: torch.nn.Module | None = None
     """The live module, which `call` uses for its structure."""
+    _staged: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    """The tensors in the staging copy itself, which goes live."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's forward pass with the staged weights; the live ones are not touched.
 
+        The forward pass may write to buffers, which are copies. If it writes to parameters, the version is refused.
+
         Raises:
             PlanError: the target is no module, or some of its parameters are `unknown`.
+
+        Order: the module has the staged weights while this runs, so no other thread may compute with it.
         """
         if self.model is None:
             raise PlanError("the target is a dict of tensors, which has no forward pass", hint="use `tensors`")
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
             raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
+        # Each by the tensor that the module has there: the two names of a tied tensor get the same object.
+        made: dict[int, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            return torch.func.functional_call(self.model, dict(self.tensors), args, kwargs)
+            for name, live in self.model.named_buffers(remove_duplicate=False):
+                # A buffer that no version fills keeps its values, and must keep them after this forward pass too.
+                tensors[name] = made.setdefault(id(live), self._staged.get(name, live).clone())
+            for name, live in self.model.named_parameters(remove_duplicate=False):
+                if name in self._staged:
+                    tensors[name] = made.setdefault(id(live), self._staged[name])
+            return torch.func.functional_call(self.model, tensors, args, kwargs)
 
 
 Check = Callable[[int, StagedVersion], object]
@@ -157,10 +197,11 @@ def staged_version(
     tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
     return StagedVersion(
         version=version,
-        tensors=tensors,
+        tensors=_Copies(tensors),
         expected=decode_values(expected),
         unknown=frozenset(unknown),
         model=model,
+        _staged=tensors,
     )
 
 
@@ -196,7 +237,7 @@ def log_prob_check(max_difference: float, log_probs: Callable[[StagedVersion], t
         raise ConfigError(f"max_difference is {max_difference}", hint="give nats, 0 or more")
 
     def check(version: int, staged: StagedVersion) -> str:
-        for name, tensor in staged.tensors.items():
+        for name, tensor in staged._staged.items():
             # Codes of 8 bits and less have no `isfinite` in torch.
             if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
                 return f"{name} has values that are not finite"
@@ -218,7 +259,7 @@ def log_prob_check(max_difference: float, log_probs: Callable[[StagedVersion], t
 def _token_log_probs(staged: StagedVersion) -> torch.Tensor:
     """Return the log-probability of each token after the first, given those before it."""
     tokens = staged.expected["tokens"].long()
-    device = next(iter(staged.tensors.values())).device
+    device = next(iter(staged._staged.values())).device
     output = staged.call(tokens.to(device))
     logits = getattr(output, "logits", output)[:, :-1].float()
     chosen = tokens[:, 1:, None].to(device)

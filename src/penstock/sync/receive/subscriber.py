@@ -39,14 +39,13 @@ from penstock.hub.messages import SyncState
 from penstock.lifecycle import Closing
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
-from penstock.plan.layout import Layout
-from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, ReleasedVersion, StoredVersion
+from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import Options, Staged, UpdateLoop
 from penstock.sync.recording.requirements import Requirements
@@ -95,14 +94,12 @@ class Subscriber(Closing):
         self._world_size = world_size
         self._hooks = hooks
         self._stall_s = stall_s
-        self._serves = options.serve
         self._run = ""
         self._path = ""
         self._took_s = self._pause_s = 0.0
         self._staged: Staged | None = None
         self._updating = threading.Lock()
         self._is_closed = False
-        self._version_status = VersionStatus()
         self._membership = Membership(member, name, stall_s)
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
@@ -110,22 +107,22 @@ class Subscriber(Closing):
         self._update_loop = UpdateLoop(
             self._membership, target, options, stall_s=stall_s, before_free=self._stop_serving
         )
+        self._serving = Serving(self._update_loop, serves=options.serve)
         self._participant = Participant(
             self._membership, self._update_loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s
         )
-        # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
         self.planner = Planner(
             self._membership,
-            self._version_status,
-            self._layout,
+            self._serving.status,
+            self._serving.layout,
             checkpoint=lambda: self._update_loop.checkpoint,
             terms=self._participant.terms,
         )
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            local_version=self._local_version,
-            version_status=self._version_status,
+            local_version=self._serving.local_version,
+            version_status=self._serving.status,
             planner=self.planner,
             check=self._check_proven,
         )
@@ -144,18 +141,9 @@ class Subscriber(Closing):
         """Return the publishers' run and the live version: equal revisions are equal bytes. Empty: none is live."""
         return f"{self._run}:{self.version}" if self.version >= 0 else ""
 
-    def _layout(self) -> Layout | None:
-        buffers = self._update_loop.buffers
-        return None if buffers is None else buffers.layout
-
-    def _local_version(self) -> LocalVersion | None:
-        """Return the target's memory, which others read; None: it is not served, or there was no update yet."""
-        buffers = self._update_loop.buffers
-        return None if buffers is None else buffers.local_version
-
     def _state(self) -> SyncState:
         """Return the state of this subscriber for the hub's list."""
-        is_open = self._version_status.now.is_open
+        is_open = self._serving.status.now.is_open
         state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
         # Read once: this runs in the member's beat, while an update may replace the buffers.
         buffers = self._update_loop.buffers
@@ -285,7 +273,7 @@ class Subscriber(Closing):
                     return _counted(journey, self._update_direct(version, timeout_s))
                 self._stage(version, timeout_s)
             # Outside the block: a caller's progress function that raises must not interrupt a flip.
-            return _counted(journey, self._commit())
+            return _counted(journey, self._commit(just_checked=True))
 
     @property
     def is_released(self) -> bool:
@@ -339,7 +327,7 @@ class Subscriber(Closing):
             self._leases.begin_flip()
             try:
                 digests = MemoryDigests.of_target(target) if returns and target is not None else None
-                self._withdraw()
+                self._serving.withdraw(self._run, self.version)
                 run, version, self.version = self._run, self.version, -1
                 self._staged = None
                 # Before the memory goes: a registration of memory that is unmapped cannot be ended.
@@ -466,7 +454,7 @@ class Subscriber(Closing):
             self.member.beat_now()
         return staged
 
-    def _commit(self) -> UpdateReport:
+    def _commit(self, *, just_checked: bool = False) -> UpdateReport:
         self._check_open()
         staged = self._staged
         if staged is None:
@@ -477,6 +465,9 @@ class Subscriber(Closing):
         if staged.decide_by is not None:
             self._await_commit(staged, staged.decide_by)
         self._staged = None
+        # The bytes that go live must be those that were verified. While this waited, a check's thread could write.
+        if not just_checked or staged.decide_by is not None:
+            self._participant.require_unaltered(staged)
         buffers = self._update_loop.buffers
         assert buffers is not None and buffers.staging_copy is not None
         self._leases.begin_flip()
@@ -485,7 +476,7 @@ class Subscriber(Closing):
             self._call(self._hooks.before_pause, staged.version)
             # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes
             # that peers may be reading.
-            self._withdraw()
+            self._serving.withdraw(self._run, self.version)
             try:
                 if buffers.staging_copy.flip(staged.part, stall_s=self._stall_s):
                     self._update_loop.note_exchange()
@@ -506,7 +497,7 @@ class Subscriber(Closing):
         """Serve and resume the version before, which a flip that failed left as it was; the new one stays staged."""
         self._staged = staged
         if self.version >= 0:
-            self._serve()
+            self._serving.begin(self._run, self.version, self.metadata)
             self._leases.end_flip()
             self._call(self._hooks.after_resume, self.version)
 
@@ -532,7 +523,7 @@ class Subscriber(Closing):
                 self._call(self._hooks.before_pause, announced)
                 # After the hook: if it raises, nothing is paused or touched.
                 paused.append(at)
-                self._withdraw()
+                self._serving.withdraw(self._run, self.version)
 
         try:
             staged = self._receive(version, timeout_s, pause)
@@ -550,7 +541,7 @@ class Subscriber(Closing):
                     error.mutated = True
             # Not one byte was written: the version before is intact, so the engine can go on with it.
             elif paused and not self.is_dirty and self.version >= 0:
-                self._serve()
+                self._serving.begin(self._run, self.version, self.metadata)
                 self._leases.end_flip()
                 self._call(self._hooks.after_resume, self.version)
             raise
@@ -600,7 +591,7 @@ class Subscriber(Closing):
         # Before requests resume: cache entries of the old weights must not be used with the new ones.
         self._call(self._hooks.at_commit, staged.version)
         # Before the hook, which may take long or raise: the memory has the version either way.
-        self._serve()
+        self._serving.begin(self._run, self.version, self.metadata)
         self.member.beat_now()
         # Before the hook, which may run requests.
         self._leases.end_flip()
@@ -635,30 +626,10 @@ class Subscriber(Closing):
         if hook is not None:
             hook(version)
 
-    def _serve(self) -> None:
-        """Serve the live version to others, where this subscriber is a source."""
-        local_version = self._local_version()
-        # In direct mode the memory is registered to be read into, also where it is not to be served.
-        if local_version is None or not self._serves or not self._run:
-            return
-        if local_version.version is not None:
-            local_version.fence()
-        local_version.begin(self.version, self.metadata)
-        local_version.ready()
-        self._version_status.post(self._run, self.version, is_open=True)
-
-    def _withdraw(self) -> None:
-        """Stop serving the live version, because its memory is about to change, or has changed."""
-        # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
-        self._version_status.post(self._run, self.version, is_open=False)
-        local_version = self._local_version()
-        if local_version is not None and local_version.version is not None:
-            local_version.fence()
-
     def _stop_serving(self) -> None:
         """Withdraw the live version and report it at once: planners choose sources by the hub's list."""
         if self.version >= 0:
-            self._withdraw()
+            self._serving.withdraw(self._run, self.version)
             self.member.beat_now()
 
     def _check_proven(self) -> None:
@@ -667,11 +638,11 @@ class Subscriber(Closing):
         Raises:
             StaleDescriptor: an engine changed the weights in place; they are no longer served.
         """
-        if self._update_loop.is_proven():
-            return
-        self._stop_serving()
-        message = "weights were modified after the update; this process no longer serves them"
-        raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
+        try:
+            self._serving.require_unchanged()
+        except StaleDescriptor:
+            self._stop_serving()
+            raise
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from penstock.digest.strip import Strips
@@ -242,6 +243,21 @@ class ReceiveBuffers:
         with Regions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
+    def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
+        """Return the names of the tensors whose bytes in the staging copy differ from these digests now.
+
+        Order: after the work that is queued on the devices. Cost: one pass over the strips.
+        """
+        # A check may have used streams of its own, of which the digests' stream knows nothing.
+        self._synchronize()
+        wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]
+        if not any(map(len, wrong)):
+            return []
+        span = np.array([form.span_bytes for form in self.layout.forms], np.int64)[self.layout.form]
+        begin = self.layout.offset
+        rows = {i for at in np.concatenate(wrong) for i in np.flatnonzero((begin <= at) & (at < begin + span)).tolist()}
+        return sorted({self.layout.names[i] for i in rows})
+
     @property
     def staging_bytes(self) -> int:
         """Return the bytes of the staging copy and of scratch: memory in addition to the target's own."""
@@ -262,6 +278,9 @@ class ReceiveBuffers:
         self.wanted.finish()
         # The engine resumes on streams of its own: without this it could compute with weights that are still being
         # permuted or cast.
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         for device in {memory.device for memory in self.memories} - {"cpu"}:
             torch.cuda.synchronize(device)
 

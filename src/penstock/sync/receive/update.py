@@ -209,6 +209,11 @@ class UpdateLoop:
         # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
 
+    def altered(self) -> list[str]:
+        """Return the names of the staged tensors that have changed since they were verified; see `ReceiveBuffers`."""
+        assert self.buffers is not None and self._transfer is not None
+        return self.buffers.altered(self._transfer.proven)
+
     def note_exchange(self) -> None:
         """Note that the flip gave the staging copy the memory, and the bytes, of the version before."""
         if isinstance(self._transfer, Transfer):

@@ -1,0 +1,68 @@
+"""The live version of a subscriber as a source for other members: announced, served, and withdrawn before it changes.
+
+In: the run and the version that is live. Out: the status and the memory that the server's threads answer from.
+Not here: the moment of a flip (`subscriber`), the memory itself (`target`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.errors import StaleDescriptor
+from penstock.plan.layout import Layout
+from penstock.sync.local_version import LocalVersion, VersionStatus
+from penstock.sync.receive.update import UpdateLoop
+
+
+class Serving:
+    """A subscriber's live version, served to others. One thread at a time changes it; the server's threads read.
+
+    Attributes:
+        status: the run and version, and whether it can be read here.
+
+    Args:
+        update_loop: has the memory.
+        serves: whether others may read it. In direct mode the memory is registered in either case.
+    """
+
+    def __init__(self, update_loop: UpdateLoop, *, serves: bool) -> None:
+        self.status = VersionStatus()
+        self._update_loop = update_loop
+        self._serves = serves
+
+    # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
+
+    def layout(self) -> Layout | None:
+        """Return the layout of the target's memory; None: there was no update yet."""
+        buffers = self._update_loop.buffers
+        return None if buffers is None else buffers.layout
+
+    def local_version(self) -> LocalVersion | None:
+        """Return the target's memory, which others read; None: it is not served, or there was no update yet."""
+        buffers = self._update_loop.buffers
+        return None if buffers is None else buffers.local_version
+
+    def begin(self, run: str, version: int, metadata: Mapping[str, str]) -> None:
+        """Serve the live version to others, where this subscriber is a source."""
+        local_version = self.local_version()
+        if local_version is None or not self._serves or not run:
+            return
+        if local_version.version is not None:
+            local_version.fence()
+        local_version.begin(version, metadata)
+        local_version.ready()
+        self.status.post(run, version, is_open=True)
+
+    def withdraw(self, run: str, version: int) -> None:
+        """Stop serving the live version, because its memory is about to change, or has changed."""
+        # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
+        self.status.post(run, version, is_open=False)
+        local_version = self.local_version()
+        if local_version is not None and local_version.version is not None:
+            local_version.fence()
+
+    def require_unchanged(self) -> None:
+        """Raise StaleDescriptor if the engine changed the weights in place since they were verified."""
+        if not self._update_loop.is_proven():
+            message = "weights were modified after the update; this process no longer serves them"
+            raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
