@@ -54,6 +54,21 @@ def test_a_module_is_filled_where_it_lies(host: Host, tied: tuple[Path, Tied], f
     assert_same(model.state_dict(), truth.state_dict())
 
 
+def test_fetch_checks_overlap_and_notes_writes(host: Host, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
+    memory, weight = torch.zeros(60), torch.zeros(48, requires_grad=True)
+    loss = (weight * weight).sum()
+    with ps.join("m") as fleet:
+        for fallback in (tmp_path, None):
+            with pytest.raises(PlanError, match="share a part of their memory"):
+                fleet.fetch({"a": memory[:48], "b": memory[45:51]}, fallback=fallback)
+        assert not memory.any()
+        fleet.fetch({"a": weight, "b": memory[:6]}, fallback=tmp_path)
+        assert memory[:6].tolist() == [2.0] * 6
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_dict_is_filled_in_place_and_serves_on(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made))
     check(holder, truth)

@@ -40,6 +40,7 @@ from penstock.loader.into import match_targets, targets_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.memory.targets import tied_targets
 from penstock.peer.local_weights import LocalWeights, WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.peer.member import Member
 from penstock.storage.manifest import leaves_of
@@ -171,6 +172,8 @@ class Discovery:
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if is_given:
+            # Tied tensors are one row of the layout, so their sources are equal.
+            tied_targets(list(tensors), list(tensors.values()))
             layout, rows = layout_of_tensors(tensors)
             identity = msgspec.structs.replace(self._identity, layout=layout.digest)
             identity = self._state_of(identity, {"revision"}, wait_s).identity
@@ -182,7 +185,7 @@ class Discovery:
         """Return the tensors of the fallback, or those of them that the target has."""
         table, rows = session.table(), None
         if is_given:
-            taken, filled = match_targets(table, tensors, None, True)
+            taken, filled = match_targets(session, table, tensors, None, True)
             table = table.take(taken)
             rows = dict(zip(table.names, filled, strict=True))
         manifest = session.manifest

@@ -35,6 +35,7 @@ from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
+from penstock.memory.targets import note_written
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
 from penstock.phases import Phases
@@ -185,6 +186,9 @@ class Fleet:
                 error.mutated = error.mutated or is_touched
             raise
         finally:
+            # Chunks are written by address, which torch does not see; new tensors nobody has yet.
+            if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
+                note_written(weights.rows)
             journey.num_wrong = running.provenance.num_wrong
             journey.num_retries = len(running.provenance.faults)
         return provenance, tensors

@@ -24,7 +24,9 @@ from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.loader.tied import differing_rows
 from penstock.memory.rehome import rehome
+from penstock.memory.targets import note_written, require_initialised, sources_differ, tied_targets
 from penstock.storage.weight_set import Names, Uris
 from penstock.telemetry.journey import Journey
 from penstock.types import TensorTable
@@ -107,11 +109,11 @@ def _load_into(
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
             table = session.table()
-            rows, filled = match_targets(table, targets, rename, strict)
+            rows, filled = match_targets(session, table, targets, rename, strict)
             if arena:
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
-                rows, filled = match_targets(table, targets_of(target), rename, strict)
+                rows, filled = match_targets(session, table, targets_of(target), rename, strict)
         # Tensors without a target, and tied targets' second names, are not read.
         table = table.take(rows)
         report = _fill(session, table, filled) if group is None else _from_group(session, group, table, filled)
@@ -121,11 +123,20 @@ def _load_into(
 
 
 def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory."""
+    """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory.
+
+    Raises:
+        ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised.
+    """
     if isinstance(target, torch.nn.Module):
-        return {name: tensor.detach() for name, tensor in own_state(target).items()}
-    require_tensors("the target", target)
-    return {name: tensor.detach() for name, tensor in target.items()}
+        tensors: Mapping[str, torch.Tensor] = own_state(target)
+    else:
+        require_tensors("the target", target)
+        tensors = target
+    for name, tensor in tensors.items():
+        # Before it is detached, which torch refuses for a parameter without a shape.
+        require_initialised(name, tensor)
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def own_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -186,19 +197,25 @@ _RENAME = "give the weights of this target; load_into(rename=) gives the target'
 
 
 def match_targets(
-    table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
+    session: Session, table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Return the rows to load, and the tensor that each fills.
 
+    Args:
+        session: opened; it reads tensors that go to one memory and have no digests, to compare them.
+        table: the rows of the weight set.
+        targets: tensors by name.
+        rename, strict: see `load_into`.
+
     Raises:
-        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders. Not strict: no name fits.
+        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders. Not strict: no name fits. Targets
+            share memory, and one would overwrite the other.
     """
     rows: list[int] = []
     filled: list[torch.Tensor] = []
     used: dict[str, str] = {}
     faults: list[str] = []
     absent: list[str] = []
-    places: set[tuple[int, int]] = set()
     for row, name in enumerate(table.names):
         wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
         if wanted is None:
@@ -216,13 +233,10 @@ def match_targets(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             faults.append(f"{name}: {dtype} {list(shape)} does not fit {wanted}: {tensor.dtype} {list(tensor.shape)}")
             continue
-        # By address: a module lists a tied weight under both names, and two reads into one place would race.
-        if (place := place_of(tensor)) in places and tensor.numel():
-            continue
-        places.add(place)
         rows.append(row)
         filled.append(tensor)
     if strict:
+        places = set(map(place_of, filled)) if len(used) < len(targets) else set()
         missing = [n for n, t in targets.items() if n not in used and t.numel() and place_of(t) not in places]
         # First: of a large checkpoint there may be many tensors too many, and these few are the reason.
         absent = [*(f"{name}: the weight set has no tensor for it" for name in missing), *absent]
@@ -236,7 +250,25 @@ def match_targets(
         if faults:
             hint = "tensors are filled unchanged: nothing is cast or reshaped"
         raise PlanError(f"{len(misfits)} tensors do not fit: {'; '.join(misfits[:10])}{more}", hint=hint)
-    return rows, filled
+    return _once(session, table, rows, filled)
+
+
+def _once(
+    session: Session, table: TensorTable, rows: list[int], filled: list[torch.Tensor]
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Return rows and tensors with each memory once: a module lists a tied weight under all its names.
+
+    Raises:
+        PlanError: two of the tensors share a part of their memory, or are one memory and their rows have other bytes.
+    """
+    groups = tied_targets([table.names[row] for row in rows], filled)
+    if not groups:
+        return rows, filled
+    if pair := differing_rows(session, table, [[rows[at] for at in group] for group in groups]):
+        raise sources_differ(*(table.names[row] for row in pair))
+    second = {at for group in groups for at in group[1:]}
+    kept = [at for at in range(len(rows)) if at not in second]
+    return [rows[at] for at in kept], [filled[at] for at in kept]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -294,16 +326,27 @@ def fill_slabs(
     window_bytes = 0 if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
     session.enter_move()
-    for slab in run.slabs():
-        # Verified by now: where digests are compared, a damaged slab is never copied.
-        target = filled_by_slab[slab]
-        if not target.is_contiguous():
-            target.copy_(flat[slab].view(target.dtype).view(target.shape))
-            if order is not None and target.device.type == "cuda":
-                # The copy is queued on the stream that was current where the load began; its user may have another one.
-                torch.cuda.current_stream(target.device).synchronize()
-        if on_filled is not None:
-            on_filled(slab)
+    not_noted = set(range(len(filled_by_slab)))
+    try:
+        for slab in run.slabs():
+            # Verified by now: where digests are compared, a damaged slab is never copied.
+            target = filled_by_slab[slab]
+            if target.is_contiguous():
+                note_written([target])
+            else:
+                target.copy_(flat[slab].view(target.dtype).view(target.shape))
+                if order is not None and target.device.type == "cuda":
+                    # The copy is queued on the stream that was current where the load began; its user may have another.
+                    torch.cuda.current_stream(target.device).synchronize()
+            not_noted.remove(slab)
+            if on_filled is not None:
+                on_filled(slab)
+    except BaseException:
+        # First the reads that are under way: only then is it known whether a target was written to.
+        run.close()
+        if run.is_touched:
+            note_written(filled_by_slab[slab] for slab in not_noted)
+        raise
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
     return plan.nbytes

@@ -320,7 +320,7 @@ def start_loading(
                         hint="write a manifest with `penstock manifest URI`, or use load_into",
                     )
                 table = session.table()
-                rows, filled = match_targets(table, targets, rename, strict)
+                rows, filled = match_targets(session, table, targets, rename, strict)
                 loading = Loading(module, session, journey, table.take(rows), _Filled(module, filled, first))
                 loading._start()
             except BaseException:

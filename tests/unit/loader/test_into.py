@@ -87,6 +87,80 @@ def test_tied_weights_that_are_saved_twice_are_filled_once(tmp_path: Path, path:
     assert torch.equal(model.head.weight, wanted["embed.weight"]) and report.num_tensors == len(wanted)
 
 
+def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) -> Path:
+    """Write a weight set of a tied `Model` under both names; return its directory."""
+    model = Model()
+    wanted = {name: torch.randn(t.shape).to(t.dtype) for name, t in tensors_of(model).items()}
+    head = wanted["embed.weight"].clone()
+    if differ_at is not None:
+        head.view(-1)[differ_at] += 1
+    save_file({**wanted, "head.weight": head}, tmp_path / "model.safetensors")
+    if with_manifest:
+        penstock.manifest(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+@pytest.mark.parametrize("differ_at", [0, -1])
+@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+def test_tied_target_of_different_tensors_refused(
+    tmp_path: Path, with_manifest: bool, differ_at: int, verb: str
+) -> None:
+    source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=differ_at)
+    model = Model()
+    before = state(tensors_of(model))
+    with pytest.raises(PlanError, match=r"embed.weight and head.weight are one memory .* sources differ") as raised:
+        getattr(penstock, verb)(model, source)
+    assert not raised.value.mutated and state(tensors_of(model)) == before
+    penstock.load_into(model, source, names=lambda name: name != "head.weight")
+    assert torch.equal(model.head.weight, load_file(source / "model.safetensors")["embed.weight"])
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_tied_dict_of_equal_tensors_filled(tmp_path: Path, with_manifest: bool) -> None:
+    source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=None)
+    shared = torch.zeros(300, 40)
+    penstock.load_into({"embed.weight": shared, "head.weight": shared}, source, strict=False)
+    assert torch.equal(shared, load_file(source / "model.safetensors")["embed.weight"])
+
+
+def test_overlapping_targets_refused_before_writing(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
+    memory = torch.zeros(60)
+    for a, b in ((memory[:48], memory[45:51]), (torch.zeros(1).expand(48), memory[:6])):
+        with pytest.raises(PlanError, match="share") as raised:
+            penstock.load_into({"a": a, "b": b}, tmp_path)
+        assert not raised.value.mutated and not memory.any()
+
+
+def test_overlapping_target_without_source_accepted(tmp_path: Path) -> None:
+    save_file({"fused": torch.ones(9, 4)}, tmp_path / "m.safetensors")
+    fused = torch.zeros(9, 4)
+    penstock.load_into({"fused": fused, "first": fused[:3]}, tmp_path, strict=False)
+    assert bool((fused == 1).all())
+
+
+@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+def test_lazy_module_refused(tmp_path: Path, verb: str) -> None:
+    save_file({"weight": torch.ones(6, 8), "bias": torch.ones(6)}, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match="no shape yet") as raised:
+        getattr(penstock, verb)(torch.nn.LazyLinear(6), tmp_path)
+    assert "forward pass" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_backward_notices_filled_parameter(tmp_path: Path, strided: bool) -> None:
+    save_file({"w": torch.full((4, 4), 3.0)}, tmp_path / "m.safetensors")
+    weight = torch.ones(4, 4).t() if strided else torch.ones(4, 4)
+    weight.requires_grad_(True)
+    loss = (weight * weight).sum()
+    penstock.load_into({"w": weight}, tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    (weight * weight).sum().backward()
+    assert weight.grad is not None and bool((weight.grad == 6).all())
+
+
 def test_targets_that_are_not_contiguous(tmp_path: Path) -> None:
     wanted = {"a": torch.randn(30, 50), "b": torch.randn(20, 6)}
     save_file(wanted, tmp_path / "m.safetensors")

@@ -1,0 +1,95 @@
+"""Comparison of tensors of a weight set that go to one memory: a tied weight that the files store under both names.
+
+In: a session, and rows of its table. Out: the first two rows whose bytes differ; None if there are none.
+Not here: which targets are tied (`memory.targets`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.engine.run import Item, Run
+from penstock.loader.session import Session
+from penstock.storage.manifest import leaves_of
+from penstock.types import MIB, U64, TensorTable
+
+_CHUNK_BYTES = MIB
+"""Bytes of each tensor that are read and compared at a time, by each thread."""
+
+
+def differing_rows(session: Session, table: TensorTable, groups: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Return the first two rows of a group whose bytes differ; None if the rows of each group have equal bytes.
+
+    By the manifest's digests where there are any. Otherwise the rows are read, because nothing else can tell: a second
+    read of these tensors alone, which ends at the first difference.
+
+    Raises:
+        PenstockError: a row cannot be read.
+    """
+    for first, second in (pair for group in groups for pair in pairwise(group)):
+        if table.nbytes[first] != table.nbytes[second]:
+            return first, second
+        known = _digests(session, table, first), _digests(session, table, second)
+        if known[0] is not None and known[1] is not None:
+            if not np.array_equal(known[0], known[1]):
+                return first, second
+            continue
+        if not _have_equal_bytes(session, table, first, second):
+            return first, second
+    return None
+
+
+def _digests(session: Session, table: TensorTable, row: int) -> U64 | None:
+    manifest = session.manifest
+    at = np.array([manifest.tensors.names.index(table.names[row])], np.int64)
+    return leaves_of(manifest, at)
+
+
+def _have_equal_bytes(session: Session, table: TensorTable, first: int, second: int) -> bool:
+    with _Comparison(session, table, first, second) as comparison:
+        return comparison.run()
+
+
+class _Comparison(Run):
+    """The run that reads two rows and compares them, piece by piece."""
+
+    def __init__(self, session: Session, table: TensorTable, first: int, second: int) -> None:
+        nbytes = int(table.nbytes[first])
+        super().__init__(2 * nbytes, trace=session.trace, stall_s=session.settings.stall_s)
+        self._sources = [session.weights.sources[int(table.file_index[row])] for row in (first, second)]
+        self._offsets = [int(table.offset[row]) for row in (first, second)]
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._differ = False
+        self._executor = self.executor("fetch", session.intake.num_reads)
+
+    def run(self) -> bool:
+        """Return whether all bytes are equal."""
+        starts = range(0, self._nbytes, _CHUNK_BYTES)
+        if not starts:
+            return True
+        self._executor.post(*(Item(at, f"compare {at}", _CHUNK_BYTES, partial(self._compare, at)) for at in starts))
+        self.wait()
+        return not self._differ
+
+    def _compare(self, at: int) -> None:
+        """Read and compare one piece."""
+        # The first difference is the answer: the pieces behind it are not read.
+        if self._differ:
+            return
+        nbytes = min(_CHUNK_BYTES, self._nbytes - at)
+        first, second = np.empty((2, nbytes), np.uint8)
+        for source, offset, piece in zip(self._sources, self._offsets, (first, second), strict=True):
+            source.readv(offset + at, [piece.data])
+        is_equal = np.array_equal(first, second)
+        with self._lock:
+            self._differ |= not is_equal
+            self.ticket.moved_bytes += 2 * nbytes
+            is_over = self._differ or self.ticket.moved_bytes == self.ticket.nbytes
+        if is_over:
+            self.ticket.finish()

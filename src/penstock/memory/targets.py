@@ -1,0 +1,172 @@
+"""Tensors that a caller gives to be filled: the checks before the first byte, and the mark for autograd afterwards.
+
+In: names and tensors. Out: the groups of tensors that share one place; a PlanError for tensors that cannot be filled.
+Not here: names, shapes and dtypes (`loader.into`, `sync`). Whether the sources of one group are equal is decided by the
+verb that reads them; it raises `sources_differ` if they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.errors import PlanError
+
+_MAX_WORK = 1 << 16
+"""Limit of numpy's search for a shared element of two strided views. Column slices of one tensor need below 100."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+_Extent = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
+"""The memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element.
+A contiguous tensor has no shape or strides here, because its dtype does not matter."""
+
+
+class _Described:
+    """Memory described to numpy, which then computes with its addresses and never reads it."""
+
+    def __init__(self, extent: _Extent) -> None:
+        address, nbytes, shape, strides, itemsize = extent
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": shape or (nbytes,),
+            "strides": strides or (1,),
+            "typestr": f"|V{itemsize}",
+        }
+
+
+def require_initialised(name: str, tensor: torch.Tensor) -> None:
+    """Raise PlanError if a parameter or buffer has no shape yet, as in `torch.nn.LazyLinear`."""
+    if is_lazy(tensor):
+        hint = "run one forward pass, which gives it its shape, or build the module with its sizes"
+        raise PlanError("it is not initialised: it has no shape yet", tensor=name, hint=hint)
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise PlanError unless the values of a tensor are the bytes at its address.
+
+    Subclasses that wrap other tensors (DTensor, quantised, nested), sparse tensors, tensors on the meta device, lazily
+    conjugated ones and tensors whose storage was freed are refused.
+    """
+    require_initialised(name, tensor)
+    if tensor.is_meta:
+        hint = "materialise it first: module.to_empty(device=...)"
+        raise PlanError("it is on the meta device and has no memory", tensor=name, hint=hint)
+    # Wrappers have several memories, or one that is not the values.
+    if tensor.layout is not torch.strided or (
+        type(tensor) not in _PLAIN and (is_traceable_wrapper_subclass(tensor) or not _has_storage(tensor))
+    ):
+        raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="give its parts")
+    # Torch conjugates and negates lazily, by a bit on the tensor: whoever reads or writes the bytes would miss it.
+    if tensor.is_conj() or tensor.is_neg():
+        raise PlanError("its values differ from its memory", tensor=name, hint="give tensor.resolve_conj()")
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a subclass has memory. Fake and functional tensors have none."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Check tensors that are to be written, and return the groups of them that are one memory under several names.
+
+    Order: before the first byte is written, with all tensors that are written by one call.
+
+    Returns:
+        Indices of the tensors of each group, in order. Groups of one tensor are left out. The caller must make sure
+        that the tensors of a group have equal sources, and raise `sources_differ` otherwise.
+
+    Raises:
+        PlanError: a tensor has no memory (see `require_memory`) or its storage was freed, its elements share memory (an
+            expanded tensor), or it shares a part of its memory with another one.
+
+    Cost: 2 us a tensor. Tensors that share no memory are not compared in pairs.
+    """
+    places: dict[_Extent, list[int]] = {}
+    for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        require_memory(name, tensor)
+        if tensor.numel():
+            places.setdefault(_extent(name, tensor), []).append(index)
+    extents = list(places)
+    start = np.array([extent[0] for extent in extents], np.uint64)
+    stop = start + np.array([extent[1] for extent in extents], np.uint64)
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate(stop[order])
+    for at in (np.flatnonzero(start[order][1:] < reach[:-1]) + 1).tolist():
+        # Backwards to the first extent that everything before it ends below this start.
+        this = int(order[at])
+        before = at - 1
+        while before >= 0 and reach[before] > start[this]:
+            other = int(order[before])
+            before -= 1
+            if stop[other] > start[this] and _share(extents[this], extents[other]):
+                first, second = sorted((places[extents[this]][0], places[extents[other]][0]))
+                message = (
+                    f"{names[first]} and {names[second]} share a part of their memory: one would overwrite the other"
+                )
+                raise PlanError(message, hint="give each target memory of its own, or both names the same whole tensor")
+    return [group for group in places.values() if len(group) > 1]
+
+
+def sources_differ(first: str, second: str) -> PlanError:
+    """Return the error for two targets that are one memory, and whose sources have different bytes."""
+    return PlanError(
+        f"{first} and {second} are one memory (tied), but their sources differ: one would overwrite the other",
+        hint="leave out one of the two names, or untie the targets by giving one of them memory of its own",
+    )
+
+
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that these tensors were changed in place, as `copy_` does.
+
+    Bytes that are written by address leave torch's version counter as it was. `backward` would then compute gradients
+    of new values where it should refuse, and caches that compare the counter would keep old values. Views and detached
+    tensors share the counter of their base. Tensors made in inference mode have none.
+    """
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def _extent(name: str, tensor: torch.Tensor) -> _Extent:
+    """Return the memory of a tensor. PlanError: its elements share memory, or its storage was freed."""
+    nbytes, itemsize = tensor.nbytes, tensor.element_size()
+    if tensor.is_contiguous():
+        extent: _Extent = tensor.data_ptr(), nbytes, (), (), 1
+    else:
+        shape = tuple(tensor.shape)
+        dims = [(step, size) for step, size in zip(tensor.stride(), shape, strict=True) if size > 1]
+        reach = 0
+        # From the smallest stride up. Each must step over everything that the smaller ones reach.
+        for step, size in sorted(dims):
+            if step <= reach:
+                message = f"elements of shape {list(shape)} with strides {list(tensor.stride())} share memory"
+                hint = "give memory for every element: tensor.contiguous() of an expanded tensor"
+                raise PlanError(message, tensor=name, hint=hint)
+            reach += (size - 1) * step
+        nbytes = (reach + 1) * itemsize
+        strides = tuple(step * itemsize for step, _ in dims)
+        extent = tensor.data_ptr(), nbytes, tuple(size for _, size in dims), strides, itemsize
+    if int(tensor.storage_offset()) * itemsize + nbytes > tensor.untyped_storage().nbytes():
+        hint = "bring it back first, for example from where the memory was offloaded"
+        raise PlanError("its storage was freed or made smaller", tensor=name, hint=hint)
+    return extent
+
+
+def _share(one: _Extent, other: _Extent) -> bool:
+    """Return whether two memories have a byte in common. Their spans overlap."""
+    if not one[3] and not other[3]:
+        return True
+    try:
+        views = np.asarray(_Described(one)), np.asarray(_Described(other))
+        return np.shares_memory(*views, max_work=_MAX_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
