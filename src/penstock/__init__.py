@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConnectionSettings
-from penstock.entry_points import own_version
+from penstock.entry_points import extras_named, own_version
 from penstock.errors import (
     BaseMismatch,
     BudgetTooSmall,
@@ -188,7 +188,8 @@ __all__ = [
 # Lazy, because torch takes seconds to import, and `penstock inspect`, `hub` and `status` need none of it.
 def __getattr__(name: str) -> Any:
     if name == "artifacts":
-        return importlib.import_module("penstock.artifacts")
+        with extras_named():
+            return importlib.import_module("penstock.artifacts")
     if name in __all__:
         return getattr(importlib.import_module("penstock.api"), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

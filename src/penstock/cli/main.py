@@ -37,6 +37,7 @@ try:
     )
     from penstock.cli import run as run_program
     from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
+    from penstock.entry_points import missing_extra
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
@@ -151,8 +152,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         # Typer makes a SystemExit of an interrupt.
         _say_how_to_resume(end, words)
     except PenstockError as error:
-        code = exit_code(error)
-        terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
+        code = _say_error(error, words)
     except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
         _say_how_to_resume(interrupt, words)
@@ -162,6 +162,9 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         # The OSError may be that of stdout, raised in the middle of a command: writing a byte more tells.
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
             code = _lost_code(lost)
+        # Commands import the rooms they use. Without torch, say, most of these imports fail.
+        elif isinstance(error, ImportError) and (missing := missing_extra(error)) is not None:
+            code = _say_error(missing, words)
         else:
             traceback.print_exc()
             terminal.note("penstock: this is a bug in Penstock; the destination may be damaged, load it again")
@@ -169,6 +172,13 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
     sys.exit(code)
+
+
+def _say_error(error: PenstockError, words: Sequence[str]) -> int:
+    """Write an error to stderr, as JSON where the command line asks for that; return the exit code."""
+    code = exit_code(error)
+    terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
+    return code
 
 
 def _say_how_to_resume(error: BaseException | None, words: Sequence[str]) -> None:

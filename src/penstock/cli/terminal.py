@@ -189,7 +189,10 @@ def package_version(name: str) -> str | None:
 
 def importable(module: str) -> bool:
     """Return whether a module could be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def examples(*lines: str) -> str:

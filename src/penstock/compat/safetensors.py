@@ -29,6 +29,7 @@ from typing import Any
 
 from penstock.compat.rebinding import rebind
 from penstock.config import Settings
+from penstock.entry_points import extras_named
 from penstock.errors import ConfigError, MissingExtra, PenstockError
 from penstock.storage import is_remote
 from penstock.storage.network_files import NetworkFile, network_file_system
@@ -61,7 +62,8 @@ class _Replacement(type):
             return _original(*arguments, **options)
         _log.debug("%s: read by penstock: %s", filename, reason)
         # On first use: it imports torch, which a program may never need.
-        from penstock.loader.safe_open import safe_open
+        with extras_named():
+            from penstock.loader.safe_open import safe_open
 
         return safe_open(*arguments, **options)
 

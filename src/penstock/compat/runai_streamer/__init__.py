@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib
 import sys
 
-from penstock.compat.runai_streamer import files, objects, safetensors
-from penstock.compat.runai_streamer.files import DistributedStreamer, FileChunks, FileStreamer
-from penstock.compat.runai_streamer.objects import ObjectStorageModel, S3Credentials, list_safetensors, pull_files
-from penstock.compat.runai_streamer.safetensors import SafetensorsStreamer
+from penstock.entry_points import extras_named
 from penstock.errors import ConfigError
+
+with extras_named():
+    from penstock.compat.runai_streamer import files, objects, safetensors
+    from penstock.compat.runai_streamer.files import DistributedStreamer, FileChunks, FileStreamer
+    from penstock.compat.runai_streamer.objects import ObjectStorageModel, S3Credentials, list_safetensors, pull_files
+    from penstock.compat.runai_streamer.safetensors import SafetensorsStreamer
 
 __all__ = [
     "DistributedStreamer",

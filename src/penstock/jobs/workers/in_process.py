@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.engine.threads import start_thread
+from penstock.entry_points import extras_named
 from penstock.errors import PenstockError
 from penstock.jobs.workers.fork_server import END_S
 from penstock.lifecycle import Closing
@@ -32,13 +33,18 @@ class _Worker:
 
 
 class ThreadLauncher(Closing):
-    """A launcher of workers on the CPU that are threads of this process. A context manager."""
+    """A launcher of workers on the CPU that are threads of this process. A context manager.
+
+    Raises:
+        MissingExtra: torch is not installed.
+    """
 
     listen: str | None = None
 
     def __init__(self) -> None:
         # Here and not in a worker's thread, where Ctrl-C would not end it: it takes seconds.
-        importlib.import_module("torch")
+        with extras_named():
+            importlib.import_module("torch")
         self._workers: dict[str, _Worker] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
-from penstock.entry_points import install_hint
+from penstock.entry_points import install_hint, require_package
 from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
 from penstock.lifecycle import Closing
@@ -100,8 +100,13 @@ class LocalLauncher(Closing):
         self._prewarmed: list[tuple[Forked, int]] = []
 
     def begin(self) -> ForkServer:
-        """Start the fork server, whose imports take seconds; do not wait for them. Idempotent. PeerLost."""
+        """Start the fork server, whose imports take seconds; do not wait for them. Idempotent.
+
+        Raises:
+            MissingExtra: torch is not installed, so no worker could run. PeerLost: the fork server did not start.
+        """
         if self.fork_server is None or not self.fork_server.is_alive:
+            require_package("torch")
             self.close()
             # Without the imports where processes are prewarmed: those import for themselves, and it must not make them
             # wait until it has imported too.

@@ -1,0 +1,133 @@
+"""Optional packages that are not installed: every verb and every command names the extra and the command for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.testing.checkpoints import write_llama
+
+# Run by every Python process below, also by the workers of a conversion.
+_BLOCK = """
+import os, sys
+for name in os.environ["BLOCKED"].split(","):
+    sys.modules[name] = None
+"""
+
+_VERBS = """
+import importlib, sys
+import penstock as ps
+def check(label, call):
+    try:
+        call()
+    except ps.MissingExtra as error:
+        if isinstance(error, ImportError) and error.hint.startswith("pip install 'torch") and not error.mutated:
+            return
+        print(label, "has a wrong error:", error)
+    except BaseException as error:
+        print(label, "raised", type(error).__name__, error)
+    else:
+        print(label, "did not need torch")
+for name in sys.argv[2].split(","):
+    check(name, lambda: getattr(ps, name))
+check("from", lambda: exec("from penstock import load"))
+check("convert", lambda: ps.convert(sys.argv[1], "out"))
+check("convert to", lambda: ps.convert(sys.argv[1], "out", to="fp8-block128", devices="cpu"))
+check("convert workers", lambda: ps.convert(sys.argv[1], "out", workers=2, devices="cpu"))
+for name in ("integrations.dcp", "integrations.accelerated", "integrations.trl", "compat.runai_streamer"):
+    check(name, lambda: importlib.import_module("penstock." + name))
+import penstock.compat.safetensors, safetensors
+with penstock.compat.safetensors.installed():
+    check("safetensors", lambda: safetensors.safe_open("file:///nowhere.safetensors", "np"))
+print(ps.inspect(sys.argv[1]).manifest.tensors.names[0], ps.verify(sys.argv[1]).verified, "torch" in ps.__dict__)
+"""
+
+_COMMANDS = """
+import contextlib, io, sys
+from penstock.cli.main import run
+for words in sys.argv[1:]:
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            run(words.split())
+        except SystemExit as end:
+            code = end.code
+    text = stderr.getvalue()
+    if code != 2 or "MissingExtra" not in text or "pip install '" not in text:
+        print(words, code, text)
+    if "bug" in text or "Traceback" in text or "destination may" in text:
+        print(words, "blames Penstock", text)
+"""
+
+
+def _run_without(packages: str, program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    (cwd / "blocked").mkdir()
+    (cwd / "blocked" / "sitecustomize.py").write_text(_BLOCK)
+    source = str(Path(penstock.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": f"{cwd / 'blocked'}{os.pathsep}{source}", "BLOCKED": packages}
+    words = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    write_llama(tmp_path / "llama", total_bytes=1 << 20)
+    return "llama"
+
+
+def test_verbs_without_torch_raise_missing_extra(tmp_path: Path, llama: str) -> None:
+    verbs = "attach,empty_module,hand_over,join,Keeper,load,load_file,load_into,log_prob_check,publisher,safe_open"
+    verbs += ",start_loading,stream,subscriber"
+    done = _run_without("torch", _VERBS, llama, verbs, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    # These two need no torch.
+    assert done.stdout == "model.embed_tokens.weight False False\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands_without_torch_exit_as_usage_errors(tmp_path: Path, llama: str) -> None:
+    commands = [
+        f"load {llama}",
+        f"keep {llama}",
+        "keep --accept",
+        f"pull {llama} --to out --fallback {llama}",
+        f"pull {llama} --device cpu",
+        f"convert {llama} out",
+        f"convert {llama} out --to fp8-block128 --workers 2",
+        f"bench load {llama}",
+        "bench fetch",
+    ]
+    done = _run_without("torch", _COMMANDS, *commands, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "llama"]
+
+
+def test_doctor_without_torch_names_its_command(tmp_path: Path) -> None:
+    program = "from penstock.cli.main import run; run(['doctor'])"
+    done = _run_without("torch", program, cwd=tmp_path)
+    assert done.returncode == 0 and "pip install 'torch" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("packages", "command"),
+    [
+        ("starlette", "hub"),
+        ("uvicorn", "hub"),
+        ("prometheus_client", "hub"),
+        ("starlette", "ui --hub http://127.0.0.1:1"),
+        ("redis", "hub --redis redis://127.0.0.1:1/0"),
+        ("starlette", "keep llama"),
+        ("huggingface_hub", "inspect hf://org/name"),
+        ("huggingface_hub", "pull org/name --cache"),
+        ("modelscope,modelscope_hub", "inspect ms://org/name"),
+        ("ray", "convert llama out --ray auto"),
+    ],
+)
+def test_command_without_package_exits_as_usage_error(tmp_path: Path, llama: str, packages: str, command: str) -> None:
+    done = _run_without(packages, _COMMANDS, command, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
