@@ -280,6 +280,8 @@ def read_codes(
     # By a table of the sixteen codes: bits of E2M1 are no dtype that torch computes with.
     if packed:
         table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
+        # DeepSeek-V4 stores the bytes as I8, of which a shift would keep the sign.
+        codes = codes.view(torch.uint8)
         values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
     else:
         values = codes.float()

@@ -8,18 +8,21 @@ Not here: values (`quantize`), operations on them (`jobs`).
     q_proj.weight_scale_inv BF16    [2, 4]         scales
     q_proj.input_scale      F32     [1]            companion: of activations, dropped with the codes
 
-The shape of the scales tells the shape of the blocks; the configuration decides where several would fit. A
-tensor that looks like a part of a quantised one and fits no known layout is listed as unread, never taken for weights.
+The shape of the scales tells the shape of the blocks. The configuration decides where several would fit.
 
-Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer`; compressed-tensors 0.20, `compressors`;
-FBGEMM's `weight_scale` [rows, 1] as transformers 5.23 saves it (`fbgemm_fp8`).
+Every tensor of a quantised checkpoint is explained: it is codes, a scale of codes, a tensor without a meaning for
+weights (a scale of activations, a marker), or plain. Any other tensor is unread, and never taken for weights.
+
+Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer` (also DeepSeek-V4's packed experts);
+compressed-tensors 0.20, `compressors`; FBGEMM's `weight_scale` [rows, 1] as transformers 5.23 saves it (`fbgemm_fp8`);
+ComfyUI's `scaled_fp8` files (`scale_weight`, value = code * scale) and `comfy_quant`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +31,8 @@ from penstock.types import Box, DType
 
 Tensor = tuple[str, DType, tuple[int, ...]]
 """Name, dtype and shape."""
+_Specs = Mapping[str, tuple[DType, tuple[int, ...]]]
+"""Dtype and shape by name."""
 Block = tuple[int, int]
 """Rows and columns; WHOLE: all of the dim."""
 
@@ -36,8 +41,9 @@ FP8 = frozenset({DType.F8_E4M3, DType.F8_E5M2})
 """Dtypes of codes that can be read."""
 _EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
 _OTHER_FLOATS = frozenset({DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ})
-_INTEGERS = frozenset({DType.I8, DType.U8, DType.I32, DType.U32})
-"""Dtypes of codes in formats that are not read, and in compressed-tensors' INT8 and FP4."""
+_INTEGERS = frozenset({DType.I8, DType.U8, DType.I16, DType.U16, DType.I32, DType.U32})
+"""Dtypes of codes in formats that are not read, and in INT8 and FP4 that are. I64 and BOOL are never codes."""
+_CODES = FP8 | _OTHER_FLOATS | _INTEGERS
 
 METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
 """Values of `quant_method` whose layouts are known."""
@@ -45,10 +51,15 @@ METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
 _BLOCKS: tuple[Block, ...] = ((1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 128), (1, 32))
 """Blocks tried in this order where the configuration declares none. Two that fit the same scales mean the same."""
 
-_CONFIG_KEYS = ("quantization_config", "compression_config")
+_CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Keys of a configuration that say how weights are quantised. The last is MLX's, in which nothing is read."""
 
+_MARKERS = re.compile(r"(^|\.)(comfy_quant|scaled_fp8)$")
+"""Names of ComfyUI's tensors that say that a file or a layer is quantised. They hold no weights."""
 _ACTIVATIONS = re.compile(
-    r"(^|\.)((input|output|activation|act|q|k|v|kv|prob)_(global_)?scale(_inv|_ub)?|qscale_act|(input|output)_zero_point)$"
+    r"(^|\.)((input|output|activation|act|q|k|v|kv|prob)_(global_)?scale(_inv|_ub)?|qscale_act|scale_(input|output)"
+    r"|(input|output)_zero_point)$"
+    r"|_(input|activation)_(global_)?scale(_inv|_ub)?$"
 )
 """Names of scales that are not of weights: without quantised layers nothing needs them."""
 _PARTS = re.compile(
@@ -56,11 +67,21 @@ _PARTS = re.compile(
 )
 """Names of parts, where there is a tensor that they may be parts of."""
 _NOTHING_ELSE = re.compile(
-    r"\.weight_(scale|scale_inv|scale_2|global_scale|zero_point|packed|shape|g_idx|format)$"
-    r"|\.(qweight|qzeros|qscale_weight)$|_packed$"
-    r"|\.weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*)$"
+    r"(^|[._])weight_(scales?|scale_inv|scale_2|scalar|global_scale|zero_point|packed|shape|g_idx|format|qdata)$"
+    r"|(^|\.)(qweight|qzeros|qscale_weight|scale_weight|wscales|SCB|W_q)$|_packed$|_scale_inv$"
+    r"|\.weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*|_data|_scale|_shift)$"
 )
-"""Names that only parts have: of compressed-tensors, GPTQ and AWQ, Mistral, bitsandbytes."""
+"""Names of parts only: of compressed-tensors, GPTQ, AWQ, Mistral, ComfyUI, bitsandbytes, HQQ, torchao, quanto."""
+_SPEAKS = re.compile(
+    r"(^|[._])(w?t?scales?|scale_\w+|scalar|zeros?|zero_points?|g_idx|amax|codebooks?|smooth_\w+|biases)(_inv|_2)?$"
+)
+"""Names that are parts of a quantised tensor where their own module has codes."""
+_MISFIT = "scales "
+"""Beginning of the reasons that are about the shape of scales."""
+_NEVER_PARTS = re.compile(r"(^|[._])(logit|layer|residual|skip|hc_\w+)_scale$|(^|\.)scale_shift_table$")
+"""Names of parameters of models that `_SPEAKS` would match too."""
+_NEVER_CODES = re.compile(r"(^|[._])(bias|masked_bias|mask|ids?|index|indices|table|tid2eid|num_batches_tracked)$")
+"""Names of integers that are no codes, in quantised models too: masks, positions, tables of a router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +125,9 @@ class Quantised:
     """Tensors that mean nothing without the codes, scales among them."""
     unread: Mapping[str, str]
     """Tensors that are parts of a quantised one and fit no known layout, with the reason."""
+    foreign: frozenset[str]
+    """Tensors among the unread ones that are the codes and scales of one module: what they are is known, and their
+    values are not."""
     plain: frozenset[str]
     """Tensors in FP8 of a checkpoint that has no scales: their codes are their values."""
 
@@ -128,8 +152,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     used: set[str] = set()
     # Packed tensors first: their scales may be E4M3, and would be taken for codes.
     for name in sorted(specs, key=lambda name: not name.endswith("_packed")):
-        dtype = specs[name][0]
-        if name in used or not (dtype in FP8 or _has_scales(name, dtype, specs)):
+        if name in used or specs[name][0] not in _CODES or _MARKERS.search(name):
             continue
         layout = _packed(name, specs) if name.endswith("_packed") else _plain(name, specs, blocks, config)
         if isinstance(layout, Stored):
@@ -137,22 +160,75 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
             used.update(layout.parts)
         elif layout:
             unread[name] = layout
-    # Only now, since a scale of activations or FP8 without scales means damage in a quantised checkpoint, and is plain
-    # data in another one.
-    is_quantised = bool(stored or unread or config)
     companions = {part for tensor in stored.values() for part in tensor.parts[1:]}
+    unread |= _unexplained(specs, used, unread, is_declared=config is not None)
+    # A marker or a scale of activations also says that the checkpoint is quantised. Then FP8 without scales is damage.
+    is_quantised = bool(stored or unread or config is not None)
+    bare = frozenset(name for name in specs if name not in used and name not in unread and specs[name][0] in FP8)
+    says_more = any(_MARKERS.search(name) or (bare and _ACTIVATIONS.search(name)) for name in specs)
+    if is_quantised or says_more:
+        companions |= {name for name in specs if _MARKERS.search(name) or _ACTIVATIONS.search(name)} - used
+        for name, (dtype, shape) in specs.items():
+            if name in used or name in unread or name in companions:
+                continue
+            if dtype in FP8 | _OTHER_FLOATS:
+                unread[name] = "it has no scales"
+            elif dtype in {DType.I8, DType.U8} and len(shape) > 1 and not _NEVER_CODES.search(name):
+                unread[name] = f"{dtype} in a quantised checkpoint, without scales"
+    return Quantised(
+        stored=stored,
+        companions=frozenset(companions - unread.keys()),
+        unread=unread,
+        foreign=_of_known_modules(specs, unread),
+        plain=frozenset() if is_quantised or says_more else bare,
+    )
+
+
+def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], *, is_declared: bool) -> dict[str, str]:
+    """Return the tensors that belong to codes by their names or their module, and are not used, with the reason."""
+    modules = {_module(name) for name, (dtype, shape) in specs.items() if _may_be_codes(name, dtype, shape)}
+    is_quantised = bool(used or unread or is_declared)
+    found = {}
     for name, (dtype, _) in specs.items():
-        if name in used or name in unread:
+        if name in used or name in unread or _MARKERS.search(name) or _ACTIVATIONS.search(name):
             continue
-        if is_quantised and _ACTIVATIONS.search(name):
-            companions.add(name)
-        elif _is_part(name, specs):
-            unread[name] = "the codes that it belongs to are not there, or in no known layout"
-            companions.add(name)
-        elif is_quantised and dtype in FP8 | _OTHER_FLOATS:
-            unread[name] = "it has no scales"
-    plain = frozenset() if is_quantised or unread else frozenset(name for name in specs if specs[name][0] in FP8)
-    return Quantised(stored=stored, companions=frozenset(companions), unread=unread, plain=plain)
+        # Two modules may hold a float `weight` and a parameter `scale` without any quantisation.
+        belongs = _module(name) in modules and _SPEAKS.search(name) and not _NEVER_PARTS.search(name)
+        beside = is_quantised and name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in specs
+        if dtype is DType.F8_E8M0 or belongs or beside or _is_part(name, specs):
+            found[name] = "the codes that it belongs to are not there, or in no known layout"
+    # The codes of such a module are unread too: they would be left as numbers without their scales.
+    without = set(map(_module, found))
+    for name, (dtype, shape) in specs.items():
+        is_free = name not in used and name not in unread and name not in found
+        if is_free and dtype in _INTEGERS and _module(name) in without and _may_be_codes(name, dtype, shape):
+            found[name] = f"{dtype} codes of a format that is not known"
+    return found
+
+
+def _of_known_modules(specs: _Specs, unread: Mapping[str, str]) -> frozenset[str]:
+    """Return the unread tensors whose module has both codes that are integers and their parts: GPTQ's, for example."""
+    codes = {
+        _module(name)
+        for name, why in unread.items()
+        if _may_be_codes(name, *specs[name]) and specs[name][0] in _INTEGERS and not why.startswith(_MISFIT)
+    }
+    parts = {_module(name) for name in unread if _SPEAKS.search(name) or ".weight." in name or name.endswith(".SCB")}
+    return frozenset(name for name in unread if _module(name) in codes & parts)
+
+
+def _module(name: str) -> str:
+    """Return the module that a tensor is in; of a part of a weight (`q.weight.absmax`) the weight's."""
+    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
+
+
+def _may_be_codes(name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor could be codes, going by its dtype and name."""
+    return (
+        dtype in _CODES
+        and len(shape) > 0
+        and not (_NEVER_CODES.search(name) or _MARKERS.search(name) or _SPEAKS.search(name))
+    )
 
 
 def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
@@ -170,22 +246,41 @@ def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a `config.json`; None: it has none."""
-    # Also one level down: models of several parts keep it in the part's own configuration.
-    for place in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        for key in _CONFIG_KEYS:
-            if isinstance(place.get(key), Mapping):
-                quantization: Mapping[str, Any] = place[key]
-                return quantization
-    return None
+    """Return the `quantization_config` of a `config.json`; None: it has none.
+
+    Models of several parts keep one in the configuration of each part. If these differ, the result has no
+    `quant_method` that can be read.
+    """
+    found = list(_declarations(config))
+    if any(other != found[0] for other in found[1:]):
+        return {"quant_method": f"of {len(found)} different quantisations", "parts": found}
+    return found[0] if found else None
+
+
+def _declarations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the entries of a configuration, and of the configurations in it, that say how weights are quantised."""
+    keys = [key for key, value in config.items() if _is_declaration(key, value)]
+    # MLX writes the same under two keys.
+    if keys:
+        yield config[min(keys, key=_CONFIG_KEYS.index)]
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key not in keys:
+            yield from _declarations(value)
+
+
+def _is_declaration(key: str, value: object) -> bool:
+    """Return whether an entry of a configuration says how weights are quantised."""
+    if key not in _CONFIG_KEYS or not isinstance(value, Mapping):
+        return False
+    return key != _CONFIG_KEYS[-1] or not value.keys().isdisjoint(("bits", "group_size", "quant_method"))
 
 
 def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without what `declared` finds in it."""
-    left = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     return {
-        key: {k: v for k, v in value.items() if k not in _CONFIG_KEYS} if isinstance(value, Mapping) else value
-        for key, value in left.items()
+        key: without_declared(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not _is_declaration(key, value)
     }
 
 
@@ -202,14 +297,7 @@ def unreadable(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _has_scales(name: str, dtype: DType, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
-    """Return whether a tensor of a dtype that codes may have is codes, going by its name or a tensor of scales."""
-    return dtype in _INTEGERS | _OTHER_FLOATS and (
-        name.endswith("_packed") or f"{name}_scale" in specs or f"{name}_scale_inv" in specs
-    )
-
-
-def _is_part(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> bool:
+def _is_part(name: str, specs: _Specs) -> bool:
     """Return whether a tensor belongs to codes, going by its name and those of the others."""
     if _NOTHING_ELSE.search(name):
         return True
@@ -221,36 +309,52 @@ def _is_part(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> b
 
 def _plain(
     name: str,
-    specs: Mapping[str, tuple[DType, tuple[int, ...]]],
+    specs: _Specs,
     blocks: tuple[Block, ...],
     config: Mapping[str, Any] | None,
 ) -> Stored | str:
     """Return the layout of codes under the tensor's own name, or the reason why it cannot be read; empty: no scales."""
     dtype, shape = specs[name]
     module = name.removesuffix(".weight")
-    names = [f"{name}_scale_inv", f"{name}_scale", *([f"{module}.scale"] if module != name else [])]
-    scales = next((candidate for candidate in names if candidate in specs), None)
-    if scales is None:
+    names = [f"{name}_scale_inv", f"{name}_scale"]
+    names += [] if module == name else [f"{module}.scale", f"{module}.scale_weight"]
+    scales, *others = [candidate for candidate in names if candidate in specs] or [""]
+    if not scales:
         return ""
     kind, shape_of_scales = specs[scales]
-    if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config) and f"{name}_zero_point" not in specs):
-        return f"{dtype} codes of a format that is not known"
-    # A second scale or a zero point changes the values: to ignore it would read weights that are wrong.
-    if any(f"{name}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point")):
+    # Two scales, or a scale and a zero point, change the values. To ignore one would give wrong weights.
+    if others or any(f"{name}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
         return "it has scales of a format that is not known"
+    if dtype is DType.I8 and kind is DType.F8_E8M0:
+        return _packed_experts(name, scales, specs)
+    if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config)):
+        return f"{dtype} codes of a format that is not known"
     if kind is DType.U8 and (config or {}).get("scale_fmt") != "ue8m0":
         # MXFP8 is the one format that stores exponents as U8 without declaring it.
         blocks = ((1, 32),)
     block = _block_of(shape, shape_of_scales, blocks)
     if block is None:
         detail = f"; the configuration declares blocks {[list(size) for size in blocks]}" if blocks else ""
-        return f"scales {list(shape_of_scales)} do not fit {list(shape)}{detail}"
+        return f"{_MISFIT}{list(shape_of_scales)} do not fit {list(shape)}{detail}"
     if kind not in FLOATS | _EXPONENTS or (kind is DType.U8 and WHOLE in block):
         return f"its scales are {kind}"
+    # ComfyUI's scales of blocks are in another order, and its integers may be rotated. `comfy_quant` does not tell by
+    # its name or shape.
+    if f"{module}.comfy_quant" in specs and (dtype not in FP8 or block[1] != WHOLE or kind not in FLOATS):
+        return "ComfyUI's blocks (comfy_quant) are in an order that is not known"
     return Stored(name=name, shape=shape, codes=name, scales=scales, block=block)
 
 
-def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> Stored | str:
+def _packed_experts(name: str, scales: str, specs: _Specs) -> Stored | str:
+    """Return the layout of DeepSeek-V4's experts, E2M1 two a byte in I8 with an exponent for 32; or why it is not."""
+    shape = specs[name][1]
+    values = (*shape[:-1], shape[-1] * 2) if shape else ()
+    if len(values) < 2 or values[-1] % 32 or specs[scales][1] != (*values[:-1], values[-1] // 32):
+        return f"{_MISFIT}{list(specs[scales][1])} are not those of 32 E2M1 values each in {list(shape)} bytes"
+    return Stored(name=name, shape=values, codes=name, scales=scales, block=(1, 32), packed=True)
+
+
+def _packed(name: str, specs: _Specs) -> Stored | str:
     """Return the layout of two codes a byte, NVFP4 or MXFP4 of compressed-tensors; or the reason why it is neither."""
     base = name.removesuffix("_packed")
     dtype, shape = specs[name]
@@ -261,7 +365,7 @@ def _packed(name: str, specs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> St
     kind, shape_of_scales = specs[scales]
     cols, scale_dtype = (16, DType.F8_E4M3) if whole in specs else (32, DType.U8)
     if kind is not scale_dtype or shape_of_scales != (values[0], values[1] // cols) or values[1] % cols:
-        return f"scales {kind} {list(shape_of_scales)} are not those of {cols} E2M1 values each"
+        return f"{_MISFIT}{kind} {list(shape_of_scales)} are not those of {cols} E2M1 values each"
     if whole in specs and (specs[whole][0] is not DType.F32 or math.prod(specs[whole][1]) != 1):
         return f"its global scale is {specs[whole][0]} {list(specs[whole][1])}"
     return Stored(

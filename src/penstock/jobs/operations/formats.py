@@ -36,6 +36,8 @@ _CONFIG_DTYPES = {
     DType.F8_E5M2: "float8_e5m2",
 }
 """Result dtype of a cast or a dequantisation -> torch's name, which `config.json` uses."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_NOT_READ = "no operation reads this format: restore the weights with the library that wrote them"
 
 
 class Store:
@@ -48,13 +50,21 @@ class Store:
         only: a shell pattern of names, or several, the whole name; none: linear weights for block formats,
             everything for casts.
         keep: likewise, of names that are only copied; none: those that `transform.select` keeps, nothing for casts.
+        quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
         ConfigError: no format has this tag.
     """
 
-    def __init__(self, format: str, only: str | Sequence[str] = (), keep: str | Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        format: str,
+        only: str | Sequence[str] = (),
+        keep: str | Sequence[str] = (),
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
         self._form = format_of(format)
+        self._quantization = quantization
         self._only = (only,) if isinstance(only, str) else tuple(only)
         self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
         # Set by `recipes`, for `config`: the configuration lists the modules that are left as they are.
@@ -67,7 +77,12 @@ class Store:
         return f"to {self._form.tag}" + (f" ({', '.join(filters)})" if filters else "")
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also if no tensor is left to store in this format."""
+        """See `Operation.recipes`.
+
+        Raises:
+            PlanError: no tensor is left to store in this format, or the source has tensors that belong to a
+                quantisation and that nothing explains.
+        """
         specs = specs_of(only_source(sources, self.name))
         taken = self._cast(specs) if self._form.scaling == "none" else self._quantised(specs)
         return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
@@ -78,19 +93,18 @@ class Store:
 
         tensors = [_named_layout(spec) for spec in specs]
         dtypes = {spec.name: spec.dtype for spec in specs}
-        stored_as = find(tensors)
+        stored_as = find(tensors, self._quantization)
         stored = [layout.codes for layout in stored_as.stored.values() if is_in(self._form, layout, dtypes)]
-        other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)] + [
-            *stored_as.unread,
-            *sorted(stored_as.plain),
-        ]
+        other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)]
+        other = [*stored_as.unread, *other, *sorted(stored_as.plain)]
         # Refused: a configuration can declare one format only, so a reader would take the others for plain weights.
         if other:
             more = f", as {len(other) - 1} more tensors" if len(other) > 1 else ""
+            is_read = not (stored_as.unread or (self._quantization and unreadable(self._quantization)))
             raise PlanError(
                 f"{self.name}: the source stores it quantised in another format{more}",
                 tensor=other[0],
-                hint="put `dequantise` before, to store all in one format",
+                hint="put `dequantise` before, to store all in one format" if is_read else _NOT_READ,
             )
         only, keep = self._only or ("*.weight",), self._keep or KEEP
         self._selection = select(self._form, tensors, only=only, keep=keep, stored=stored)
@@ -103,12 +117,20 @@ class Store:
             """Return whether a tensor's name matches one of the patterns."""
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
-        stored_as = find(map(_named_layout, specs))
+        stored_as = find(map(_named_layout, specs), self._quantization)
+        # Codes and scales of one module stay as they are. A scale without codes, or codes without scales, are damage or
+        # an unknown format, in which other tensors may have to stay too.
+        for name, why in stored_as.unread.items():
+            if name not in stored_as.foreign:
+                raise PlanError(
+                    f"{self.name}: the tensor is part of an unknown format: {why}", tensor=name, hint=_NOT_READ
+                )
         return frozenset(
             spec.name
             for spec in specs
             # Scales have the dtype that their readers ask for.
             if spec.name not in stored_as.companions
+            and spec.name not in stored_as.unread
             and named(spec, self._only or ("*",))
             and not named(spec, self._keep)
             and spec.dtype is not self._form.values
@@ -170,7 +192,7 @@ class Store:
             return with_dtype(config, self._form.values)
         from penstock.transform.select import quantization_config
 
-        return {**config, "quantization_config": quantization_config(self._form, self._selection)}
+        return {**without_declared(config), "quantization_config": quantization_config(self._form, self._selection)}
 
 
 def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
@@ -204,9 +226,25 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before)."""
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: _CONFIG_DTYPES[dtype]}
+    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before).
+
+    Models of several parts name a dtype in the configuration of each part, and these are changed too.
+    """
+    name = _CONFIG_DTYPES[dtype]
+    changed = _with_dtype(config, name)
+    return changed if any(key in changed for key in _DTYPE_KEYS) else {**changed, "torch_dtype": name}
+
+
+def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) -> dict[str, Any]:
+    """Return a configuration whose dtypes have this name; of a part, only those that are named already."""
+    changed = dict(config)
+    for key, value in config.items():
+        # A part without a dtype of its own has that of the whole model.
+        if key in _DTYPE_KEYS and (not is_part or str(value).removeprefix("torch.") in _CONFIG_DTYPES.values()):
+            changed[key] = name
+        elif isinstance(value, Mapping) and key != "quantization_config":
+            changed[key] = _with_dtype(value, name, is_part=True)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from penstock.jobs.operations.operation import (
 )
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.storage.gguf import BLOCK_TYPES, BY_NAME, PLAIN, GgufHeader, Info, encode_header, number_field, text_field
+from penstock.transform.stored import find
 from penstock.types import DType, TensorTable
 
 if TYPE_CHECKING:
@@ -155,8 +156,14 @@ class StoreGguf(Unchanged):
         return f"to GGUF ({self._type})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also for a tensor that the format cannot hold."""
-        return [self._recipe(spec) for spec in specs_of(only_source(sources, self.name))]
+        """See `Operation.recipes`. PlanError also for a tensor that the format cannot hold, and for codes."""
+        specs = specs_of(only_source(sources, self.name))
+        # A GGUF file has no place for the scales of other formats: a reader would take codes for numbers.
+        found = find((spec.name, spec.dtype, spec.shape) for spec in specs if spec.name not in self._blocks)
+        if codes := next(iter((*(layout.codes for layout in found.stored.values()), *found.unread)), None):
+            message = f"{self.name}: the source stores it quantised, and GGUF has no place for its scales"
+            raise PlanError(message, tensor=codes, hint="put `dequantise` before")
+        return [self._recipe(spec) for spec in specs]
 
     def _recipe(self, spec: Spec) -> Recipe:
         """Return the recipe of a tensor, and remember its type."""

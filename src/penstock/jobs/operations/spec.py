@@ -301,6 +301,10 @@ def completed(
             return {"blocks": blocks, **spec}
         if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
             return {**spec, "quantization": _quantization(sources[0], settings, options)}
+        # Only of the first operation: a later one may store what was dequantised before.
+        if spec is first and op == "store" and "quantization" not in spec and sources:
+            quantization = _quantization(sources[0], settings, options)
+            return spec if quantization is None else {**spec, "quantization": quantization}
         return spec
 
     return [complete(spec) for spec in (first, *specs[1:])]
@@ -339,12 +343,25 @@ def _quantization(source: WeightSet, settings: Settings, options: Options) -> di
     config = None if raw is None else declared(_json(raw, source.uri))
     if config is not None:
         return dict(config)
-    # AutoGPTQ and ModelOpt write files of their own. A source that has only these must be refused by name: without a
-    # quantization_config its codes would be copied as if they were plain weights.
-    for name in ("quantize_config.json", "hf_quant_config.json"):
+    # ComfyUI says in a file's header how each layer is quantised. FP8 can be told by its scales too.
+    for file in source.manifest.files:
+        if layers := _comfy_formats((file.metadata or {}).get("_quantization_metadata", "")):
+            return {"quant_method": f"of _quantization_metadata: {', '.join(sorted(layers))}"}
+    # AutoGPTQ, AutoAWQ, quanto and ModelOpt write files of their own. A source that has only these must be refused by
+    # name: without a quantization_config its codes would be copied as if they were plain weights.
+    for name in ("quantize_config.json", "quant_config.json", "quantization_map.json", "hf_quant_config.json"):
         if _read_sibling(source.uri, name, settings, options) is not None:
             return {"quant_method": f"of {name}"}
     return None
+
+
+def _comfy_formats(text: str) -> set[str]:
+    """Return the formats that ComfyUI's metadata of a file names, without those that scales alone tell."""
+    try:
+        layers = json.loads(text)["layers"].values() if text else []
+        return {str(layer.get("format")) for layer in layers} - {"float8_e4m3fn", "float8_e5m2"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {"unknown"}
 
 
 def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:

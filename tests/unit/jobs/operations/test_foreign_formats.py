@@ -1,0 +1,165 @@
+"""Quantised checkpoints of other writers: computed right, left as they are, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import PlanError
+from penstock.jobs.operations.formats import Dequantise, Store
+from penstock.jobs.operations.gguf import StoreGguf
+from penstock.jobs.operations.merge import Linear
+from penstock.testing.operations import check_rows, table_of
+from penstock.transform.stored import declared, without_declared
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+CODES = torch.randn(256, 384, generator=torch.Generator().manual_seed(7)).to(torch.float8_e4m3fn)
+SCALE, ROW_SCALES = torch.tensor(0.5), torch.full((256, 1), 0.5)
+UNEXPLAINED = {
+    "scale without weight": ({"a.weight_scale": SCALE}, None),
+    "ComfyUI scale without codes": ({"a.weight": torch.ones(8, 8), "a.scale_weight": SCALE}, None),
+    "exponents without codes": (
+        {"a.weight": torch.ones(8, 8), "a.scale": torch.ones(1, 1).to(torch.float8_e8m0fnu)},
+        None,
+    ),
+    "FP8 with scale of inputs only": ({"a.weight": CODES, "a.input_scale": SCALE}, None),
+    "FP8 with ComfyUI scale of inputs only": ({"a.weight": CODES, "a.scale_input": SCALE}, None),
+    "FP8 with marker only": ({"a.weight": CODES, "m.scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, None),
+    "FP8 under a configuration": ({"a.weight": CODES}, {"quant_method": "fp8"}),
+    "one FP8 of two without scale": ({"a.weight": CODES, "a.weight_scale": SCALE, "b.weight": CODES}, None),
+    "scale of another shape": ({"a.weight": CODES, "a.weight_scale": torch.ones(3, 3)}, None),
+    "two scales": ({"a.weight": CODES, "a.weight_scale": SCALE, "a.scale_weight": SCALE}, None),
+    "scale of inputs that changes weights": (
+        {"a.weight": CODES, "a.weight_scale": SCALE, "a.pre_quant_scale": torch.ones(384)},
+        None,
+    ),
+    "ComfyUI blocks": (
+        {
+            "a.weight": torch.zeros(128, 128).to(torch.float8_e4m3fn),
+            "a.weight_scale": torch.ones(128, 4, dtype=torch.uint8),
+            "a.comfy_quant": torch.zeros(9, dtype=torch.uint8),
+        },
+        None,
+    ),
+    "packed experts with scales of 16": (
+        {"a.weight": torch.ones(64, 32, dtype=torch.int8), "a.scale": torch.ones(64, 4).to(torch.float8_e8m0fnu)},
+        None,
+    ),
+    "integers under a configuration": ({"a.weight": torch.ones(8, 8, dtype=torch.int8)}, {"quant_method": "fp8"}),
+    "torchao": ({"a._weight_qdata": CODES, "a._weight_scale": ROW_SCALES}, None),
+}
+
+
+@pytest.mark.parametrize("situation", UNEXPLAINED)
+def test_unexplained_tensor_is_refused_by_every_operation(situation):
+    given, config = UNEXPLAINED[situation]
+    given = {**given, "norm.weight": torch.ones(4)}
+    for operation in (Dequantise("BF16", config), Store("cast:BF16", quantization=config)):
+        with pytest.raises(PlanError) as raised:
+            operation.recipes([table_of(given)])
+        assert raised.value.tensor in given and raised.value.tensor != "norm.weight"
+
+
+FOREIGN = {
+    "GPTQ": {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32},
+    "bitsandbytes INT8": {"weight": torch.int8, "SCB": torch.float32, "weight_format": torch.uint8},
+    "bitsandbytes NF4": {"weight": torch.uint8, "weight.absmax": torch.float32, "weight.quant_map": torch.float32},
+    "gpt-oss": {"up_blocks": torch.uint8, "up_scales": torch.uint8},
+    "MLX": {"weight": torch.uint32, "scales": torch.float16, "biases": torch.float16},
+    "ModelOpt NVFP4": {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": torch.float32},
+    "quanto": {"weight._data": torch.int8, "weight._scale": torch.float32},
+    "HQQ": {"W_q": torch.uint8, "scale": torch.float32, "zero": torch.float32},
+    "packed integers": {"weight": torch.int32, "scale": torch.float32},
+}
+
+
+@pytest.mark.parametrize("writer", FOREIGN)
+def test_codes_of_other_writers_stay_or_are_refused(writer):
+    parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
+    given = {**parts, "norm.weight": torch.ones(4)}
+    with pytest.raises(PlanError, match=r"cannot be read") as raised:
+        Dequantise().recipes([table_of(given)])
+    assert raised.value.tensor in parts
+    with pytest.raises(PlanError, match="is quantised"):
+        Linear().recipes([table_of(given), table_of(given)])
+    with pytest.raises(PlanError, match="no operation reads this format"):
+        Store("fp8-block128").recipes([table_of(given)])
+    with pytest.raises(PlanError, match="GGUF has no place for its scales"):
+        StoreGguf("F16").recipes([table_of(given)])
+    found = check_rows(Store("cast:BF16"), given)
+    assert {name: found[name].dtype for name in parts} == {name: tensor.dtype for name, tensor in parts.items()}
+    assert found["norm.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("suffix", ["a.scale", "a.weight_scale_inv"])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_packed_fp4_experts_are_read(suffix, lead):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (*lead, 8, 32), dtype=torch.int8, generator=generator)
+    exponents = torch.randint(120, 135, (*lead, 8, 2), dtype=torch.uint8, generator=generator)
+    found = check_rows(Dequantise("F32"), {"a.weight": codes, suffix: exponents.view(torch.float8_e8m0fnu)})
+    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    table = torch.tensor([*levels, *(-level for level in levels)])
+    low, high = (codes.view(torch.uint8) & 15).long(), (codes.view(torch.uint8) >> 4).long()
+    values = torch.stack([table[low], table[high]], -1).flatten(-2)
+    wanted = values * torch.exp2(exponents.float() - 127).repeat_interleave(32, -1)
+    assert found.keys() == {"a.weight"} and torch.equal(found["a.weight"], wanted)
+
+
+@pytest.mark.parametrize("scale", [SCALE, torch.full((1,), 0.5), ROW_SCALES])
+def test_comfyui_scale_weight_is_applied(scale):
+    marker = torch.zeros(2).to(torch.float8_e4m3fn)
+    parts = {"a.weight": CODES, "a.scale_weight": scale, "a.scale_input": SCALE, "m.scaled_fp8": marker}
+    others = {"a.bias": torch.ones(256), "norm.scale": torch.ones(4), "logit_scale": SCALE}
+    found = check_rows(Dequantise("F32"), parts | others)
+    assert found.keys() == {"a.weight", *others}
+    assert torch.equal(found["a.weight"], CODES.float() * 0.5)
+    kept = check_rows(Store("cast:BF16"), parts | others)
+    assert all(torch.equal(raw(kept[name]), raw(tensor)) for name, tensor in parts.items())
+    assert {kept[name].dtype for name in others} == {torch.bfloat16}
+
+
+def test_parameters_called_scale_are_plain():
+    given = {
+        "norm.weight": torch.ones(4),
+        "norm.scale": torch.ones(4),
+        "a.weight": CODES,
+        "q_norm.scale": torch.ones(4).to(torch.float8_e4m3fn),
+        "logit_scale": SCALE,
+        "positions.ids": torch.ones(4, dtype=torch.int64),
+    }
+    found = check_rows(Dequantise("F32"), given)
+    assert found.keys() == given.keys()
+    assert torch.equal(found["a.weight"], CODES.float()) and found["norm.scale"].dtype is torch.float32
+
+
+def test_several_configurations_are_read_together():
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"text_config": {"llm": {"quantization_config": fp8}}, "vision_config": {"quantization_config": fp8}}
+    assert declared(config) == fp8
+    assert without_declared(config) == {"text_config": {"llm": {}}, "vision_config": {}}
+    config["vision_config"]["quantization_config"] = {"quant_method": "gptq"}
+    with pytest.raises(PlanError, match="2 different quantisations"):
+        Dequantise(quantization=declared(config)).recipes([table_of({"a.weight": CODES, "a.weight_scale": SCALE})])
+
+
+def test_nested_dtypes_change_with_the_model():
+    config = {
+        "dtype": "float32",
+        "text_config": {"dtype": "float32", "n": 1, "deep": {"torch_dtype": "torch.bfloat16"}},
+        "vision_config": {"torch_dtype": None, "dtype": "float32"},
+        "audio_config": {"dtype": "log-mel"},
+    }
+    cast = Store("cast:BF16")
+    cast.recipes([table_of({"a.weight": torch.ones(8, 8)})])
+    assert cast.config(config) == {
+        "dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "n": 1, "deep": {"torch_dtype": "bfloat16"}},
+        "vision_config": {"torch_dtype": None, "dtype": "bfloat16"},
+        "audio_config": {"dtype": "log-mel"},
+    }
+    assert config["text_config"]["dtype"] == "float32"
