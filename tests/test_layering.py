@@ -117,6 +117,9 @@ ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py", "cli
 BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
+        # Hooks in programs that are not ours: an exception there would end an engine, or break `import safetensors`.
+        ("compat/startup/sitecustomize.py", "_begin"),
+        ("integrations/host_plugin.py", "register"),
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         (

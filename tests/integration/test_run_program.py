@@ -187,3 +187,22 @@ def test_signals_reach_the_program_because_it_has_the_process(sleeper: subproces
     assert sleeper.stdout.readline() == "ready\n"
     sleeper.send_signal(signal.SIGTERM)
     assert sleeper.wait(20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("stub", ["", "safe_open = 7\n", "import types\nsafe_open = types.SimpleNamespace()\n"])
+def test_odd_safetensors_is_imported_unchanged(stub: str, tmp_path: Path) -> None:
+    (tmp_path / "safetensors.py").write_text(f"it = 'stock'\n{stub}")
+    code = "import sys\nsys.path.insert(0, sys.argv[1])\nimport safetensors\nprint(safetensors.it)\n"
+    done = penstock_run("--", sys.executable, "-c", code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "stock\n"), done.stderr
+    assert done.stderr.count("cannot use penstock") == 1
+
+
+def test_wrong_variable_does_not_break_safetensors(directory: Path) -> None:
+    # The program sets it itself: `penstock run` refuses it before the program starts.
+    code = "import os\nos.environ['PENSTOCK_RETRIES'] = 'many'\nimport safetensors\nprint(safetensors.safe_open)\n"
+    done = penstock_run("--", sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "<class 'builtins.safe_open'>\n"), done.stderr
+    assert "PENSTOCK_RETRIES" in done.stderr
+    refused = penstock_run("--", sys.executable, "-c", "print('started')", PENSTOCK_RETRIES="many")
+    assert (refused.returncode, refused.stdout) == (2, "")

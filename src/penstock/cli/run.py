@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.config import Settings
 from penstock.errors import ConfigError
 
 STARTUP = Path(__file__).resolve().parent.parent / "compat" / "startup"
@@ -31,6 +32,8 @@ def run(
     network volumes are read ahead. It holds for every Python process that the program starts, once that imports
     safetensors.
     """
+    # In the program itself a wrong variable is only a message: its own `import safetensors` must not fail.
+    Settings.read()
     environment = dict(os.environ)
     paths = [str(STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

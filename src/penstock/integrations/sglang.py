@@ -12,7 +12,7 @@ SGLang takes a directory or a name of Hugging Face. For any other URI its config
 once, before the first process starts, and SGLang is given that directory; a file in it names the weights' URI, which
 each rank streams.
 
-Written for SGLang 0.5.23; `register` refuses versions that were not tried.
+Written for SGLang 0.5.23. With a version that was not tried, SGLang starts without this load format.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, FormatError, NotFound
 from penstock.hub.auth import first_token
 from penstock.integrations import replica
+from penstock.integrations.host_plugin import HostPlugin
 from penstock.integrations.sglang_sleep import SchedulerSleep
 from penstock.storage import is_remote, pinned
 from penstock.storage.locate import display, model_name
@@ -62,20 +63,35 @@ def sglang_logger() -> logging.Logger:
     return logger
 
 
+PLUGIN = HostPlugin("sglang", supported=f"SGLang {' or '.join(VERSIONS)}", log=sglang_logger)
+"""What this version of SGLang supports of Penstock, once `register` has run in this process."""
+
+
 def register() -> None:
     """Make `penstock` known to SGLang in this process as a load format.
 
-    SGLang calls it by entry point, in each of its processes. A second call does nothing.
-
-    Raises:
-        ConfigError: a version of SGLang that was not tried. SGLang logs it; `penstock` is then no load format.
+    SGLang calls it by entry point, in each of its processes. A second call does nothing. It never raises: for a version
+    of SGLang that was not tried, a line in the log says so and `penstock` is no load format.
     """
+    PLUGIN.register({"--load-format penstock": _add_load_format})
+
+
+def register_runai() -> None:
+    """Let SGLang's `--load-format runai_streamer` use Penstock, in each of its processes.
+
+    It does so if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`: an
+    installed package is replaced only if the user says so. It never raises, as `register`.
+    """
+    PLUGIN.register({"--load-format runai_streamer by Penstock": _replace_runai})
+
+
+def _add_load_format() -> None:
     from sglang.version import __version__
 
     if __version__ not in VERSIONS:
         raise ConfigError(
             f"penstock.integrations.sglang was not tried with SGLang {__version__}",
-            hint=f"install one of {list(VERSIONS)}, or --load-format runai_streamer (docs/sglang.md)",
+            hint=f"install one of {list(VERSIONS)}, or use --load-format runai_streamer (docs/sglang.md)",
         )
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -83,24 +99,20 @@ def register() -> None:
 
     if LOAD_FORMAT in LOAD_FORMAT_CHOICES:
         return
-    add_load_format_choices([LOAD_FORMAT])
     register_resolution_hook("handle_model_source_paths")(_give_directory)
     HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
     SchedulerSleep(LOAD_FORMAT).register()
+    # Last: without one of the hooks, a load format that users can name would do other things than documented.
+    add_load_format_choices([LOAD_FORMAT])
 
 
-def register_runai() -> None:
-    """Let SGLang's `--load-format runai_streamer` use Penstock, in each of its processes.
-
-    It does so if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`: an
-    installed package is replaced only if the user says so.
-    """
+def _replace_runai() -> None:
     from sglang.srt.environ import envs
-
-    from penstock.compat import runai_streamer
 
     is_named = "penstock_runai" in (envs.SGLANG_PLUGINS.get() or "").replace(" ", "").split(",")
     if is_named or importlib.util.find_spec("runai_model_streamer") is None:
+        from penstock.compat import runai_streamer
+
         runai_streamer.install()
 
 

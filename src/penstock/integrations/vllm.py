@@ -7,7 +7,7 @@ loader, as a hub model's config and tokenizer stay with vLLM; its options, and r
 storage (`replica`); changes of vLLM's classes (`vllm_patches`); new versions of the weights of a live model
 (`vllm_sync`).
 
-Written for vLLM 0.32 and 0.33. Where a version lacks what is used, vLLM's own error or a ConfigError says so.
+Written for vLLM 0.32 and 0.33. Any other version starts too: parts that it lacks are off (`host_plugin`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from urllib.parse import quote
 from penstock.config import Settings
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
 from penstock.integrations import replica, vllm_artifacts, vllm_patches, vllm_sleep
+from penstock.integrations.host_plugin import HostPlugin
 from penstock.phases import Phases
 
 if TYPE_CHECKING:
@@ -53,38 +54,107 @@ def vllm_logger() -> logging.Logger:
     return logger
 
 
+OBJECT_STORES = "models in object stores"
+PREFIX_CACHES = "prefix caches by version"
+REPLIES = "replies of all workers"
+ARTIFACTS = "compiled code of engines"
+SLEEP = "verified weights after a sleep"
+
+PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
+"""What this version of vLLM supports of Penstock, once `register` has run in this process."""
+
+
 def register() -> None:
     """Make `penstock` known to vLLM in this process as a load format and a weight-transfer backend.
 
-    vLLM calls it by entry point, in each of its processes and perhaps several times: a second call does nothing.
+    vLLM calls it by entry point, in each of its processes and perhaps several times: a second call does nothing. It
+    never raises: a line in the log names the parts that this version of vLLM does not support, and an engine that is
+    asked for one of them refuses it then.
     """
-    from vllm.compilation import decorators
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.model_executor import model_loader
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.worker.worker_base import WorkerBase
+    PLUGIN.register(
+        {
+            "--load-format penstock": _add_load_format,
+            OBJECT_STORES: lambda: vllm_patches.accept_object_stores(LOAD_FORMAT),
+            "the weight-transfer backend": _add_backend,
+            PREFIX_CACHES: _salt_requests,
+            REPLIES: _receive_all_replies,
+            "phases of the start": _report_phases,
+            "functions that torch compiled ahead": _load_functions_of_torch,
+            ARTIFACTS: _carry_artifacts,
+            SLEEP: _protect_sleep,
+            "names of the newest adapters": _name_newest_adapter,
+        }
+    )
 
-    known = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
-    if LOAD_FORMAT in known:
-        return
-    model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
-    vllm_patches.accept_object_stores(LOAD_FORMAT)
+
+def _add_load_format() -> None:
+    from vllm.model_executor import model_loader
+
+    if LOAD_FORMAT not in getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {}):
+        model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
+
+
+def _add_backend() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
         # By name: `vllm_sync` is imported in workers that use it, not by every process of vLLM.
         engine = "penstock.integrations.vllm_sync", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
+
+
+def _salt_requests() -> None:
+    from vllm.v1.engine.core import EngineCore
+
     vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
+
+
+def _receive_all_replies() -> None:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
     vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
+
+
+def _report_phases() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
     vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
+
+
+def _load_functions_of_torch() -> None:
+    from vllm.compilation import decorators
+
     vllm_patches.load_functions_of_torch(decorators, LOAD_FORMAT)
+
+
+def _carry_artifacts() -> None:
+    from vllm.v1.executor.abstract import Executor
+
     vllm_artifacts.carry(Executor, LOAD_FORMAT, vllm_logger)
+
+
+def _protect_sleep() -> None:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
     vllm_sleep.protect_engine(EngineCore, LOAD_FORMAT)
     vllm_sleep.protect_workers(WorkerBase, LOAD_FORMAT)
+
+
+def _name_newest_adapter() -> None:
     # Only the process of the HTTP routes has it, and has imported it by now: the others need not.
     if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
         vllm_patches.name_newest_adapter(routes.OpenAIServingModels)
+
+
+def refuse_unprotected_sleep(vllm_config: Any) -> None:
+    """Raise ConfigError if the engine may sleep and Penstock could not bring its weights back.
+
+    Raises:
+        ConfigError: this version of vLLM does not support it.
+    """
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        PLUGIN.require(SLEEP, feature="--enable-sleep-mode with Penstock")
 
 
 def _loader_class() -> type[Any]:
@@ -101,6 +171,8 @@ def _loader_class() -> type[Any]:
 
         def __init__(self, load_config: Any) -> None:
             self._options = replica.read_options(load_config.model_loader_extra_config or {})
+            if self._options.get("artifacts"):
+                PLUGIN.require(ARTIFACTS, feature='the option "artifacts"')
             plain = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={})
             super().__init__(plain)
             self._objects: dict[str, str] = {}
@@ -109,6 +181,7 @@ def _loader_class() -> type[Any]:
 
         def load_model(self, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
             """Return a new model with its weights."""
+            refuse_unprotected_sleep(vllm_config)
             self._vllm_config = vllm_config
             with ExitStack() as self._after_weights:
                 model = super().load_model(vllm_config, *arguments, **named)

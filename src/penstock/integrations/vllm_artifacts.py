@@ -19,6 +19,7 @@ from penstock.artifacts import Restored
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import PenstockError, SourceError
 from penstock.integrations import replica
+from penstock.integrations.vllm_patches import loads_by
 from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 
@@ -33,14 +34,12 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], logging.Logge
     """
     if hasattr(executor, "_penstock_artifacts"):
         return
-    executor._penstock_artifacts = None
     construct, warm_up = executor.__init__, executor.compile_or_warm_up_model
 
     @functools.wraps(construct)
     def __init__(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
-        load = vllm_config.load_config
-        if load.load_format == load_format:
-            options = replica.read_options(load.model_loader_extra_config or {})
+        if loads_by(vllm_config, load_format):
+            options = replica.read_options(vllm_config.load_config.model_loader_extra_config or {})
             if options.get("artifacts"):
                 self._penstock_artifacts = _restore(vllm_config, options, log())
         construct(self, vllm_config, *arguments, **named)
@@ -55,6 +54,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], logging.Logge
             _save(self.vllm_config, options, restored, log())
         return result
 
+    executor._penstock_artifacts = None
     executor.__init__ = __init__
     executor.compile_or_warm_up_model = compile_or_warm_up_model
 

@@ -4,13 +4,16 @@ In: classes and modules of vLLM. Out: the same, with functions wrapped, for one 
 others are left alone. vLLM need not be installed to import this.
 Not here: when they are applied (`vllm.register`).
 
-Each function may be called again: it changes a class once. Written for vLLM 0.32 and 0.33.
+Each function may be called again: it changes a class once. A class that lacks a method is left as it was, with an
+AttributeError. Engines that do not use Penstock get their own calls with their own arguments. Written for vLLM 0.32 and
+0.33.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +21,16 @@ from penstock.phases import Phases
 
 _MARK = "\x1fweights "
 """Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
+
+
+def loads_by(config: Any, load_format: str) -> bool:
+    """Return whether an engine's weights are loaded by `load_format`."""
+    return getattr(getattr(config, "load_config", None), "load_format", None) == load_format
+
+
+def is_sent_by(config: Any, backend: str) -> bool:
+    """Return whether new versions of an engine's weights come by `backend`."""
+    return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == backend
 
 
 def salt_of(own: str | None, version: str) -> str:
@@ -32,18 +45,17 @@ def salt_requests(core: type[Any], backend: str) -> None:
     # and values that another version computed. Blocks of old versions are not dropped here: `/pause` does, or they age.
     if hasattr(core, "_penstock_salts"):
         return
-    core._penstock_salts = True
-    preprocess, add, set_version = core.preprocess_add_request, core.add_request, core.set_weight_version
+    needed = core.preprocess_add_request, core.add_request, core.set_weight_version, core.get_weight_version
+    preprocess, add, set_version, _ = needed
 
     def applies(engine: Any) -> bool:
-        config = engine.vllm_config.weight_transfer_config
-        return config is not None and config.backend == backend
+        return is_sent_by(engine.vllm_config, backend)
 
     @functools.wraps(preprocess)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
+    def preprocess_add_request(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         if applies(self):
             request.cache_salt = salt_of(request.cache_salt, self.get_weight_version())
-        return preprocess(self, request)
+        return preprocess(self, request, *arguments, **named)
 
     @functools.wraps(add)
     def add_request(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
@@ -61,6 +73,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
+    core._penstock_salts = True
     core.preprocess_add_request = preprocess_add_request
     core.add_request = add_request
     core.set_weight_version = set_weight_version
@@ -81,20 +94,22 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
     # untagged: the next call would read the replies of this one. Source: github.com/vllm-project/vllm/pull/57846.
     if hasattr(executor, "_penstock_receives_all"):
         return
-    executor._penstock_receives_all = True
     call = executor.collective_rpc
+    signature = inspect.signature(call)
 
     @functools.wraps(call)
-    def collective_rpc(self: Any, method: Any, timeout: float | None = None, *arguments: Any, **named: Any) -> Any:
-        config = self.vllm_config.weight_transfer_config
+    def collective_rpc(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not is_sent_by(self.vllm_config, backend):
+            return call(self, *arguments, **named)
+        asked = signature.bind(self, *arguments, **named).arguments
         # Calls that do not block, or that one rank answers, read the queues in other ways.
-        reads_all = not named.get("non_block") and named.get("unique_reply_rank") is None and not arguments[2:]
-        if config is None or config.backend != backend or not reads_all:
-            return call(self, method, timeout, *arguments, **named)
+        if asked.get("non_block") or asked.get("unique_reply_rank") is not None:
+            return call(self, *arguments, **named)
+        timeout = asked.get("timeout")
         queues = self.response_mqs
         wrapped = self.response_mqs = [_ReplyQueue(queue) for queue in queues]
         try:
-            return call(self, method, timeout, *arguments, **named)
+            return call(self, *arguments, **named)
         except RuntimeError:
             # If no queue was read, the call may not have been sent at all, and then no worker answers it.
             if any(queue.was_read for queue in wrapped):
@@ -107,6 +122,7 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
             if self.response_mqs is wrapped:
                 self.response_mqs = queues
 
+    executor._penstock_receives_all = True
     executor.collective_rpc = collective_rpc
 
 
@@ -137,27 +153,28 @@ def name_newest_adapter(models: type[Any]) -> None:
     # version under one name would give requests that run another version's weights.
     if hasattr(models, "_penstock_names_newest"):
         return
-    models._penstock_names_newest = True
     load, unload = models.load_lora_adapter, models.unload_lora_adapter
 
     @functools.wraps(load)
     async def load_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         answer = await load(self, request, *arguments, **named)
-        loaded = self.lora_requests.get(request.lora_name)
         short, mark, _ = request.lora_name.rpartition("@")
-        if isinstance(answer, str) and mark and loaded is not None and ADAPTERS in loaded.lora_path:
-            self.lora_requests[short] = loaded
+        if isinstance(answer, str) and mark and ADAPTERS in request.lora_path:
+            loaded = self.lora_requests.get(request.lora_name)
+            if loaded is not None:
+                self.lora_requests[short] = loaded
         return answer
 
     @functools.wraps(unload)
     async def unload_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         short = request.lora_name.rpartition("@")[0]
-        newest = self.lora_requests.get(short)
+        newest = self.lora_requests.get(short) if short else None
         answer = await unload(self, request, *arguments, **named)
         if isinstance(answer, str) and newest is not None and newest.lora_name == request.lora_name:
             self.lora_requests.pop(short, None)
         return answer
 
+    models._penstock_names_newest = True
     models.load_lora_adapter = load_lora_adapter
     models.unload_lora_adapter = unload_lora_adapter
 
@@ -167,7 +184,6 @@ def after_construction(worker: type[Any], mark: str, then: Callable[[Any], None]
     # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
     if hasattr(worker, mark):
         return
-    setattr(worker, mark, True)
     construct = worker.__init__
 
     @functools.wraps(construct)
@@ -175,6 +191,7 @@ def after_construction(worker: type[Any], mark: str, then: Callable[[Any], None]
         construct(self, *arguments, **named)
         then(self)
 
+    setattr(worker, mark, True)
     worker.__init__ = __init__
 
 
@@ -193,7 +210,7 @@ def report_phases(worker: type[Any], load_format: str) -> None:
     """Report the start of each worker as phases of its process, where weights are loaded by `load_format`."""
 
     def report(self: Any) -> None:
-        if self.load_config.load_format == load_format and hasattr(self, _LAST_STEP):
+        if loads_by(self, load_format) and hasattr(self, _LAST_STEP):
             _report_start(self)
 
     after_construction(worker, "_penstock_reports", report)
@@ -245,7 +262,7 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 
     @functools.wraps(load)
     def try_load(model: Any, *arguments: Any, **named: Any) -> Any:
-        if model.vllm_config.load_config.load_format == load_format:
+        if loads_by(getattr(model, "vllm_config", None), load_format):
             from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as OfTorch
 
             if not hasattr(OfTorch, "finalize_loading"):

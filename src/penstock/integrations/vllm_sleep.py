@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.integrations.vllm_patches import after_construction
+from penstock.integrations.vllm_patches import after_construction, is_sent_by, loads_by
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,9 @@ def protect_workers(worker: type[Any], backend: str) -> None:
     """Have each worker bring its weights back when it wakes, where weights are loaded or sent by `backend`."""
 
     def attach(self: Any) -> None:
-        if _applies(self.vllm_config, backend) and hasattr(self, "sleep") and hasattr(self, "wake_up"):
-            WorkerSleep(self, is_sent=_is_sent(self.vllm_config, backend)).attach()
+        applies = _applies(getattr(self, "vllm_config", None), backend)
+        if applies and hasattr(self, "sleep") and hasattr(self, "wake_up"):
+            WorkerSleep(self, is_sent=is_sent_by(self.vllm_config, backend)).attach()
 
     after_construction(worker, "_penstock_sleeps", attach)
 
@@ -46,13 +47,14 @@ def protect_engine(core: type[Any], backend: str) -> None:
     """Have an engine report no version while its weights are away, and serve nothing, where `backend` is used."""
     if hasattr(core, "_penstock_sleeps"):
         return
-    core._penstock_sleeps = True
     sleep, resume = core.sleep, core.resume_scheduler
+    # Before 0.32 an engine has no version of its weights. Its workers refuse to compute without weights all the same.
+    has_version = hasattr(core, "set_weight_version")
 
     @functools.wraps(sleep)
-    def sleep_and_forget(self: Any, level: int = 1, mode: Any = "abort") -> Any:
-        done = sleep(self, level, mode)
-        if level < 1 or not _applies(self.vllm_config, backend):
+    def sleep_and_forget(self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
+        done = sleep(self, level, *arguments, **named)
+        if level < 1 or not has_version or not _applies(self.vllm_config, backend):
             return done
 
         def forget(_: object = None) -> None:
@@ -68,16 +70,17 @@ def protect_engine(core: type[Any], backend: str) -> None:
         return done
 
     @functools.wraps(resume)
-    def resume_scheduler(self: Any) -> Any:
+    def resume_scheduler(self: Any, *arguments: Any, **named: Any) -> Any:
         if _applies(self.vllm_config, backend):
             asleep = self.model_executor.sleeping_tags
             if asleep:
                 # `/resume` alone would compute with memory that has no weights or no cache.
                 raise RuntimeError(f"the engine sleeps ({', '.join(sorted(asleep))}): call /wake_up")
-            if self._weight_version == NO_VERSION:
+            if has_version and self._weight_version == NO_VERSION:
                 self.set_weight_version(_version_after(self))
-        return resume(self)
+        return resume(self, *arguments, **named)
 
+    core._penstock_sleeps = True
     core.sleep = sleep_and_forget
     core.resume_scheduler = resume_scheduler
 
@@ -90,12 +93,7 @@ def _version_after(core: Any) -> str:
 
 
 def _applies(config: Any, backend: str) -> bool:
-    return config.load_config.load_format == backend or _is_sent(config, backend)
-
-
-def _is_sent(config: Any, backend: str) -> bool:
-    transfer = config.weight_transfer_config
-    return transfer is not None and transfer.backend == backend
+    return loads_by(config, backend) or is_sent_by(config, backend)
 
 
 class WorkerSleep:

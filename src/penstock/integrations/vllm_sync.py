@@ -36,7 +36,14 @@ from penstock import api
 from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, NotFound, PeerLost
 from penstock.hub.auth import first_token
-from penstock.integrations.vllm import rank_of_engine, vllm_logger
+from penstock.integrations.vllm import (
+    PLUGIN,
+    PREFIX_CACHES,
+    REPLIES,
+    rank_of_engine,
+    refuse_unprotected_sleep,
+    vllm_logger,
+)
 from penstock.integrations.vllm_staging import StagingModel
 
 
@@ -102,8 +109,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Check that the model's layout lasts. No I/O.
 
         Raises:
-            ConfigError: vLLM moves experts between ranks while the model serves.
+            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM lacks what
+                keeps requests and replies of different versions apart.
         """
+        PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
+        PLUGIN.require(REPLIES, feature="the weight-transfer backend")
+        refuse_unprotected_sleep(vllm_config)
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
             raise ConfigError(

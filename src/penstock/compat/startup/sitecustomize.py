@@ -50,10 +50,12 @@ class _Finder:
             return None
         # A program may ask many times whether safetensors is installed before it imports it, or install it meanwhile.
         for finder in sys.meta_path:
-            spec = None if finder is cls else finder.find_spec(name, path, target)
+            # As Python itself does, leave out finders of the protocol before Python 3.4.
+            find_spec = None if finder is cls else getattr(finder, "find_spec", None)
+            spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                    spec.loader = _Loader(spec.loader)
                 return spec
         return None
 
@@ -61,14 +63,21 @@ class _Finder:
 def _begin() -> None:
     try:
         from penstock.compat.safetensors import install_in_program
-    except ImportError as error:
-        # Another interpreter than that of `penstock run`: the program goes on as it was, and says so.
-        sys.stderr.write(
-            f"penstock: {sys.executable} cannot import penstock ({error}): safetensors stays as it is there. "
-            "Install penstock in the program's own environment.\n"
-        )
-        return
-    install_in_program()
+
+        install_in_program()
+    except Exception as error:  # noqa: BLE001 - the program's own `import safetensors` would raise it
+        if isinstance(error, ImportError):
+            # Often another interpreter than that of `penstock run`.
+            why = f"cannot import penstock ({error})"
+            hint = "Install penstock in the program's own environment."
+        else:
+            why, hint = f"cannot use penstock ({type(error).__name__}: {error})", ""
+        message = f"penstock: {sys.executable} {why}: safetensors stays as it is there. {hint}"
+        try:
+            sys.stderr.write(f"{message.rstrip()}\n")
+        except (AttributeError, OSError, ValueError):
+            # The program has no standard error. It goes on without the message.
+            return
 
 
 def _run_next() -> None:
