@@ -48,7 +48,7 @@ def train(model: LlamaForCausalLM, mesh: DeviceMesh, device: torch.device) -> No
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(dist.get_rank())  # each trainer rank has its own part of the data
-    with ps.publisher("policy", model, rank=(mesh.get_local_rank(), mesh.size())) as publisher:
+    with ps.publisher("policy", model, mode="live", rank=(mesh.get_local_rank(), mesh.size())) as publisher:
         publisher.wait_subscribers(dist.get_world_size() - mesh.size(), timeout_s=60)
         for step in range(1, STEPS + 1):
             tokens = torch.randint(0, CONFIG.vocab_size, BATCH, device=device)

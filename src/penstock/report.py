@@ -63,6 +63,11 @@ def pre(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
+def names_text(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def bytes_text(nbytes: float) -> str:
     """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
     # Powers of 1000, as vendors give memory and links: a rate in GB/s can be compared with a data sheet.

@@ -76,7 +76,7 @@ from penstock.sync.local_version import LocalVersion
 
 if __name__ == "__main__":
     model = weights(sys.argv[1], 0)
-    with ps.publisher("policy", model, connection=ps.ConnectionSettings(stall_s=10.0)) as publisher:
+    with ps.publisher("policy", model, mode="live", connection=ps.ConnectionSettings(stall_s=10.0)) as publisher:
         print("LATEST", publisher.latest, flush=True)
         for line in sys.stdin:
             verb, version = line.split()

@@ -34,7 +34,7 @@ def test_versions_cross_by_tls_and_strangers_get_none(
 ) -> None:
     tensors = {"up": torch.arange(4096.0).view(64, 64), "norm": torch.ones(64)}
     held = [halves(tensors, rank) for rank in range(2)]
-    pubs = publishers(stack, held, connection=LISTEN)
+    pubs = publishers(stack, held, mode="live", connection=LISTEN)
     for pub in pubs:
         (door,) = [one for one in pub.member.server.addresses if not one.startswith("unix")]
         assert door.startswith("https://")

@@ -79,7 +79,7 @@ def same(model: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("asked", [TAG, None])
 def test_codes_and_scales_where_the_loader_puts_them(stack: ExitStack, mode: str, asked: str | None) -> None:
     held = [halves(checkpoint(0), rank) for rank in range(2)]
-    pubs = publishers(stack, held, transforms=TAG)
+    pubs = publishers(stack, held, mode="live", transforms=TAG)
     models = [Served(rank) for rank in range(2)]
     subs = [
         stack.enter_context(ps.subscriber("toy", model, mode=mode, transforms=asked, rank=(rank, 2)))

@@ -198,6 +198,7 @@ def _work(task: SyncTask) -> None:
         common["hooks"] = ps.Hooks(check=lambda version, staged: "it is refused" if version in task.refuses else "")
     base = _Base(task.base)
     if task.side == "publisher":
+        common.setdefault("mode", "live")
         with ps.publisher(task.name, shards, **common) as publisher:
             say("joined", member=publisher.member.id, latest=publisher.latest)
             _obey(base, lambda word, number: _publish(task, publisher, shards, base, word, number))

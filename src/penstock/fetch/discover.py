@@ -31,6 +31,7 @@ from penstock.errors import (
     NotFound,
     PeerLost,
     PenstockError,
+    PlanError,
     SourceError,
 )
 from penstock.fetch.report import why_command
@@ -162,6 +163,9 @@ class Discovery:
         """
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target) if is_given else {}
+        if is_given and not tensors:
+            hint = "pass an empty dict to receive new tensors, or a module that has tensors"
+            raise PlanError("the target has no tensors to fill", hint=hint)
         if tensors:
             device = next(iter(tensors.values())).device
         if device.type == "cuda":

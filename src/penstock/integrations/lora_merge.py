@@ -210,14 +210,15 @@ def merged_publisher(
     *,
     adapter: str = "default",
     connection: ConnectionSettings | str | None = None,
-    mode: PublishMode = "live",
+    mode: PublishMode = "snapshot",
     transforms: Transforms | None = None,
     rank: tuple[int, int] | None = None,
     replica: str = "device",
 ) -> MergedPublisher:
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
-    The base's parameters are never written to. The tensors that the adapter changes take their size once more.
+    The base's parameters are never written to. The tensors that the adapter changes take their size once more, and a
+    snapshot copies all tensors.
 
     Args:
         name: of the sync.

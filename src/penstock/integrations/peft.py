@@ -147,8 +147,7 @@ def adapter_publisher(
         model: a `PeftModel`; after `fully_shard`, if it is sharded.
         base: the weights below the adapter: see `adapter.base_identity`. Receivers with another base refuse it.
         adapter: its name in the model.
-        mode: `snapshot`, unlike `penstock.publisher`: an adapter is small, so that training need not wait.
-        connection, rank, replica: see `penstock.publisher`.
+        connection, mode, rank, replica: see `penstock.publisher`.
 
     Raises:
         ConfigError: as `adapter_tensors`. Others as `penstock.publisher`.

@@ -27,7 +27,15 @@ import torch
 
 from penstock.arguments import require_name, require_seconds, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import BudgetTooSmall, Cancelled, ConfigError, HubUnavailable, PenstockError, SourceStalled
+from penstock.errors import (
+    BudgetTooSmall,
+    Cancelled,
+    ConfigError,
+    HubUnavailable,
+    PenstockError,
+    PlanError,
+    SourceStalled,
+)
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import FleetDecision, SyncState
 from penstock.lifecycle import Closing, quick_handover
@@ -329,6 +337,13 @@ class Publisher(Closing):
         finally:
             # After an error too: the trainer goes on with the next step, and the parameters change.
             self._withdraw()
+        if self.rank == 0 and not decision.committed:
+            log.warning(
+                "no subscriber has received version %s of %r, which was published live: no later update can read it; "
+                "call wait_subscribers() first, or use mode='snapshot'",
+                version,
+                self.name,
+            )
         return self._accepted(decision)
 
     def _coordinate(self, version: int) -> Decision:
@@ -562,7 +577,7 @@ def publisher(
     params: torch.nn.Module | Mapping[str, Declarable],
     *,
     connection: ConnectionSettings | str | None = None,
-    mode: PublishMode = "live",
+    mode: PublishMode = "snapshot",
     transforms: Transforms | None = None,
     keep_plain: bool = True,
     rank: tuple[int, int] | None = None,
@@ -577,8 +592,9 @@ def publisher(
         name: of the sync; one group of ranks publishes it.
         params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank.
         connection: see `join`.
-        mode: `live`: receivers read the parameters themselves, and `publish` waits for them. `snapshot`: they read a
-            copy, and `publish` waits for the copy alone.
+        mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more (`replica`), and
+            `publish` waits for the copy alone. `live`: they read the parameters themselves, and `publish` waits for
+            them; a version that no subscriber has when it returns is lost.
         transforms: the formats in which tensors are offered in addition: a tag (`fp8-block128`, `cast:BF16`, ...; see
             `transform.formats`), for the weights that checkpoints store in that format, or tags with patterns of names.
             The same on all ranks.
@@ -595,7 +611,8 @@ def publisher(
 
     Raises:
         BudgetTooSmall: `pack_bytes` is above 0, and too small to help.
-        PlanError: parameters cannot be declared, or transformed; names them. BudgetTooSmall: see `memory_bytes`.
+        PlanError: parameters cannot be declared, or transformed; names them; or there are none.
+        BudgetTooSmall: see `memory_bytes`.
         ConfigError: another group publishes the name; names it.
         HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
 
@@ -613,9 +630,11 @@ def publisher(
         raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
     if arena:
         to_arenas(params)
-    offer = Offer(
-        declared(params), transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget
-    )
+    rows = declared(params)
+    # One rank of several may have no part of the model; subscribers find out if no rank has any.
+    if not rows and world_size == 1:
+        raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict that has tensors")
+    offer = Offer(rows, transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget)
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
         local_version, snapshot = _serve(stack, offer, member, copies, pack_budget)

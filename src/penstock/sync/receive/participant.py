@@ -11,12 +11,13 @@ Not here: the rules and questions (`sync.together`), the flip (`subscriber`), a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import FleetDecision
+from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest
@@ -90,7 +91,7 @@ class Participant:
             )
             why, cause = fault_of(check, view)
             if not why and (altered := self._update_loop.altered()):
-                why = f"its check changed the staged weights of {_some(altered)}"
+                why = f"its check changed the staged weights of {names_text(altered)}"
         except BaseException as error:
             self._update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
             raise
@@ -111,7 +112,7 @@ class Participant:
         """Raise ConfigError if the staged bytes have changed since the check: what it kept was written to."""
         if self._check is not None and (altered := self._update_loop.altered()):
             raise ConfigError(
-                f"the staged weights of {_some(altered)} were changed after the check of version {staged.version}",
+                f"the staged weights of {names_text(altered)} were changed after the check of version {staged.version}",
                 hint="a check must not keep what call() returns or the module keeps of it; call update() again",
             )
 
@@ -185,7 +186,3 @@ class Participant:
         # Live here, so it is committed; the values of its check are kept for others that check it.
         check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
         return PartReply(version=version, run=run, refused=refused, check=check)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -49,13 +49,15 @@ def subscriber(
         name: of the sync.
         target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
             each in its own layout; or a function that returns these for the published tensors, which it is passed on
-            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`).
+            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`); or an
+            empty dict, to which the first update adds new tensors on the CPU, all of them or none.
         connection: hub, token, address and transports; see `publisher`.
         arena: first move the target into one arena; see `publisher`.
         mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
             they arrive in the target itself while the engine is paused; no further memory is needed.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
-        strict: every parameter of a module must be filled by published tensors.
+        strict: every parameter of a module, or every tensor of a dict, must be filled by published tensors. False: the
+            others keep their values.
         transforms: the tags under which tensors are received where they are offered (`fp8-block128`); None: the one
             that the module has codes and scales for, else the plain tensors.
         rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 import torch
@@ -586,6 +586,9 @@ class Subscriber(Closing):
         self.is_dirty = False
         if staged.part is not None:
             self._update_loop.note_live()
+        if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
+            # The target was given empty: its tensors appear with the first version, all of them or none.
+            self._target.update({row.name: row.tensor for row in self.wanted.rows})
         self._path = staged.path
         self._took_s, self._pause_s = time.perf_counter() - staged.begun, time.perf_counter() - begun
         # Before requests resume: cache entries of the old weights must not be used with the new ones.

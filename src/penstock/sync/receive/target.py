@@ -11,7 +11,7 @@ Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.pu
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,12 @@ import torch
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.lifecycle import paused_gc
-from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
+from penstock.memory.arena import Arena, needed_bytes
 from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
+from penstock.report import names_text
 from penstock.sync.copy_plan import StagingCopy, aliases_of
 from penstock.sync.local_version import LocalVersion, Regions
 from penstock.sync.messages import TableReply
@@ -130,9 +132,13 @@ def wanted_of(
 
     Raises:
         PlanError: names, dtypes or shapes do not match; see `record` and `wanted`. With `strict`, a module has
-            parameters that no tensor of the checkpoint fills; lists them.
+            parameters that no tensor of the checkpoint fills; lists them. The target or the checkpoint has no tensors.
     """
+    if not len(table):
+        raise PlanError("the publishers have no tensors")
     if isinstance(target, torch.nn.Module):
+        if not live_tensors(target):
+            raise _no_tensors()
         # Loaders compare devices: the recording tensors must report the one of the model.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
         # Small objects for each tensor, all of which stay: 30,000 experts set off full collections again and again.
@@ -140,10 +146,37 @@ def wanted_of(
             recording = record(target, table, load=load, device=device)
             if strict:
                 _check(recording, target)
-            return wanted(target, recording, table, load=load, tags=tags)
+            requirements = wanted(target, recording, table, load=load, tags=tags)
+        if not requirements.rows:
+            raise PlanError(f"no published tensor fills any of the module: {names_text(table.names)}")
+        return requirements
     # A receiver that does not know the checkpoint before it is published makes its tensors now.
-    rows = declared(target if isinstance(target, Mapping) else target(_published(table)))
+    if isinstance(target, MutableMapping) and not target:
+        tensors: Mapping[str, Declarable] = _new_tensors(table)
+    else:
+        tensors = target if isinstance(target, Mapping) else target(_published(table))
+    rows = declared(tensors)
+    if not tensors:
+        raise _no_tensors()
+    if not strict:
+        published = set(table.names)
+        rows = tuple(row for row in rows if row.name in published)
+        if not rows:
+            raise PlanError(f"no published tensor fills any of the target: {names_text(table.names)}")
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
+
+
+def _no_tensors() -> PlanError:
+    hint = "pass an empty dict to receive new tensors, or a module or dict that has tensors"
+    return PlanError("the target has no tensors to fill", hint=hint)
+
+
+def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
+    """Return new tensors on the CPU for all of a table, in one arena."""
+    nbytes = table.nbytes.tolist()
+    arena = Arena.allocate(needed_bytes(nbytes))
+    flat = arena.bytes_at(0, arena.nbytes)
+    return dict(zip(table.names, as_tensors(flat, table.dtypes, table.shapes, arena.place(nbytes)), strict=True))
 
 
 def _published(table: TensorTable) -> dict[str, torch.Tensor]:
