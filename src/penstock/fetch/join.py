@@ -206,7 +206,7 @@ class Fleet:
             The key under which members find them.
         """
         # First without its revision, which is the root of the digests that are made here; the key depends on it.
-        layout, rows = layout_of_tensors(targets_of(tensors))
+        layout, rows = layout_of_tensors(targets_of(tensors, whole=True))
         chunks = np.arange(layout.chunks.num_chunks)
         draft = LocalWeights(self.identity, layout, rows)
         leaves = draft.digest(chunks)

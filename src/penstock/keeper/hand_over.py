@@ -195,7 +195,7 @@ def hand_over(
 
 def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the parameters and persistent buffers. PlanError: one has a class that carries more than its bytes."""
-    tensors = own_state(module)
+    tensors = own_state(module, whole=True)
     odd = [
         f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor.data) is not torch.Tensor
     ]

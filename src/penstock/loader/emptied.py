@@ -45,7 +45,8 @@ class Emptied:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        state = own_state(module)
+        # Whole: digests of a module that was emptied already would be those of nothing.
+        state = own_state(module, whole=True)
         # Tied tensors are one memory under several names.
         self._tensors = {place_of(tensor): (name, tensor) for name, tensor in state.items() if tensor.numel()}
         self._digests = {name: _leaves(tensor) for name, tensor in self._tensors.values()}
@@ -101,7 +102,8 @@ def empty_module(module: torch.nn.Module) -> Emptied:
             addresses stay. Buffers that are not persistent keep their values: no checkpoint has them.
 
     Raises:
-        ConfigError: the module is on a GPU, or is being loaded. PlanError: it is on several devices.
+        ConfigError: the module is on a GPU, is being loaded, or was emptied already. PlanError: it is on several
+            devices. PenstockError: a load into it failed.
     """
     require_type("the module", module, torch.nn.Module, "a torch.nn.Module")
     device = device_of(targets_of(module))

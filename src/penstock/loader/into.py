@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from penstock.arguments import require_type
 from penstock.engine.place import place_on
@@ -122,14 +123,18 @@ def _load_into(
         return report
 
 
-def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor], *, whole: bool = False) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory.
+
+    Args:
+        target: a module, or tensors by name.
+        whole: see `own_state`.
 
     Raises:
         ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised.
     """
     if isinstance(target, torch.nn.Module):
-        tensors: Mapping[str, torch.Tensor] = own_state(target)
+        tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
     else:
         require_tensors("the target", target)
         tensors = target
@@ -139,14 +144,25 @@ def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def own_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers: the objects themselves, also after a load that failed.
 
+    A load into the module that failed or was closed has written its last byte when this returns.
+
+    Args:
+        module: the module.
+        whole: the values are to be read: raise the error of a load that failed.
+
     Raises:
-        ConfigError: the module is being loaded (`start_loading`).
+        ConfigError: the module is being loaded (`start_loading`), or with `whole` its memory was given back.
     """
-    # The state dict and not the parameters: buffers that a checkpoint never has are not in it.
-    return {name: own_tensor(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    # The state dict and not the parameters: buffers that a checkpoint never has are not in it. What a module gives as
+    # its extra state (`get_extra_state`) is a copy, or no tensor at all, so it cannot be filled.
+    return {
+        name: own_tensor(value, whole=whole)
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
+    }
 
 
 def put_back(module: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ arrived.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,22 +40,31 @@ class PendingTensor(torch.Tensor):
 
     _parameter: torch.Tensor
     _wait: Callable[[], None]
-    _has_ended: Callable[[], bool]
+    _lets_go: Callable[[], bool]
+    _hold: Callable[[], None]
 
     @staticmethod
-    def of(parameter: torch.Tensor, wait: Callable[[], None], has_ended: Callable[[], bool]) -> PendingTensor:
+    def of(
+        parameter: torch.Tensor,
+        wait: Callable[[], None],
+        lets_go: Callable[[], bool],
+        hold: Callable[[], None] = lambda: None,
+    ) -> PendingTensor:
         """Return a pending tensor for a parameter or buffer.
 
         Args:
             parameter: the tensor that it replaces; do not move or resize it before its bytes have arrived.
             wait: returns when the bytes are there; raises the error if they do not come.
-            has_ended: returns whether its load has ended: then another one may fill the parameter.
+            lets_go: returns whether another load may fill the parameter. It waits for the last write of a load that
+                failed or was closed.
+            hold: called when the tensor is pickled, once the bytes are there: keeps it in its places in the module.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(PendingTensor)
         pending._parameter = parameter
         pending._wait = wait
-        pending._has_ended = has_ended
+        pending._lets_go = lets_go
+        pending._hold = hold
         if isinstance(parameter, torch.nn.Parameter):
             # The mark by which torch recognises a parameter of another class.
             pending._is_param = True
@@ -73,24 +83,38 @@ class PendingTensor(torch.Tensor):
         return func(*_replaced(tuple(args), resolve), **_replaced(dict(kwargs or {}), resolve))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle, or copy, the parameter itself."""
-        return _arrived(self).__reduce_ex__(protocol)
+        """Pickle the parameter itself."""
+        parameter = _arrived(self)
+        self._hold()
+        return parameter.__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        """Copy the parameter itself."""
+        return copy.copy(_arrived(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the parameter itself."""
         return _arrived(self).__deepcopy__(memo)
 
 
-def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     """Return a module's own tensor: of a pending one, the parameter that it stands for, to fill it again.
+
+    Args:
+        tensor: the tensor in the module.
+        whole: the parameter is to be read: raise the error of a load that failed.
+
+    If its load failed or was closed, this first waits until that load writes nothing more.
 
     Raises:
         ConfigError: its load is still under way.
     """
     if not isinstance(tensor, PendingTensor):
         return tensor
-    if not tensor._has_ended():
+    if not tensor._lets_go():
         raise ConfigError("the module is being loaded", hint="call Loading.wait() or Loading.close() first")
+    if whole:
+        tensor._wait()
     return tensor._parameter
 
 

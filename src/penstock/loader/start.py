@@ -79,8 +79,10 @@ class Loading(Closing):
         # By slab: a model with experts has 30,000 tensors, and each is looked for once.
         self._pending: dict[int, list[tuple[PendingTensor, torch.Tensor, list[Place]]]] = {}
         for tensor, places, slab in filled.replaced:
-            pending = PendingTensor.of(tensor, partial(self._await, slab), self._has_ended)
+            pending = PendingTensor.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
             self._pending.setdefault(slab, []).append((pending, tensor, places))
+        self._held: dict[int, int] = {}
+        """Slabs whose pending tensors are in their places again since they were pickled, and the thread that did so."""
         # Taken by the caller's thread, as each thread has its own current stream: kernels that the caller has queued
         # may still use the parameters when the first bytes arrive.
         self._caller_stream = _current_stream(session.options.device)
@@ -91,8 +93,13 @@ class Loading(Closing):
         """Return whether the load has ended, well or not. `wait` tells which, and does not wait then."""
         return self._report is not None or self._error is not None
 
-    def _has_ended(self) -> bool:
-        return self.done
+    def _lets_go(self) -> bool:
+        """Return whether another load may fill the parameters. Of a load that failed, wait for its last write."""
+        if not self.done or threading.current_thread() is self._thread:
+            return False
+        # Short: its reads under way are cancelled. Each of them ends by its own deadline at the latest.
+        self._thread.join(2 * self._session.settings.stall_s)
+        return not self._thread.is_alive()
 
     def wait(self) -> LoadReport:
         """Wait until all of it has arrived; return the report.
@@ -102,12 +109,19 @@ class Loading(Closing):
         """
         self._await(len(self._has_arrived) - 1)
         assert self._report is not None
-        # It closes its files.
-        self._thread.join()
+        # It closes its files. Not from a callback of this very thread, such as `progress`.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._changed:
+            for slab in list(self._held):
+                self._place_parameters(slab)
         return self._report
 
     def close(self) -> None:
-        """End the load; if that is before its end, the parameters raise Cancelled from then on. Idempotent."""
+        """End the load, and return when it writes nothing more. Idempotent; any thread.
+
+        If that is before its end, the parameters raise Cancelled from then on.
+        """
         if self._pid != os.getpid():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
@@ -115,11 +129,17 @@ class Loading(Closing):
             # The run may begin only now.
             if self._error is not None and (run := self._session.run) is not None:
                 run.ticket.cancel()
+            # Called by `progress`, for example: this thread ends when the call returns.
+            if threading.current_thread() is self._thread:
+                return
             self._thread.join(_LOOK_S)
 
     def _start(self) -> None:
         """Put the pending tensors into the module, and start the thread. DestinationError: the system has no more."""
-        self._place_pending()
+        for pending, _, places in chain.from_iterable(self._pending.values()):
+            for members, name in places:
+                # In place of the parameter, or of a pending tensor that a failed load left.
+                members[name] = pending
         # A thread that reads into memory must not outlive what the interpreter frees at its end.
         atexit.register(self.close)
         try:
@@ -131,16 +151,30 @@ class Loading(Closing):
             raise
 
     def _place_pending(self) -> None:
-        """Put a pending tensor into each place of the module."""
-        for pending, _, places in chain.from_iterable(self._pending.values()):
-            for members, name in places:
-                members[name] = pending
+        """Put a pending tensor into each place of the module that has the parameter itself."""
+        for slab in self._pending:
+            self._place_pending_of(slab)
+
+    def _place_pending_of(self, slab: int) -> None:
+        for pending, tensor, places in self._pending.get(slab, ()):
+            _exchange(places, tensor, pending)
 
     def _place_parameters(self, slab: int) -> None:
         """Put the module's own tensors back into their places."""
-        for _, tensor, places in self._pending.get(slab, ()):
-            for members, name in places:
-                members[name] = tensor
+        self._held.pop(slab, None)
+        for pending, tensor, places in self._pending.get(slab, ()):
+            _exchange(places, pending, tensor)
+
+    def _hold(self, slab: int) -> None:
+        """Put the pending tensors of a slab into their places again, while they are pickled. They have arrived.
+
+        Pickle knows tied tensors by their identity. It has met the pending tensor in one place already, so it must not
+        meet the parameter in the next one.
+        """
+        with self._changed:
+            if self._error is None and any(len(places) > 1 for _, _, places in self._pending.get(slab, ())):
+                self._place_pending_of(slab)
+                self._held[slab] = threading.get_ident()
 
     def _run(self) -> None:
         """Fill the parameters, in order: the body of the thread."""
@@ -202,6 +236,17 @@ class Loading(Closing):
                 self._changed.wait(_LOOK_S)
             if self._error is not None:
                 raise self._error.with_traceback(None)
+            # The thread that pickled them uses them, so it has finished pickling.
+            if self._held.get(slab) == threading.get_ident():
+                self._place_parameters(slab)
+
+
+def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Put a tensor into the places that have the old one. What the user assigned or deleted meanwhile stays so."""
+    # The last place first. Pickle goes forward: if it finds the parameter in one place, it finds it in all later ones.
+    for members, name in reversed(places):
+        if members.get(name) is old:
+            members[name] = new
 
 
 def _current_stream(device: torch.device) -> AbstractContextManager[object]:

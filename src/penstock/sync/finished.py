@@ -123,7 +123,7 @@ def kept_layout(module: torch.nn.Module, recording: Recording, table: TensorTabl
         PlanError: part of the loading is not recorded, or stores a tensor in two ways; names the tensors.
     """
     recording, _, tags = _as_stored(recording, table)
-    tensors = {name: tensor.detach() for name, tensor in own_state(module).items()}
+    tensors = {name: tensor.detach() for name, tensor in own_state(module, whole=True).items()}
     with paused_gc():
         rows = [
             replace(row, form=replace(row.form, tag=tags.get(row.name, "")))
@@ -287,7 +287,7 @@ def _check_unfilled(module: torch.nn.Module, recording: Recording, kept: Sequenc
 
     A recording does not tell a tensor that the loader does not touch from one that it fills with values of its own.
     """
-    state = own_state(module)
+    state = own_state(module, whole=True)
     gaps = []
     for name, count in recording.unfilled.items():
         tensor = state[name].detach()
