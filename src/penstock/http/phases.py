@@ -6,7 +6,7 @@ Not here: who may have it (each server), the phases of a fleet (`hub.replicas`).
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -14,6 +14,7 @@ from http import HTTPStatus
 import msgspec
 
 from penstock.http.server import Exchange, Refused
+from penstock.net.shares import Shares
 from penstock.phases import Boot, boot_record
 
 STREAM_S = 50.0
@@ -51,30 +52,39 @@ class PhasesHandler:
 
     def __init__(self, describe: Callable[[Boot], object]) -> None:
         self._describe = describe
-        self._streams = threading.BoundedSemaphore(MAX_STREAMS)
+        self._streams = Shares[int](MAX_STREAMS)
+        self._numbers = itertools.count()
 
-    def answer(self, exchange: Exchange, query: Mapping[str, object]) -> None:
+    def answer(self, exchange: Exchange, query: Mapping[str, object], caller: str) -> None:
         """Answer one request, in its thread; a stream lasts `STREAM_S`, or until the client closes it.
 
+        It ends sooner if another caller needs a place, and this one has more streams than that one.
+
+        Args:
+            exchange: the request.
+            query: its parameters.
+            caller: the name of whoever asks.
+
         Raises:
-            Refused: there are `MAX_STREAMS` streams already.
+            Refused: there are `MAX_STREAMS` streams already, and no other caller has more of them.
         """
         if not wants_stream(query, exchange.head.headers.get("accept", "")):
             body = _encode(self._describe(boot_of_process()))
             exchange.answer(HTTPStatus.OK, body, "Content-Type: application/json\r\nCache-Control: no-store\r\n")
             return
-        if not self._streams.acquire(blocking=False):
+        place = next(self._numbers)
+        if self._streams.enter(place, caller, displaces_own=False) is None:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
         try:
-            self._stream(exchange)
+            self._stream(exchange, place)
         finally:
-            self._streams.release()
+            self._streams.drop(place)
 
-    def _stream(self, exchange: Exchange) -> None:
+    def _stream(self, exchange: Exchange, place: int) -> None:
         record, sent = boot_record(), b""
         end_s = time.monotonic() + STREAM_S
         exchange.begin_stream(STREAM_S, "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n")
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s and place in self._streams:
             # Before the snapshot: a change between the two must not be slept through.
             serial = record.serial
             boot = boot_of_process()

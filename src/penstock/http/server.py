@@ -24,7 +24,7 @@ from penstock.errors import FormatError
 from penstock.http.connection import HttpConnection
 from penstock.http.head import RequestHead
 from penstock.lifecycle import let_go_in_children
-from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits
+from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits, network_of
 from penstock.net.listener import ThreadedListener
 
 LIMITS = ConnectionLimits()
@@ -94,6 +94,11 @@ class Exchange:
         # Set before: a body that fails to arrive is an OSError, which ends the connection anyway.
         self._unread_bytes = 0
         return self.wire.receive_body(nbytes)
+
+    @property
+    def peer(self) -> str:
+        """The network that the request came from, or `unix`."""
+        return network_of(self._peer) if self._peer else "unix"
 
     @property
     def is_local(self) -> bool:

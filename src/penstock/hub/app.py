@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.entry_points import install_hint
 from penstock.errors import MALFORMED, HubUnavailable, MissingExtra
-from penstock.hub.audit import CALLER, STRANGER
+from penstock.hub.audit import CALLER, stranger
 from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
@@ -143,17 +143,17 @@ OPERATIONS = (
     Operation(
         name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
         speaker=_in_path,
-        answer=lambda directory, member, _, caller: directory.leave(member),
+        answer=lambda directory, member, _, caller: directory.leave(member, caller),
     ),
     Operation(
         name="flight", method="POST", path="/v1/flight", about="Members to read chunks from, with grants.",
         takes=UpstreamsRequest, gives=UpstreamsReply, models=_model_of, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.upstreams(body),
+        answer=lambda directory, _, body, caller: directory.upstreams(body, caller),
     ),
     Operation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
         takes=ClaimRequest, gives=ClaimReply, models=_model_of, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.claim(body),
+        answer=lambda directory, _, body, caller: directory.claim(body, caller),
     ),
     Operation(
         name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
@@ -163,12 +163,12 @@ OPERATIONS = (
     Operation(
         name="decide", method="POST", path="/v1/decide", about="The decision on a version that is published together.",
         takes=DecideRequest, gives=DecideReply, models=lambda request: (request.name,),
-        speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body),
+        speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body, caller),
     ),
     Operation(
         name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
         speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.complain(body, caller),
+        answer=lambda directory, _, body, caller: _complain(directory, body, caller),
     ),
     Operation(
         name="job", method="PUT", path="/v1/jobs/{member}", about="The state of a conversion.", takes=JobState,
@@ -203,6 +203,16 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+def _complain(directory: Directory, complaint: Complaint, caller: Caller) -> None:
+    """Record a complaint of a caller that may see the holder, or that reads the same weights."""
+    if not directory.sees_any(complaint.key, (complaint.of, complaint.member), caller):
+        # The same for a holder of a hidden model and for a member that holds nothing: nobody learns who holds what.
+        audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
+        hint = "only readers of a model complain of its holders"
+        raise Refused(403, f"this token is not for models with the key {complaint.key}", hint)
+    directory.complain(complaint, caller)
+
+
 _OF_A_MODEL = frozenset({"status", "phases"})
 """Operations with the parameter `model`."""
 
@@ -227,7 +237,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)
-        CALLER.set(STRANGER)
+        CALLER.set(stranger(client))
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
     app = HubApp(
@@ -352,8 +362,8 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
 
     async def page(request: Request) -> Response:
         # Labels name models, and a token may be limited to some of them: the page is not public as health checks are.
-        _check_caller(request, auth)
-        return Response(await run_in_threadpool(metrics.page), media_type="text/plain; version=0.0.4")
+        caller = _check_caller(request, auth)
+        return Response(await run_in_threadpool(metrics.page, caller), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
         return JSONResponse(_document(auth))
@@ -433,7 +443,7 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     """Authenticate the caller of a request; refuse it with status 401 if that fails."""
     certificate = request.scope.get(CERTIFICATE, "") if auth.client_ca is not None else ""
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
-    CALLER.set(STRANGER if caller is None else caller.name)
+    CALLER.set(stranger(_client(request)) if caller is None else caller.name)
     if caller is None:
         # A token that was revoked after the connection was accepted; requests without a token do not get this far.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))

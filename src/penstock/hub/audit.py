@@ -17,17 +17,25 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.hub.auth import RateLimit
+from penstock.net.admission import network_of
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="hub")
-"""Caller of the request that is being answered: `Caller.name`, or `STRANGER`."""
+"""Caller of the request that is being answered: `Caller.name`, or `stranger`."""
 STRANGER = "stranger"
-"""All callers that show no token of this hub's: they share one rate, whatever their addresses."""
+"""All callers that show no token of this hub's: they share one rate. The network of each has a smaller one."""
 LINES_PER_S, LINES_AT_ONCE = 100.0, 10_000
 """Rate and burst of one caller. 1,000 members that start together are issued 4,000 grants within seconds; a caller that
 is refused in a loop writes 15 KB a second at most, and takes 6 hours to fill the files."""
+STRANGER_LINES_PER_S, STRANGER_LINES_AT_ONCE = 10.0, 1_000
+"""The same for the network of a stranger, so that one address does not use up the rate of all strangers."""
 FILE_BYTES, NUM_OLD_FILES = 64 << 20, 4
 """Size at which a new file is started, and the number of old files that stay: 320 MiB in all."""
 _FORMAT = "%(asctime)s %(name)s %(message)s"
+
+
+def stranger(address: str) -> str:
+    """Return the name of a caller that shows no token of this hub's, by its address."""
+    return f"{STRANGER} {network_of(address)}"
 
 
 class LimitedHandler(logging.Handler):
@@ -42,6 +50,7 @@ class LimitedHandler(logging.Handler):
         self._inner = inner
         inner.setFormatter(logging.Formatter(_FORMAT))
         self._limit = RateLimit(LINES_PER_S, LINES_AT_ONCE)
+        self._stranger_limit = RateLimit(STRANGER_LINES_PER_S, STRANGER_LINES_AT_ONCE)
         self._counting = threading.Lock()
         # Caller -> its lines that were suppressed since the last one that was not.
         self._left_out = Counter[str]()
@@ -49,8 +58,10 @@ class LimitedHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or count it if its caller's rate is exhausted."""
         # By caller, so that one that is refused in a loop cannot push the lines of the others out of the files.
-        caller = CALLER.get()
-        if not self._limit.allow(caller):
+        caller, is_allowed = CALLER.get(), True
+        if caller.startswith(STRANGER):
+            is_allowed, caller = self._stranger_limit.allow(caller), STRANGER
+        if not (is_allowed and self._limit.allow(caller)):
             with self._counting:
                 self._left_out[caller] += 1
             return

@@ -12,6 +12,7 @@ from penstock.errors import PlanError, SourceBusy
 from penstock.hub.messages import JobStatus
 from penstock.hub.store import Store
 from penstock.jobs.observer import JobState
+from penstock.net.shares import Shares
 
 JOB_TTL_S = 3600.0
 """After its last report a conversion is shown for as long as the page's charts go back."""
@@ -28,45 +29,62 @@ class JobEntry(msgspec.Struct, frozen=True, array_like=True):
     state: JobState
     since: float
     seen: float
+    caller: str = ""
+    """`Caller.name` of its reports."""
 
 
 _ENTRY = msgspec.msgpack.Decoder(JobEntry)
 
 
-def record_job(store: Store, job: str, state: JobState, now: float, *, ttl_s: float) -> None:
+def record_job(store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float) -> None:
     """Record the state of a conversion, in place of its earlier one.
 
     Args:
         store: of the hub.
         job: its id.
         state: what it reports.
+        caller: `Caller.name` of the process that reports it.
         now: the hub's clock.
         ttl_s: a conversion silent for this long may be forgotten for another one.
 
     Raises:
-        SourceBusy: too many conversions are running.
+        SourceBusy: too many conversions are running, and no other caller has more of them than this one.
         PlanError: the state is too large.
     """
     name = f"job/{job}"
     entry = store.read(name)
     if entry is None:
-        _make_room(store, now, ttl_s)
+        _make_room(store, job, caller, now, ttl_s)
     since = now if entry is None else _ENTRY.decode(entry.value).since
-    raw = msgspec.msgpack.encode(JobEntry(state, since, now))
+    raw = msgspec.msgpack.encode(JobEntry(state, since, now, caller))
     if len(raw) > MAX_JOB_BYTES:
         raise PlanError(f"the state of a conversion takes {len(raw)} bytes, more than {MAX_JOB_BYTES}")
     store.write(name, raw, ttl_s=JOB_TTL_S)
 
 
-def _make_room(store: Store, now: float, ttl_s: float) -> None:
-    """Forget the conversion that ended, or fell silent, first, if there are `MAX_JOBS`. SourceBusy: all run."""
+def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float) -> None:
+    """Forget a conversion if there are `MAX_JOBS`: one that ended or fell silent, else one of the greediest caller.
+
+    Raises:
+        SourceBusy: all run, and no other caller has more of them than this one.
+    """
     jobs = _entries(store)
     if len(jobs) < MAX_JOBS:
         return
-    over = [job for job, entry in jobs.items() if entry.state.is_over or now - entry.seen > ttl_s]
-    if not over:
-        raise SourceBusy(f"{MAX_JOBS} conversions are running", hint="those that run go on; this one is not shown")
-    store.write(f"job/{min(over, key=lambda job: jobs[job].seen)}", None)
+    by_age = sorted(jobs, key=lambda name: jobs[name].seen)
+    over = [name for name in by_age if jobs[name].state.is_over or now - jobs[name].seen > ttl_s]
+    if over:
+        store.write(f"job/{over[0]}", None)
+        return
+    shares = Shares[str](len(jobs))
+    for name in by_age:
+        shares.enter(name, jobs[name].caller)
+    victims = shares.enter(job, caller, displaces_own=False)
+    if victims is None:
+        hint = "those that run go on; this one is not shown"
+        raise SourceBusy("as many conversions are running as this hub shows", hint=hint)
+    for name in victims:
+        store.write(f"job/{name}", None)
 
 
 def jobs_of(store: Store, model: str | None, now: float) -> tuple[JobStatus, ...]:

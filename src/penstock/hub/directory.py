@@ -27,6 +27,7 @@ from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
 from penstock.hub.failures import record_failed_calls
 from penstock.hub.grants import GrantSigner
+from penstock.hub.limits import CLAIMS_TTL_S, MAX_KEYS, Limits, remove_member
 from penstock.hub.messages import (
     Beat,
     BeatReply,
@@ -62,6 +63,7 @@ from penstock.hub.snapshot import (
     SnapshotReader,
     by_rank,
     decide,
+    decision_name,
     keys_of,
     record_key,
     record_sync_states,
@@ -79,8 +81,6 @@ _ANNOUNCE_S = 1.0
 _GONE_TTL_S = 60.0
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
-# After the last claim: longer than a piece takes from any storage.
-_CLAIMS_TTL_S = 86400.0
 # Of a fleet of this size or more, newcomers poll after 0.5 s: by then a snapshot of 1,000 members has been renewed.
 _NEWCOMERS = 50
 # Those with a place poll after 2 s: a second request of each within the second in which 1,000 members start was a third
@@ -135,6 +135,7 @@ class Directory:
         # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
+        self._limits = Limits(store, ttl_s=ttl_s, timer=timer)
         self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
@@ -179,6 +180,7 @@ class Directory:
         Raises:
             PermissionDenied: the id is another process's, or of one that left.
             PlanError: an address of the member's server is not valid.
+            SourceBusy: the caller has announced its share of members.
         """
         for url in hello.doors:
             if parse_peer_url(url) is None:
@@ -192,8 +194,9 @@ class Directory:
             raise PermissionDenied(message, hint="a new process takes a new id")
         # An equal hello of a known life is a repeated request, whose answer was lost.
         if known is None:
-            self.counts["hellos"] += 1
             caller = caller or Caller()
+            self._limits.admit(hello.member, caller.name)
+            self.counts["hellos"] += 1
             by = caller.name, caller.certificate
             self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(anew=True)
@@ -222,12 +225,15 @@ class Directory:
         Raises:
             UnknownMember: it was silent for too long, left, or the hub is new.
             PlanError: a holding contradicts itself.
+            SourceBusy: its caller's members report more than the caller's share.
         """
         # All states are checked before any is stored: a refused beat changes nothing.
         for holding in beat.holdings:
             check_state(holding)
         self._mark_life()
         entry, known = self._known(member)
+        boot = encoded(beat.boot, caller)
+        self._limits.admit(member, known.caller, beat, boot)
         now = self._clock()
         # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
@@ -245,7 +251,6 @@ class Directory:
         )
         # A request of the same member may have changed the entry since it was read: then merge with that once more. If
         # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
-        boot = encoded(beat.boot, caller)
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot)
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
@@ -262,17 +267,21 @@ class Directory:
             HubUnavailable: too many requests change the member at the same moment.
         """
         order = None if drain is None else Drain(by=caller.name, reason=drain.reason)
-        # Also while this hub is new: a beat that was made before must not bring the order back.
-        self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             names = {key: f"hold/{key}/{member}" for key in known.keys}
             stored = {key: held for key, name in names.items() if (held := self.store.read(name)) is not None}
             holders = {key: HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
-            if not caller.may_ask(holder.holding.identity.model for holder in holders.values()):
+            models = {holder.holding.identity.model for holder in holders.values()}
+            if models and not any(caller.may_ask((model,)) for model in models):
+                # As for a member that does not exist: this caller sees none of what it holds.
+                raise _unknown(member)
+            if not caller.may_ask(models):
                 raise PermissionDenied(
                     f"this token is not for every model that member {member} holds", hint="use one for all of them"
                 )
+            # Also while this hub is new: a beat that was made before must not bring the order back.
+            self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
         else:
@@ -284,21 +293,24 @@ class Directory:
         event, reason = ("undrain", "") if drain is None else ("drain", drain.reason)
         audit.warning("event=%s member=%s caller=%s reason=%r", event, member, caller.name, reason)
 
-    def leave(self, member: str) -> None:
+    def leave(self, member: str, caller: Caller | None = None) -> None:
         """Remove a member for good and free its claims; do nothing if it is not known."""
         entry = self.store.read(f"member/{member}")
         # Also for an unknown member: its hello may still be on its way.
-        self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
+        if entry is not None or self._limits.may_leave_unknown((caller or Caller()).name):
+            self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is None:
             return
         self.counts["leaves"] += 1
         known = MEMBER_DECODER.decode(entry.value)
-        record_failure(self.store, member, known)
-        self._remove(member, known)
+        if failed := record_failure(self.store, member, known):
+            self._limits.start(failed, known.caller)
+        remove_member(self.store, member, known)
+        self._limits.forget(member)
 
     # Keys.
 
-    def upstreams(self, request: UpstreamsRequest) -> UpstreamsReply:
+    def upstreams(self, request: UpstreamsRequest, caller: Caller | None = None) -> UpstreamsReply:
         """Return the upstreams to read chunks from, parents first, with a grant for each.
 
         A request without chunks comes from a member that does not know the layout yet: it gets members to request it
@@ -352,7 +364,7 @@ class Directory:
         claim = None
         if request.claim and holding.num_chunks:
             self._mark_life(check_store=True)
-            claim = self._assign(ClaimRequest(member=request.member, holding=holding), attempts=_FEW_ATTEMPTS)
+            claim = self._assign(ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS)
         # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
@@ -371,7 +383,7 @@ class Directory:
             claim=claim,
         )
 
-    def claim(self, request: ClaimRequest) -> ClaimReply:
+    def claim(self, request: ClaimRequest, caller: Caller | None = None) -> ClaimReply:
         """Assign chunks that the member alone reads from storage, and take back those that it no longer reads.
 
         Raises:
@@ -381,12 +393,12 @@ class Directory:
         check_state(request.holding)
         self._mark_life(check_store=True)
         self._record_request(request.member, request.holding, reads_storage=request.ask)
-        reply = self._assign(request, attempts=_ATTEMPTS)
+        reply = self._assign(request, caller, attempts=_ATTEMPTS)
         if reply is None:
             raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
         return reply
 
-    def _assign(self, request: ClaimRequest, *, attempts: int) -> ClaimReply | None:
+    def _assign(self, request: ClaimRequest, caller: Caller | None, *, attempts: int) -> ClaimReply | None:
         """Change the table of claims for a recorded request; None: other directories were faster each time."""
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
@@ -407,9 +419,9 @@ class Directory:
                 after, ranges = self._claimed(request, before, view, give_more=give_more)
                 if only_asks and not ranges and after == before:
                     view.note_all_claimed(version, before.members)
-                if after == before or self.store.write(
-                    name, _encode(after) if after.members else None, ttl_s=_CLAIMS_TTL_S, expected=version
-                ):
+                table = _encode(after) if after.members else b""
+                if after == before or self.store.write(name, table or None, ttl_s=CLAIMS_TTL_S, expected=version):
+                    self._limits.table(name, (caller or Caller()).name, len(table))
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
                 # Some milliseconds at random: the loser of one race would else meet the same winner again.
@@ -443,6 +455,14 @@ class Directory:
             )
         self._complaints.record(complaint, holder, caller)
 
+    def sees_any(self, key: str, members: Iterable[str], caller: Caller) -> bool:
+        """Return whether one of these members holds weights of a key whose model the caller may access."""
+        if caller.models is None:
+            return True
+        entries = (self.store.read(f"hold/{key}/{member}") for member in members)
+        holders = (HOLDING_DECODER.decode(entry.value) for entry in entries if entry is not None)
+        return any(caller.may_ask((holder.holding.identity.model,)) for holder in holders)
+
     def expel(self, callers: Collection[str]) -> int:
         """Remove the members of callers whose tokens were revoked; return their number.
 
@@ -455,7 +475,8 @@ class Directory:
             known = MEMBER_DECODER.decode(entry.value)
             if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
                 audit.warning("event=expelled member=%s caller=%s", member, known.caller)
-                self._remove(member, known)
+                remove_member(self.store, member, known)
+                self._limits.forget(member)
                 count += 1
         return count
 
@@ -465,7 +486,7 @@ class Directory:
         self.counts["grants"] += len(request.grants)
         return sync_members(self.store, request, self._grants())
 
-    def decide(self, request: DecideRequest) -> DecideReply:
+    def decide(self, request: DecideRequest, caller: Caller | None = None) -> DecideReply:
         """Return the decision on a version that is published together; the first proposal stands.
 
         Raises:
@@ -475,7 +496,10 @@ class Directory:
         # A store that lost its memory may have lost a commit.
         self._mark_life(check_store=True)
         self._known(request.member)
-        return decide(self.store, request)
+        reply = decide(self.store, request)
+        if reply.decision is not None:
+            self._limits.decision(decision_name(request), (caller or Caller()).name)
+        return reply
 
     # Conversions.
 
@@ -486,9 +510,10 @@ class Directory:
             SourceBusy: the caller reports too often, or too many conversions are running.
             PlanError: the state is too large.
         """
-        if not self._job_reports.allow((caller or Caller()).name):
+        by = (caller or Caller()).name
+        if not self._job_reports.allow(by):
             raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
-        record_job(self.store, job, state, self._clock(), ttl_s=self.ttl_s)
+        record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s)
 
     # For people.
 
@@ -506,13 +531,6 @@ class Directory:
         return Why(lines=explain_lines(request, {key: view for key, view in views.items() if view.held}))
 
     # Inside.
-
-    def _remove(self, member: str, known: MemberEntry) -> None:
-        """Remove a member, so that no reader is sent to it."""
-        # The member first: a concurrent beat then fails as unknown, instead of renewing it.
-        self.store.write(f"member/{member}", None)
-        for key in known.keys:
-            self.store.write(f"hold/{key}/{member}", None)
 
     def _mark_life(self, *, check_store: bool = False) -> None:
         """Renew the hub's life mark once a beat; `check_store`: also if the store has lost the mark since."""
@@ -542,7 +560,7 @@ class Directory:
         """Return a member's entry. Raises UnknownMember."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
-            raise UnknownMember(f"member {member} is not known to this hub", hint="register it again (hello)")
+            raise _unknown(member)
         return entry, MEMBER_DECODER.decode(entry.value)
 
     def _renew(self, member: str, entry: Entry, known: MemberEntry) -> bool:
@@ -604,6 +622,8 @@ class Directory:
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
+            if len(keys) > MAX_KEYS:
+                raise SourceBusy(f"a member fetches and holds {MAX_KEYS} models at most", hint="use another member")
             if self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys)):
                 break
         return self._hold(known, holding, reads_storage=reads_storage)
@@ -663,6 +683,11 @@ class Directory:
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
         return cache.at(self._timer, self._look_share, again=again, asks=asks)
+
+
+def _unknown(member: str) -> UnknownMember:
+    """Return the error for a member that the hub does not know."""
+    return UnknownMember(f"member {member} is not known to this hub", hint="register it again (hello)")
 
 
 def _pause(least_s: float, num_asking: int) -> float:

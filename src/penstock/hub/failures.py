@@ -13,11 +13,13 @@ import msgspec
 from penstock.hub.auth import Caller
 from penstock.hub.messages import FailureReport, FleetFailure, Hello
 from penstock.hub.store import Store
+from penstock.net.shares import Shares
 
 FAILURE_TTL_S = 3600.0
 """A failure is shown for as long as the page's charts go back."""
 MAX_FAILING = 500
-"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most."""
+"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most. For more members
+the oldest failures of the caller that has the most are forgotten."""
 
 
 class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -26,6 +28,8 @@ class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
     failures: tuple[FleetFailure, ...]
     at: float
     """Time of the beat that their ages are of."""
+    caller: str = ""
+    """`Caller.name` of the member."""
 
 
 _ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
@@ -53,11 +57,27 @@ def record_failed_calls(
         return
     name = f"failure/{hello.member}"
     before = store.read(name)
-    if before is None and len(store.scan("failure/")) >= MAX_FAILING:
-        return
+    by = (caller or Caller()).name
+    if before is None:
+        for member in _giving_way(store, hello.member, by):
+            store.write(f"failure/{member}", None)
     # Not with each beat: their ages grow by themselves.
     if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
-        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now)), ttl_s=FAILURE_TTL_S)
+        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, by)), ttl_s=FAILURE_TTL_S)
+
+
+def _giving_way(store: Store, member: str, caller: str) -> tuple[str, ...]:
+    """Return the members whose failures are forgotten, so that those of another member can be kept."""
+    stored = store.scan("failure/")
+    if len(stored) < MAX_FAILING:
+        return ()
+    entries = {name: _ENTRY.decode(entry.value) for name, entry in stored.items()}
+    shares = Shares[str](len(entries))
+    by_age = sorted(entries, key=lambda name: entries[name].at)
+    for name in by_age:
+        shares.enter(name, entries[name].caller)
+    # None: as many callers as places, and none of them has more than one. The oldest failure then gives way.
+    return shares.enter(member, caller) or (by_age[0],)
 
 
 def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from penstock.errors import MALFORMED, GrantRefused
+from penstock.hub.auth import RateLimit
 
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
@@ -34,6 +35,9 @@ GRACE_S = 30.0
 """Grants of an epoch are accepted for this long after it was replaced, so a grant is good for 30 to 45 s, less the age
 of the source's last report (a beat, 2 s). Long enough to queue at a busy source; short enough that a leaked grant soon
 expires."""
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 10.0, 1_000
+"""Lines of the audit about refused grants. Reason: anyone who reaches the port can cause them, and members often log to
+stderr."""
 _SIGNATURE_BYTES = 64
 # A grant has a few hundred bytes; what is longer is refused before its signature is checked.
 _MAX_GRANT_BYTES = 2048
@@ -140,6 +144,7 @@ class GrantChecker:
         self._source = source
         self._clock = clock
         self._lock = threading.Lock()
+        self._lines = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE, clock=clock)
         # Epochs whose grants are accepted, oldest first; the last is the present one. Numbered from a random number on:
         # a grant for an earlier checker, whose nonces are forgotten, never matches an epoch of this one.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
@@ -171,7 +176,9 @@ class GrantChecker:
         """
         fault = self._fault(grant, key, reader)
         if fault:
-            audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, fault)
+            # One rate for all of them: whoever shows a grant that is not good may call itself any reader.
+            if self._lines.allow("refused"):
+                audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, fault)
             raise GrantRefused(f"grant refused: {fault}", hint="ask the hub for upstreams again")
         audit.info("event=used key=%s reader=%s source=%s", key, reader, self._source)
 

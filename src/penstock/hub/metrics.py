@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra
+from penstock.hub.auth import Caller
 from penstock.hub.directory import Directory
 
 try:
@@ -53,7 +54,8 @@ class Metrics:
         self._refusals = Counter(
             "penstock_hub_refusals", "Answers that are not 2xx.", ["status"], registry=self._registry
         )
-        self._registry.register(_Fleet(directory))
+        self._directory = directory
+        self._registry.register(_Fleet(directory, Caller()))
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
@@ -68,20 +70,34 @@ class Metrics:
         """Count an answer that is not 2xx."""
         self._refusals.labels(str(status)).inc()
 
-    def page(self) -> bytes:
+    def page(self, caller: Caller | None = None) -> bytes:
         """Return the metrics in Prometheus' text format.
+
+        Args:
+            caller: if its token is for some models, the page has the members and holdings of these models alone. Counts
+                of requests, refusals and grants would tell it of others.
 
         Raises:
             HubUnavailable: the store did not answer.
         """
-        return bytes(generate_latest(self._registry))
+        if caller is None or caller.models is None:
+            return bytes(generate_latest(self._registry))
+        registry = CollectorRegistry()
+        registry.register(_Fleet(self._directory, caller))
+        return bytes(generate_latest(registry))
 
 
 class _Fleet:
-    """A collector of the fleet's state, which reads the store only when the page is requested."""
+    """A collector of the fleet's state, which reads the store only when the page is requested.
 
-    def __init__(self, directory: Directory) -> None:
+    Args:
+        directory: of the hub.
+        caller: only models that it may access are counted.
+    """
+
+    def __init__(self, directory: Directory, caller: Caller) -> None:
         self._directory = directory
+        self._caller = caller
 
     def describe(self) -> Iterator[Metric]:
         """Return no metrics, so that registering this collector does not read the store."""
@@ -89,15 +105,19 @@ class _Fleet:
 
     def collect(self) -> Iterator[Metric]:
         """Yield members, holdings by state, chunks being read from storage, and the directory's counts."""
+        sees_all = self._caller.models is None
         status = self._directory.status()
-        yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=len(status.members))
+        num_members = 0
         # By model and state, not by member: a fleet's members come and go, and each would be a series for ever.
         states: Tally[tuple[str, str]] = Tally()
         claims: Tally[str] = Tally()
         for member in status.members:
-            for holding in member.holdings:
+            visible = [h for h in member.holdings if sees_all or self._caller.may_ask((h.identity.model,))]
+            num_members += sees_all or bool(visible) or any(self._caller.may_ask((s.name,)) for s in member.syncs)
+            for holding in visible:
                 states[holding.identity.model, holding.state] += 1
                 claims[holding.identity.model] += sum(stop - start for start, stop in holding.claims)
+        yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=num_members)
         holdings = GaugeMetricFamily("penstock_hub_holdings", "Holdings.", labels=["model", "state"])
         for (model, state), count in states.items():
             holdings.add_metric([model, state], count)
@@ -106,5 +126,7 @@ class _Fleet:
         for model, count in claims.items():
             reading.add_metric([model], count)
         yield reading
+        if not sees_all:
+            return
         for name, about in _COUNTS.items():
             yield CounterMetricFamily(f"penstock_hub_{name}", about, value=self._directory.counts[name])

@@ -13,6 +13,7 @@ after `STREAM_S`, before the hub's deadline for an answer; the page then asks fo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import secrets
@@ -33,6 +34,7 @@ from penstock.hub.auth import Caller
 from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
 from penstock.hub.replicas import ReplicaFeed
 from penstock.hub.routes import Handler, HubApp
+from penstock.net.shares import Shares
 
 try:
     from starlette.concurrency import run_in_threadpool
@@ -58,7 +60,8 @@ MAX_GONE = 10_000
 MAX_FAILURES = 50
 """The newest ones that are shown."""
 MAX_VIEWERS = 32
-"""Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second."""
+"""Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second. One caller may
+have all of them until another one needs a place."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -262,7 +265,7 @@ class FleetFeed:
         """
         with self._lock:
             present = f"{self._life}.{self._serial}"
-            if cursor == present:
+            if cursor == present and caller.models is None:
                 return present, b""
             parts = _CURSOR.fullmatch(cursor)
             since = int(parts[2]) if parts and parts[1] == self._life else -1
@@ -283,7 +286,17 @@ class FleetFeed:
             if caller.models is None:
                 message["totals"] = totals(self._rows)
                 message["history"] = list(self._history) if is_full else list(self._history)[-1:]
-            return present, msgspec.json.encode(message)
+            if caller.models is None:
+                return present, msgspec.json.encode(message)
+            # By what the caller sees: a serial number counts the changes of everything else, too.
+            message["cursor"] = seen = f"{self._life}.{_number(message)}"
+            return seen, b"" if seen == cursor else msgspec.json.encode(message)
+
+
+def _number(message: dict[str, Any]) -> int:
+    """Return a number for the content of a message, of at most 18 digits."""
+    content = msgspec.json.encode({name: value for name, value in message.items() if name != "cursor"})
+    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())
 
 
 def visible_to(row: Row, caller: Caller) -> Row | None:
@@ -295,6 +308,9 @@ def visible_to(row: Row, caller: Caller) -> Row | None:
         "holdings": [holding for holding in row["holdings"] if caller.may_ask((holding["model"],))],
         "syncs": [state for state in row["syncs"] if caller.may_ask((state["name"],))],
     }
+    if len(visible["holdings"]) < len(row["holdings"]):
+        # A row counts the complaints about all of its holdings.
+        visible["complaints"] = 0
     return visible if visible["holdings"] or visible["syncs"] else None
 
 
@@ -320,26 +336,26 @@ def or_stream(answer: Handler, feed: ReplicaFeed, caller_of: Callable[[Request],
         feed: the replicas.
         caller_of: see `add_page`.
     """
-    viewers = 0
+    viewers = Shares[object](MAX_VIEWERS)
 
     async def endpoint(request: Request) -> Response:
-        nonlocal viewers
         if not wants_stream(request.query_params, request.headers.get("accept", "")):
             return await answer(request)
         caller = caller_of(request)
         model, limit = request.query_params.get("model") or None, request.query_params.get("limit", str(MANY_REPLICAS))
         if not _LIMIT.fullmatch(limit):
             return Response(status_code=422)
-        if viewers >= MAX_VIEWERS:
+        if not viewers.has_room(caller.name, displaces_own=False):
             return Response(status_code=503, headers={"Retry-After": "10"})
 
         async def stream() -> AsyncIterator[bytes]:
-            nonlocal viewers
-            viewers += 1
+            place = object()
+            viewers.enter(place, caller.name, displaces_own=False)
             try:
                 had: Mapping[str, Replica] | None = None
                 end_s = time.monotonic() + STREAM_S
-                while time.monotonic() < end_s:
+                # Its place may be given to another caller.
+                while time.monotonic() < end_s and place in viewers:
                     try:
                         look = partial(feed.changes, had, caller, model=model, limit=int(limit))
                         had, event = await run_in_threadpool(look)
@@ -348,7 +364,7 @@ def or_stream(answer: Handler, feed: ReplicaFeed, caller_of: Callable[[Request],
                     yield b"data: " + event + b"\n\n" if event else b":\n\n"
                     await asyncio.sleep(INTERVAL_S)
             finally:
-                viewers -= 1
+                viewers.drop(place)
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -364,7 +380,7 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
         caller_of: authenticates a request, or raises what the app answers with 401.
     """
     assets = files("penstock.hub") / "assets"
-    viewers = 0
+    viewers = Shares[object](MAX_VIEWERS)
 
     async def index(_: Request) -> Response:
         return Response((assets / "index.html").read_bytes(), media_type="text/html", headers=SECURITY_HEADERS)
@@ -376,20 +392,20 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
         return Response((assets / name).read_bytes(), media_type=_ASSETS[name], headers=SECURITY_HEADERS)
 
     async def events(request: Request) -> Response:
-        nonlocal viewers
         caller = caller_of(request)
         since = request.query_params.get("since", "")
         if since and not _CURSOR.fullmatch(since):
             return Response(status_code=422, headers=SECURITY_HEADERS)
-        if viewers >= MAX_VIEWERS:
+        if not viewers.has_room(caller.name, displaces_own=False):
             return Response(status_code=503, headers={**SECURITY_HEADERS, "Retry-After": "10"})
 
         async def stream() -> AsyncIterator[bytes]:
-            nonlocal viewers
-            viewers += 1
+            place = object()
+            viewers.enter(place, caller.name, displaces_own=False)
             try:
                 cursor, end_s = since, time.monotonic() + STREAM_S
-                while time.monotonic() < end_s:
+                # Its place may be given to another caller.
+                while time.monotonic() < end_s and place in viewers:
                     try:
                         # In a thread: Redis may be behind the status, and 1,000 rows are compared.
                         await run_in_threadpool(feed.look)
@@ -401,7 +417,7 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
                     yield b"data: " + message + b"\n\n" if message else b":\n\n"
                     await asyncio.sleep(feed.interval_s)
             finally:
-                viewers -= 1
+                viewers.drop(place)
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=SECURITY_HEADERS)
 

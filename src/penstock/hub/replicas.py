@@ -42,14 +42,17 @@ def encoded(boot: Boot | None, caller: Caller | None) -> bytes:
     return b"" if boot is None else _encode(boot)
 
 
-def record_failure(store: Store, member: str, known: MemberEntry) -> None:
-    """Keep the start of a member that leaves, if it failed."""
+def record_failure(store: Store, member: str, known: MemberEntry) -> str:
+    """Keep the start of a member that leaves, if it failed; return the name of the entry, or an empty text."""
     if not known.boot:
-        return
+        return ""
     boot = BOOT_DECODER.decode(known.boot)
-    if boot.state == "failed":
-        gone = msgspec.structs.replace(_replica(member, known, boot, 0.0), has_left=True)
-        store.write(f"failed/{member}", _encode(gone), ttl_s=FAILED_TTL_S)
+    if boot.state != "failed":
+        return ""
+    gone = msgspec.structs.replace(_replica(member, known, boot, 0.0), has_left=True)
+    name = f"failed/{member}"
+    store.write(name, _encode(gone), ttl_s=FAILED_TTL_S)
+    return name
 
 
 def replicas(store: Store, now: float, *, model: str | None = None, caller: Caller | None = None) -> PhasesReply:

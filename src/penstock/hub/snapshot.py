@@ -565,6 +565,11 @@ DECISION_TTL_S = 3600.0
 _DECISION = msgspec.msgpack.Decoder(FleetDecision)
 
 
+def decision_name(request: DecideRequest) -> str:
+    """Return the name of the store's entry of a decision."""
+    return f"decision/{sync_key(request.name)}/{request.decision.run}/{request.decision.version}"
+
+
 def decide(store: Store, request: DecideRequest) -> DecideReply:
     """Return the decision that stands on a version, which is the first proposal.
 
@@ -577,7 +582,7 @@ def decide(store: Store, request: DecideRequest) -> DecideReply:
         raise PermissionDenied(f"member {request.member} takes no part in the sync {request.name!r}")
     if proposal.outcome == "committed" and request.member != proposal.run:
         raise PermissionDenied("only rank 0 of the publishers may commit a version")
-    name = f"decision/{key}/{proposal.run}/{proposal.version}"
+    name = decision_name(request)
     entry = store.read(name)
     if entry is not None:
         return DecideReply(decision=_DECISION.decode(entry.value))

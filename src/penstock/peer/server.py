@@ -389,7 +389,7 @@ class PeerServer:
                 case "GET", ["v1", "phases"]:
                     self._check_watcher(exchange)
                     exchange.prove()
-                    self.phases.answer(exchange, query)
+                    self.phases.answer(exchange, query, exchange.peer)
                     return _ANSWERED
                 case "GET", ["v1", "leases", lease, name]:
                     value = self._get(lease, name, query)

@@ -48,6 +48,19 @@ def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
     ]  # fmt: skip
 
 
+def test_stranger_in_loop_leaves_lines_to_others(log, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(audit, "STRANGER_LINES_PER_S", 0.0)
+    monkeypatch.setattr(audit, "STRANGER_LINES_AT_ONCE", 2)
+    handler = audit.audit_handler(tmp_path / "audit.log")
+    log.addHandler(handler)
+    say(log, audit.stranger("192.0.2.1"), *(f"event=unauthorized n={i}" for i in range(20)))
+    say(log, audit.stranger("192.0.2.2"), "event=unauthorized other")
+    handler.close()
+    lines = [line.split(" ", 3)[3] for line in (tmp_path / "audit.log").read_text().splitlines()]
+    assert "event=unauthorized other" in lines and "event=unauthorized n=2" not in lines
+    assert "event=left_out caller=stranger lines=18" in lines
+
+
 def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
     handler = audit.audit_handler(tmp_path / "audit.log")

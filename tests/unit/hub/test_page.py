@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("starlette")
 import uvicorn
 
-from penstock.errors import HubUnavailable
+from penstock.errors import HubUnavailable, PermissionDenied
 from penstock.hub import page
 from penstock.hub.auth import Auth, Caller
+from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
+    Beat,
+    Complaint,
     FleetFailure,
+    Hello,
     HoldingState,
     Identity,
     JobStatus,
@@ -130,6 +135,27 @@ def test_a_limited_caller_sees_its_models_only() -> None:
     fleet.members = {"a": member("a", model="secret")}
     _, message = fleet.look(cursor, limited)
     assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
+
+
+def test_hidden_change_is_no_event_for_limited_caller() -> None:
+    fleet = Fleet()
+    limited = Caller(models=("llama",))
+    fleet.members = {"a": member("a"), "b": member("b", model="secret")}
+    cursor, _ = fleet.look("", limited)
+    fleet.members["b"] = member("b", model="secret", have=((0, 5),))
+    fleet.members["c"] = member("c", model="secret")
+    assert fleet.look(cursor, limited) == (cursor, None)
+    fleet.members["a"] = member("a", have=((0, 5),))
+    later, message = fleet.look(cursor, limited)
+    assert later != cursor and message is not None and [row["id"] for row in message["rows"]] == ["a"]
+
+
+def test_complaints_about_hidden_holdings_are_hidden() -> None:
+    fleet = Fleet()
+    both = msgspec.structs.replace(member("a"), complaints=3)
+    fleet.members = {"a": msgspec.structs.replace(both, holdings=(*both.holdings, *member("a", model="s").holdings))}
+    _, message = fleet.look("", Caller(models=("llama",)))
+    assert message is not None and message["rows"][0]["complaints"] == 0
 
 
 def test_bytes_from_peers_count_as_saved() -> None:
@@ -310,3 +336,52 @@ def test_a_stream_of_starts_has_a_limit(ask) -> None:
     assert ask("/v1/phases?stream&limit=0", TOKEN).status == 422
     assert ask("/v1/phases?stream&limit=x", TOKEN).status == 422
     assert ask("/v1/phases?stream&limit=5", TOKEN).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/phases?stream"])
+def test_streams_of_one_token_leave_places_to_another(ask, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    flood = [ask(path, LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
+    assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
+    others = [ask(path, TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
+    assert [answer.status for answer in others] == [200] * len(others)
+    # The streams that gave way end.
+    assert flood[0].read().endswith(b"\n\n")
+    assert [ask(path, token).status for token in (TOKEN, LIMITED)] == [503, 503]
+
+
+@pytest.fixture
+def two_models(hub: HubThread) -> tuple[str, str]:
+    """Announce a holder of a model for each token, and one of a model that the limited token is not for."""
+    members = []
+    for token, model in ((TOKEN, "secret"), (LIMITED, "llama")):
+        with HubClient.connect(hub.url, token) as client:
+            client.hello(Hello(member=client.member, host="h", doors=("unix:///x",)))
+            identity = Identity(model=model)
+            held = HoldingState(key=identity.key(), identity=identity, num_chunks=1, nbytes=1, have=((0, 1),))
+            client.beat(client.member, Beat(holdings=(held,)))
+            members.append(client.member)
+    return members[0], members[1]
+
+
+def test_metrics_of_limited_token_show_its_models_only(ask, two_models) -> None:
+    text = ask("/metrics", LIMITED).read().decode()
+    assert 'model="llama"' in text and "secret" not in text
+    assert "penstock_hub_members 1.0" in text
+    assert not re.search(r"hellos|grants|request_seconds|refusals|complaints", text)
+    everything = ask("/metrics", TOKEN).read().decode()
+    assert 'model="secret"' in everything and "penstock_hub_members 2.0" in everything
+    assert "penstock_hub_hellos_total 2.0" in everything and "request_seconds" in everything
+
+
+def test_complaint_does_not_tell_who_holds_hidden_model(hub: HubThread, two_models) -> None:
+    holder, _ = two_models
+    key = Identity(model="secret").key()
+    with HubClient.connect(hub.url, LIMITED) as client, HubClient.connect(hub.url, TOKEN) as all_models:
+        client.hello(Hello(member=client.member, host="h", doors=("unix:///x",)))
+        refusals = []
+        for of in (holder, "f" * 32):
+            with pytest.raises(PermissionDenied) as caught:
+                client.complain(Complaint(member=client.member, of=of, key=key, fault="unreachable"))
+            refusals.append(str(caught.value))
+        assert refusals[0] == refusals[1] and "secret" not in refusals[0]
+        assert not any(member.complaints for member in all_models.status().members)

@@ -1,0 +1,126 @@
+"""The share of the hub's memory that each caller gets: members, tables of claims, failed starts, decisions.
+
+In: the caller of each entry that the hub is asked to keep. Out: the entry is kept, or the caller is refused; entries of
+a caller that has more than others are removed from the store.
+Not here: the rule who gives way (`net.shares`), failures and conversions, which the store itself counts (`failures`,
+`conversions`), rates (`auth`).
+
+Each hub process counts what came through it: several hubs on one store may keep several times as much together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from penstock.errors import SourceBusy
+from penstock.hub.auth import RateLimit
+from penstock.hub.messages import Beat, sync_key
+from penstock.hub.replicas import FAILED_TTL_S
+from penstock.hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
+from penstock.hub.store import Store
+from penstock.net.shares import Shares
+from penstock.types import MIB
+
+MEMBER_BYTES = 32 << 10
+"""The least that a member counts. Reason: a look at the status takes time for each member, however small."""
+MEMBERS_BYTES = 640 * MIB
+"""For all members with their holdings and syncs: 20,000 members that each hold a few models."""
+TABLES_BYTES = 256 * MIB
+"""For tables of claims, which stay for a day. One of 60 GB that 1,000 members read takes some 50 KB."""
+CLAIMS_TTL_S = 86400.0
+"""How long a table of claims stays after the last claim: longer than a piece takes from any storage."""
+MAX_KEYS = 1024
+"""Models that one member may fetch and hold: as many as a heartbeat lists."""
+MAX_STARTS = 500
+"""Starts that failed, of processes that left. They stay for `FAILED_TTL_S`."""
+MAX_DECISIONS = 20_000
+"""Decisions on versions that are published together. They stay for an hour: five a second."""
+LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
+"""Members that a caller signs off without having announced them. The hub remembers each for a minute."""
+_HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
+_BUSY_HINT = "end processes of this token that are not needed; the hub keeps what it knows already"
+
+
+class Limits:
+    """The shares of one hub process. Any thread.
+
+    Args:
+        store: of the hub.
+        ttl_s: a member silent for this long is gone.
+        timer: monotonic seconds of this process.
+    """
+
+    def __init__(self, store: Store, *, ttl_s: float, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._store = store
+        self._members = Shares[str](MEMBERS_BYTES, ttl_s=ttl_s, clock=timer)
+        self._tables = Shares[str](TABLES_BYTES, ttl_s=CLAIMS_TTL_S, clock=timer)
+        self._starts = Shares[str](MAX_STARTS, ttl_s=FAILED_TTL_S, clock=timer)
+        self._decisions = Shares[str](MAX_DECISIONS, ttl_s=DECISION_TTL_S, clock=timer)
+        self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
+
+    def admit(self, member: str, caller: str, beat: Beat | None = None, boot: bytes = b"") -> None:
+        """Count a member for its caller, with all that a heartbeat reports.
+
+        Raises:
+            SourceBusy: the hub is full, and no other caller has more of it than this one.
+        """
+        nbytes = len(boot)
+        syncs: list[str] = []
+        if beat is not None:
+            ranges = sum(len(holding.have) + len(holding.claims) for holding in beat.holdings)
+            nbytes += _HOLDING_BYTES * len(beat.holdings) + _RANGE_BYTES * ranges
+            # Entries of their own: they stay until they expire, whatever the next heartbeat reports.
+            syncs = [f"sync/{sync_key(state.name)}/{member}" for state in beat.syncs]
+        self._count(f"member/{member}", caller, max(MEMBER_BYTES, nbytes))
+        for name in syncs:
+            self._count(name, caller, _SYNC_BYTES)
+
+    def _count(self, name: str, caller: str, nbytes: int) -> None:
+        victims = self._members.enter(name, caller, nbytes, displaces_own=False)
+        if victims is None:
+            raise SourceBusy("this token has announced as many members as the hub keeps for it", hint=_BUSY_HINT)
+        for victim in victims:
+            folder, _, member = victim.partition("/")
+            entry = self._store.read(victim) if folder == "member" else None
+            if entry is None:
+                self._store.write(victim, None)
+            else:
+                remove_member(self._store, member, MEMBER_DECODER.decode(entry.value))
+
+    def forget(self, member: str) -> None:
+        """Stop counting a member that has left."""
+        self._members.drop(f"member/{member}")
+
+    def may_leave_unknown(self, caller: str) -> bool:
+        """Return whether the hub should remember that a member which it does not know has left."""
+        return self._leaves.allow(caller)
+
+    def table(self, name: str, caller: str, nbytes: int) -> None:
+        """Count a table of claims that was written; 0 bytes: it was removed."""
+        if nbytes:
+            self._keep(self._tables, name, caller, nbytes)
+        else:
+            self._tables.drop(name)
+
+    def start(self, name: str, caller: str) -> None:
+        """Count the start of a process that failed and left."""
+        self._keep(self._starts, name, caller)
+
+    def decision(self, name: str, caller: str) -> None:
+        """Count a decision on a version."""
+        self._keep(self._decisions, name, caller)
+
+    def _keep(self, shares: Shares[str], name: str, caller: str, weight: int = 1) -> None:
+        """Count an entry of the store, and remove those that give way: perhaps the entry itself."""
+        victims = shares.enter(name, caller, weight)
+        for victim in (name,) if victims is None else victims:
+            self._store.write(victim, None)
+
+
+def remove_member(store: Store, member: str, known: MemberEntry) -> None:
+    """Remove a member, so that no reader is sent to it."""
+    # The member first: a concurrent beat then fails as unknown, instead of renewing it.
+    store.write(f"member/{member}", None)
+    for key in known.keys:
+        store.write(f"hold/{key}/{member}", None)

@@ -1,0 +1,205 @@
+"""One caller's share of the hub: what it floods, the others still get, and what it may not see it does not learn."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.support.hubs import IDENTITY, HubBench, key_state
+
+from penstock.errors import PermissionDenied, SourceBusy, UnknownMember
+from penstock.hub.auth import Caller
+from penstock.hub.directory import Directory
+from penstock.hub.limits import LEAVES_AT_ONCE, MEMBER_BYTES
+from penstock.hub.messages import (
+    Beat,
+    ClaimRequest,
+    DecideRequest,
+    Drain,
+    FailureReport,
+    FleetDecision,
+    Hello,
+    HoldingState,
+    Identity,
+    SyncState,
+    UpstreamsRequest,
+)
+from penstock.jobs.observer import JobState
+from penstock.phases import Boot, BootError
+
+FLOOD, QUIET = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
+
+
+@pytest.fixture
+def bench() -> HubBench:
+    return HubBench()
+
+
+@pytest.fixture
+def hub(bench: HubBench) -> Directory:
+    return bench.hub()
+
+
+def join(hub: Directory, member: str, caller: Caller) -> None:
+    hub.hello(Hello(member=member, host="h", doors=("http://127.0.0.1:1",), name=member), caller)
+
+
+def fails(model: str, message: str) -> tuple[FailureReport, ...]:
+    return (FailureReport(age_s=0.0, verb="load", model=model, error="SourceError", message=message, blame="source"),)
+
+
+def job(name: str) -> JobState:
+    return JobState(
+        name=name, operation="cast", sources=("s3://b/m",), destination="/out", process="h:1", phase="running",
+        num_tasks=4,
+    )  # fmt: skip
+
+
+def test_flood_of_failures_hides_no_other_failure(bench, hub, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.failures.MAX_FAILING", 20)
+    for number in range(25):
+        bench.now += 0.01
+        join(hub, f"f{number}", FLOOD)
+        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOOD)
+    for member in ("q", "r"):
+        join(hub, member, QUIET)
+        hub.beat(member, Beat(failures=fails("llama", f"the failure of {member}")), QUIET)
+    for number in range(25, 50):
+        join(hub, f"f{number}", FLOOD)
+        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOOD)
+    shown = [failure.message for failure in hub.status().failures]
+    assert len(shown) == 20 and {"the failure of q", "the failure of r", "nothing 49"} <= set(shown)
+
+
+def test_flood_of_conversions_hides_no_other_conversion(bench, hub, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.conversions.MAX_JOBS", 5)
+    for number in range(5):
+        hub.job(f"f{number}", job("other-a"), FLOOD)
+    with pytest.raises(SourceBusy):
+        hub.job("f5", job("other-a"), FLOOD)
+    hub.job("q", job("llama"), QUIET)
+    with pytest.raises(SourceBusy):
+        hub.job("f5", job("other-a"), FLOOD)
+    assert "q" in {entry.job for entry in hub.status().jobs}
+
+
+def test_members_of_one_caller_are_bounded_by_its_share(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
+    hub = bench.hub()
+    for number in range(10):
+        join(hub, f"f{number}", FLOOD)
+    with pytest.raises(SourceBusy):
+        join(hub, "f10", FLOOD)
+    for number in range(5):
+        join(hub, f"q{number}", QUIET)
+        hub.beat(f"q{number}", Beat(), QUIET)
+    with pytest.raises(SourceBusy):
+        join(hub, "q5", QUIET)
+    with pytest.raises(UnknownMember):
+        hub.beat("f0", Beat(), FLOOD)
+    hub.beat("f9", Beat(), FLOOD)
+    hub.leave("q0", QUIET)
+    join(hub, "q6", QUIET)
+
+
+def test_members_that_fell_silent_free_their_share(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 3 * MEMBER_BYTES)
+    hub = bench.hub()
+    for number in range(3):
+        join(hub, f"f{number}", FLOOD)
+    bench.now += 11
+    join(hub, "f3", FLOOD)
+
+
+def test_large_heartbeats_count_for_their_caller(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
+    hub = bench.hub()
+    join(hub, "f", FLOOD)
+    named = [Identity(model=f"other-{number}") for number in range(200)]
+    large = tuple(HoldingState(key=of.key(), identity=of, num_chunks=1, nbytes=1) for of in named)
+    with pytest.raises(SourceBusy):
+        hub.beat("f", Beat(holdings=large), FLOOD)
+    assert not hub.status().members[0].holdings
+    many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(100))
+    with pytest.raises(SourceBusy):
+        hub.beat("f", Beat(syncs=many), FLOOD)
+    join(hub, "q", QUIET)
+
+
+def test_claims_of_invented_models_leave_others_alone(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.TABLES_BYTES", 100_000)
+    hub = bench.hub()
+    join(hub, "f", FLOOD)
+    join(hub, "q", QUIET)
+    ours = key_state()
+    assert hub.claim(ClaimRequest(member="q", holding=ours), QUIET).ranges
+    for number in range(30):
+        of = Identity(model=f"other-{number}")
+        state = HoldingState(key=of.key(), identity=of, num_chunks=5_000, nbytes=5_000 << 20)
+        assert hub.claim(ClaimRequest(member="f", holding=state), FLOOD).ranges
+    tables = bench.store.scan("claim/")
+    assert len(tables) < 30 and any(name.startswith(IDENTITY.key()) for name in tables)
+
+
+def test_one_member_names_bounded_number_of_models(bench, hub, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.directory.MAX_KEYS", 3)
+    join(hub, "f", FLOOD)
+    states = [key_state(identity=Identity(model=f"other-{number}")) for number in range(4)]
+    for state in states[:3]:
+        hub.upstreams(UpstreamsRequest(member="f", holding=state), FLOOD)
+    with pytest.raises(SourceBusy, match="3 models"):
+        hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOOD)
+
+
+def test_failed_starts_of_one_caller_leave_others_alone(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MAX_STARTS", 4)
+    hub = bench.hub()
+
+    def fail(member: str, model: str, caller: Caller) -> None:
+        join(hub, member, caller)
+        error = BootError(error="SourceError: no", model=model)
+        boot = Boot(started_at=float(len(member)), models=(model,), state="failed", error=error)
+        hub.beat(member, Beat(boot=boot), caller)
+        hub.leave(member, caller)
+
+    fail("q", "llama", QUIET)
+    for number in range(8):
+        fail("f" * (number + 2), "other-a", FLOOD)
+    left = [replica.member for replica in hub.phases().replicas]
+    assert "q" in left and len(left) == 4
+
+
+def test_decisions_of_one_caller_are_bounded(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MAX_DECISIONS", 4)
+    hub = bench.hub()
+    join(hub, "f", FLOOD)
+    hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOOD)
+    for version in range(10):
+        decision = FleetDecision(run="f", version=version, outcome="committed", by="f")
+        hub.decide(DecideRequest(member="f", name="other-a", decision=decision), FLOOD)
+    assert len(bench.store.scan("decision/")) == 4
+
+
+def test_leaves_of_invented_members_are_bounded(bench, hub) -> None:
+    for number in range(LEAVES_AT_ONCE + 50):
+        hub.leave(f"f{number}", FLOOD)
+    assert len(bench.store.scan("gone/")) <= LEAVES_AT_ONCE
+    join(hub, "q", QUIET)
+    hub.leave("q", QUIET)
+    assert "q" in bench.store.scan("gone/")
+
+
+def test_operator_of_some_models_learns_of_no_hidden_member(bench, hub) -> None:
+    operator = Caller(models=("other-*",), name="token:o", is_operator=True)
+    join(hub, "q", QUIET)
+    hub.beat("q", Beat(holdings=(key_state(),)), QUIET)
+    for order in (Drain(by="", reason=""), None):
+        with pytest.raises(UnknownMember) as hidden:
+            hub.drain("q", order, operator)
+        with pytest.raises(UnknownMember) as absent:
+            hub.drain("x", order, operator)
+        assert str(hidden.value).replace("member q", "member x") == str(absent.value)
+    assert hub.status().members[0].drain is None
+    seen = key_state(identity=msgspec.structs.replace(IDENTITY, model="other-a"))
+    hub.beat("q", Beat(holdings=(key_state(), seen)), QUIET)
+    with pytest.raises(PermissionDenied):
+        hub.drain("q", Drain(by="", reason=""), operator)
