@@ -30,6 +30,7 @@ from penstock.errors import (
 from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
+from penstock.memory.targets import sources_differ
 from penstock.sync.digester import digesters_of
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import Staged, UpdateLoop
@@ -292,26 +293,45 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
     """Copy a checkpoint's tensors into the rows that a sync would fill; return the bytes.
 
     Raises:
-        PlanError: a tensor is missing, or has another dtype or shape than the publishers'.
+        PlanError: a tensor is missing, or has another dtype or shape than the publishers', or two that fill one tied
+            tensor differ.
 
     Order: `Requirements.install` and `finish` follow, as after an update.
     """
-    rows: dict[str, list[Row]] = {}
-    for row in requirements.rows:
-        rows.setdefault(row.name, []).append(row)
+    rows: dict[str, list[int]] = {}
+    for number, row in enumerate(requirements.rows):
+        rows.setdefault(row.name, []).append(number)
+    # The memory of each row: tied rows have one, of which a stored version may have some names or all.
+    home = {number: group[0] for group in requirements.tied for number in group}
+    filled: dict[int, str] = {}
     nbytes = 0
     for name, tensor in tensors:
-        for row in rows.pop(name, ()):
-            row.tensor.copy_(_part(row, tensor))
-            nbytes += row.tensor.numel() * row.tensor.itemsize
-    if rows:
-        more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
+        for number in rows.pop(name, ()):
+            row, at = requirements.rows[number], home.get(number, number)
+            part = _part(row, tensor)
+            if at not in filled:
+                row.tensor.copy_(part)
+                nbytes += row.tensor.nbytes
+            elif not _is_same(row.tensor, part):
+                error = sources_differ(filled[at], name)
+                error.mutated = True
+                raise error
+            filled[at] = name
+    lacking = [name for name, mine in rows.items() if any(home.get(number, number) not in filled for number in mine)]
+    if lacking:
+        more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
         raise PlanError(
-            f"the stored version lacks {', '.join(list(rows)[:_LISTED])}{more}",
+            f"the stored version lacks {', '.join(lacking[:_LISTED])}{more}",
             mutated=True,
             hint="give a version with all tensors that the publishers have",
         )
     return nbytes
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape have the same bits."""
+    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other.to(tensor.device))]
+    return torch.equal(*flat)
 
 
 def _part(row: Row, tensor: torch.Tensor) -> torch.Tensor:

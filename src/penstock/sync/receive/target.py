@@ -11,7 +11,7 @@ Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.pu
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from penstock.errors import BudgetTooSmall, PlanError
 from penstock.lifecycle import paused_gc
 from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.memory.targets import note_written
 from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED
 from penstock.plan.layout import Layout
@@ -146,7 +147,7 @@ def wanted_of(
             recording = record(target, table, load=load, device=device)
             if strict:
                 _check(recording, target)
-            requirements = wanted(target, recording, table, load=load, tags=tags)
+            requirements = wanted(target, recording, table, load=load, tags=tags).with_tied(_tied(recording, table))
         if not requirements.rows:
             raise PlanError(f"no published tensor fills any of the module: {names_text(table.names)}")
         return requirements
@@ -166,6 +167,17 @@ def wanted_of(
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
 
 
+def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
+    """Return the tensors that another one replaces in a tied parameter. PlanError: their dtypes or shapes differ."""
+    kinds = {name: (dtype, tuple(shape)) for name, dtype, shape in _columns(table)}
+    for name, other in recording.repeated.items():
+        if kinds[name] != kinds[other]:
+            one, two = (f"{dtype} {list(shape)}" for dtype, shape in (kinds[name], kinds[other]))
+            message = f"{name} and {other} fill one tied parameter, and are published as {one} and {two}"
+            raise PlanError(message, hint="publish one of them, or untie the parameter")
+    return recording.repeated
+
+
 def _no_tensors() -> PlanError:
     hint = "pass an empty dict to receive new tensors, or a module or dict that has tensors"
     return PlanError("the target has no tensors to fill", hint=hint)
@@ -181,11 +193,14 @@ def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
 
 def _published(table: TensorTable) -> dict[str, torch.Tensor]:
     """Return the tensors of a table, without memory."""
-    rows = zip(table.names, table.dtypes, table.shapes, strict=True)
     return {
         name: torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device="meta")
-        for name, dtype, shape in rows
+        for name, dtype, shape in _columns(table)
     }
+
+
+def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
+    return zip(table.names, table.dtypes, table.shapes, strict=True)
 
 
 def _tagged(row: Row, tag: str) -> Row:
@@ -307,6 +322,8 @@ class ReceiveBuffers:
 
     def install(self) -> None:
         """Finish the update once all bytes are in the target's memory and scratch."""
+        # Bytes were written by address: without this, autograd would not notice.
+        note_written(row.tensor for row in self.wanted.rows[: self.wanted.num_live])
         self.wanted.install()
         self.wanted.finish()
         # The engine resumes on streams of its own: without this it could compute with weights that are still being

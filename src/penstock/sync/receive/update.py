@@ -40,6 +40,7 @@ from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, 
 from penstock.sync.receive.ahead import SplitTransfer
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.target import ReceiveBuffers, Target, shown, wanted_of
+from penstock.sync.receive.tied import TiedRows
 from penstock.sync.receive.transfer import Delta, Transfer, report, reporting_progress, tell_failed
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
@@ -168,6 +169,8 @@ class UpdateLoop:
         self._run = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | SplitTransfer | None = None
+        # The rows of its part that are one memory.
+        self._tied: TiedRows | None = None
         self.requirements: Requirements | None = None
         # The newest version that was announced.
         self._announced = -1
@@ -432,7 +435,8 @@ class UpdateLoop:
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
         if self._transfer is not None and not lost and expected >= 0 and self._run == planner.state.run:
-            members = self._transfer.part.used_sources()
+            assert self._tied is not None
+            members = self._tied.sources
         return LinkRequests(self._membership, members, expected, self._stall_s, self._threads)
 
     def _request_part(
@@ -475,7 +479,9 @@ class UpdateLoop:
             raise NotFound(reply.not_yet or "the planner asked twice for this receiver's layout")
         if reply.part is not None:
             self._forget_transfer()
-            self._transfer = self._transfer_of(decode(reply.part, Part), buffers)
+            names = buffers.layout.names
+            self._tied = TiedRows(decode(reply.part, Part), buffers.wanted.tied, names, buffers.into)
+            self._transfer = self._transfer_of(self._tied.part, buffers)
         if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
         return reply
@@ -491,14 +497,15 @@ class UpdateLoop:
         before_read: Callable[[int], None],
     ) -> Staged:
         """Read the part from its sources, and report progress to the planner meanwhile."""
-        transfer = self._transfer
-        assert transfer is not None
+        transfer, tied = self._transfer, self._tied
+        assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
-            links = requests.take(part.used_sources(), reply.version)
+            links = requests.take(tied.sources, reply.version)
             metadata = _metadata_of(links)
             if self._options.accept is not None:
                 self._options.accept(reply.version, metadata)
+            tied.compare(links, stall_s=self._stall_s)
             if isinstance(transfer, Transfer):
                 before_read(reply.version)
             plan_s = time.perf_counter() - begun
@@ -571,7 +578,7 @@ class UpdateLoop:
     def _forget_transfer(self) -> None:
         if isinstance(self._transfer, SplitTransfer):
             self._transfer.close()
-        self._transfer = None
+        self._transfer = self._tied = None
 
     def _staging_bytes(self, buffers: ReceiveBuffers) -> int:
         transfer = self._transfer

@@ -12,7 +12,7 @@ Not here: the recording itself (`requirements.record`), the plan of a transfer (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -79,6 +79,8 @@ class Recording:
     """Checkpoint tensors that fill nothing in this model, for example those of other ranks."""
     unfilled: Mapping[str, int]
     """The number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
 
     def wants(self) -> tuple[TensorRequirement, ...]:
         """Return the boxes needed of each checkpoint tensor, sorted by name; unrecorded tensors are needed whole."""

@@ -34,6 +34,7 @@ from penstock.hub.messages import layout_digest
 from penstock.loader.into import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.memory.targets import tied_targets
 from penstock.plan.intersect import common_box, minus
 from penstock.report import bytes_text
 from penstock.sync.recording.layout import Constant, Load, Record, Recording, cut, install, live_tensors
@@ -137,7 +138,7 @@ class _Pass:
             for name, old in saved.items():
                 new = group.get(name)
                 if old is not None and new is not None and new is not old:
-                    self._recorder.replaced(old.detach(), new)
+                    self._recorder.assigned(old.detach(), new)
             group.clear()
             group.update(saved)
         # Loaders also assign `param.data`, which leaves the parameter's identity but changes its memory.
@@ -191,7 +192,27 @@ def _recording(
         unrecorded=unrecorded,
         unused=tuple(unused),
         unfilled={name: count for name, count in missing.items() if count},
+        repeated=_repeated(records, recorder, Counter(home for _, home in homes.values())),
     )
+
+
+def _repeated(records: Sequence[Record], recorder: LoadRecorder, num_names: Mapping[str | None, int]) -> dict[str, str]:
+    """Return the checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
+    targets: dict[str, set[str]] = {}
+    for entry in records:
+        targets.setdefault(entry.source, set()).add(entry.target)
+    repeated = {}
+    for home, replaced in recorder.replaced():
+        # In a parameter with one name a loader may overwrite what it likes: its last tensor is what it means.
+        for name in replaced if num_names[home] > 1 else ():
+            last = name
+            # At most once for each of them: a loader may copy two in turns, and then something else.
+            for _ in replaced:
+                if last not in targets:
+                    last = replaced.get(last, last)
+            if name not in targets and targets.get(last) == {home}:
+                repeated[name] = last
+    return repeated
 
 
 _NAMED = 10
@@ -223,8 +244,10 @@ class Requirements:
 
     rows: tuple[Row, ...]
     num_live: int
-    """Rows before this one lie in live memory; the others in scratch."""
+    """Rows before this one lie in live memory; the others in scratch, or in memory of rows before them (`tied`)."""
     scratch_bytes: int
+    tied: tuple[tuple[int, ...], ...] = ()
+    """Groups of rows that are one memory under several names: their sources must have equal bytes."""
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are received whole and pass through the loader, with the reason."""
     unfilled: Mapping[str, int] = field(default_factory=dict)
@@ -238,8 +261,27 @@ class Requirements:
 
     @classmethod
     def as_declared(cls, rows: Sequence[Row]) -> Requirements:
-        """Return these rows as requirements without steps after arrival."""
-        return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0)
+        """Return these rows as requirements without steps after arrival.
+
+        Raises:
+            PlanError: two rows share a part of their memory, or elements of a row do.
+        """
+        tied = tied_targets([row.name for row in rows], [row.tensor for row in rows])
+        return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
+
+    def with_tied(self, others: Mapping[str, str]) -> Requirements:
+        """Return these requirements with rows for more names of memory that is received already.
+
+        Args:
+            others: the further name -> the name whose rows have the memory.
+        """
+        rows, tied = list(self.rows), []
+        for other, name in others.items():
+            for number, row in enumerate(self.rows):
+                if row.name == name:
+                    tied.append((number, len(rows)))
+                    rows.append(replace(row, name=other))
+        return replace(self, rows=tuple(rows), tied=(*self.tied, *tied))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,164 @@
+"""Rows of a receiver that are one memory under several names: their sources must have equal bytes, and are read once.
+
+In: a part, and the groups of rows that share memory. Out: the part without repeated reads; before a version is read, a
+PlanError if two sources of one memory differ.
+Not here: finding the groups (`memory.targets`, `target`), reading (`transfer`).
+
+    two rows, one place: same bytes of one source -> equal      else -> digests of both sources -> equal, or PlanError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.digest.strip import Strips
+from penstock.errors import PenstockError
+from penstock.memory.targets import sources_differ
+from penstock.plan.sync import Part
+from penstock.segments import spread
+from penstock.sync.local_version import Regions
+from penstock.sync.receive.sources import SourceFailed, SourceLink, SourceRead
+from penstock.types import I64, U64
+
+_COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
+_ANY_NBYTES = 1 << 62
+"""A limit that no source reaches. The transfer checks a part against the real sizes, which are not known here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Reads:
+    """Strips of sources that arrive at one place each."""
+
+    source: I64
+    src: I64
+    src_pitch: I64
+    dst: I64
+    dst_pitch: I64
+    run_bytes: I64
+    num_rows: I64
+
+    def __getitem__(self, which: np.ndarray) -> _Reads:
+        return _Reads(**{name: getattr(self, name)[which] for name in self.__slots__})
+
+    @property
+    def theirs(self) -> Strips:
+        # The pitch of a single run means nothing, and must not be below the run.
+        pitch = np.where(self.num_rows > 1, self.src_pitch, self.run_bytes)
+        return Strips(at=self.src, run_bytes=self.run_bytes, num_rows=self.num_rows, pitch=pitch)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Pair:
+    """Two rows of one memory, and their reads, cut alike."""
+
+    names: tuple[str, str]
+    reads: tuple[_Reads, _Reads]
+
+
+class TiedRows:
+    """The rows of a part that share their memory with other rows of it.
+
+    Attributes:
+        part: the part, without the reads of rows that repeat another one.
+        sources: the members that all rows of the part come from.
+
+    Args:
+        part: of the planner.
+        groups: rows of the receiver's layout that are one memory.
+        names: of the receiver's rows.
+        into: the receiver's memory.
+
+    Raises:
+        PlanError: the part does not keep to the receiver's memory.
+    """
+
+    def __init__(self, part: Part, groups: Sequence[Sequence[int]], names: Sequence[str], into: Regions) -> None:
+        self.part = part
+        self.sources = part.used_sources()
+        self._into = into
+        self._pairs: list[_Pair] = []
+        if not groups:
+            return
+        part.check(src_nbytes=[_ANY_NBYTES] * len(part.sources), dst_nbytes=into.nbytes)
+        for first, *others in groups:
+            for other in others:
+                pair = _cut_alike(_reads(part, first), _reads(part, other))
+                self._pairs.append(_Pair(names=(names[first], names[other]), reads=pair))
+        kept = ~np.isin(part.row, [row for _, *others in groups for row in others])
+        count = np.concatenate([[0], np.cumsum(kept)])
+        columns = {name: getattr(part, name)[kept] for name in _COLUMNS}
+        self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
+
+    def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
+        """Check that the sources of each memory have equal bytes. Order: before a byte of the version is read.
+
+        Raises:
+            PlanError: they differ; names both rows.
+            SourceFailed: a source did not answer.
+
+        Cost: nothing where both rows are the same bytes of a source. Otherwise each source digests its bytes.
+        """
+        for pair in self._pairs:
+            ours, others = pair.reads
+            apart = (ours.source != others.source) | (ours.src != others.src)
+            apart |= (ours.num_rows > 1) & (ours.src_pitch != others.src_pitch)
+            if apart.any():
+                digests = [self._digests(reads[apart], links, stall_s) for reads in (ours, others)]
+                if (digests[0] != digests[1]).any():
+                    raise sources_differ(*pair.names)
+
+    def _digests(self, reads: _Reads, links: Mapping[str, SourceLink], stall_s: float) -> U64:
+        """Return the sources' digests of their strips."""
+        digests = np.zeros(len(reads.source), np.uint64)
+        for number in np.unique(reads.source).tolist():
+            mine = reads.source == number
+            member = self.part.sources[number]
+            source = SourceRead(links[member], self._into)
+            try:
+                digests[mine] = source.ask(reads[mine].theirs, stall_s=stall_s, is_over=lambda: False)
+            except PenstockError as error:
+                raise SourceFailed(member, error) from error
+        return digests
+
+
+def _reads(part: Part, row: int) -> _Reads:
+    """Return the reads of a row, in the order of their places."""
+    mine = np.flatnonzero(part.row == row)
+    mine = mine[np.argsort(part.dst[mine], kind="stable")]
+    return _Reads(**{name: getattr(part, name)[mine] for name in _Reads.__slots__})
+
+
+def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
+    """Return the reads of two rows of one memory, cut so that each strip of one has the place of one of the other."""
+    same = len(one.dst) == len(other.dst) and all(
+        (getattr(one, name) == getattr(other, name)).all() for name in ("dst", "dst_pitch", "run_bytes", "num_rows")
+    )
+    if same:
+        return one, other
+    # Ranks may share the two tensors out differently. Runs of both are then cut wherever one of either begins or ends.
+    runs = [_runs(reads) for reads in (one, other)]
+    edges = np.unique(np.concatenate([edge for each in runs for edge in (each.dst, each.dst + each.run_bytes)]))
+    begin, nbytes = edges[:-1], np.diff(edges)
+    at = [np.searchsorted(each.dst, begin, side="right") - 1 for each in runs]
+    inside = [(i >= 0) & (begin < (each.dst + each.run_bytes)[i]) for each, i in zip(runs, at, strict=True)]
+    both = np.flatnonzero(inside[0] & inside[1])
+    pieces = [_piece(each, i[both], begin[both], nbytes[both]) for each, i in zip(runs, at, strict=True)]
+    return pieces[0], pieces[1]
+
+
+def _runs(reads: _Reads) -> _Reads:
+    """Return each run as a strip, in the order of their places."""
+    each = reads[np.repeat(np.arange(len(reads.dst)), reads.num_rows)]
+    turn = spread(np.zeros(len(reads.dst), np.int64), reads.num_rows)
+    src, dst = each.src + turn * each.src_pitch, each.dst + turn * each.dst_pitch
+    runs = replace(each, src=src, dst=dst, num_rows=np.ones_like(turn))
+    return runs[np.argsort(dst, kind="stable")]
+
+
+def _piece(runs: _Reads, at: I64, begin: I64, nbytes: I64) -> _Reads:
+    """Return pieces of runs: piece i is `nbytes[i]` from the place `begin[i]` on, in run `at[i]`."""
+    some = runs[at]
+    return replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)
