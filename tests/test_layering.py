@@ -120,6 +120,7 @@ BROAD_EXCEPT = frozenset(
         # Hooks in programs that are not ours: an exception there would end an engine, or break `import safetensors`.
         ("compat/startup/sitecustomize.py", "_begin"),
         ("integrations/host_plugin.py", "register"),
+        ("integrations/dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         (

@@ -175,3 +175,19 @@ def test_what_cannot_be_written_is_refused(
     with pytest.raises((PlanError, ConfigError, OperationFailed), match=fault):
         convert(tmp_path / "model.safetensors", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_gguf_name_of_the_key_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    writer.add_tensor("__metadata__", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(PlanError, match="__metadata__"):
+        convert(tmp_path / "odd.gguf", tmp_path / "out", operations="copy")
+    save_file({"w": torch.ones(2)}, tmp_path / "plain.safetensors")
+    rename = {"op": "rename", "rules": [("w", "__metadata__")]}
+    with pytest.raises(PlanError, match="__metadata__"):
+        convert(tmp_path / "plain.safetensors", tmp_path / "out", operations=[rename])
+    assert not (tmp_path / "out").exists()

@@ -29,6 +29,7 @@ from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, P
 from penstock.report import bytes_text
 from penstock.storage.local import exchange, is_in_memory, reserve
 from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
 
@@ -223,6 +224,28 @@ class OutputSet:
             for fd in self._fds:
                 os.fsync(fd)
 
+    def read_back(self, small: Mapping[str, bytes]) -> None:
+        """Read the headers again by Penstock's own reader: only what can be read may take the place of another set.
+
+        Args:
+            small: the files that are published beside it; manifests and files of weights among them are read too.
+
+        Raises:
+            DestinationError: a file is not what was written.
+        """
+        rows: list[dict[str, Entry]] = [{} for _ in self.names]
+        table = self.table
+        for row, (file, at, nbytes) in enumerate(
+            zip(table.file_index.tolist(), table.offset.tolist(), table.nbytes.tolist(), strict=True)
+        ):
+            name = self.name_of(row)
+            rows[file][name] = name, table.dtypes[row], table.shapes[row], self.data_offset[file] + at, nbytes
+        for name, nbytes, wanted in zip(self.names, self.file_nbytes, rows, strict=True):
+            # The types of GGUF's tensors are not those of the table.
+            require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
+        for name, data in small.items():
+            require_readable_bytes(self.directory / name, data)
+
     def publish(self, into: Path, small: Mapping[str, bytes], *, replace: bool = False) -> None:
         """Sync all, add small files (index, manifest, configuration) and let it all appear at once as `into`.
 
@@ -245,6 +268,7 @@ class OutputSet:
             for directory in dict.fromkeys([*((self.directory / name).parent for name in self.names), self.directory]):
                 # A file is durable only once the directory that names it is.
                 _sync_directory(directory)
+        self.read_back(small)
         # As late as possible: the shorter the time before the rename, the less can take the name. (Not atomic:
         # rename(2) of a directory replaces an empty one, and fails on any other.)
         require_free(into, replace=replace)
@@ -341,6 +365,8 @@ def publish_remote(
 
     prefix = uri.rstrip("/")
     require_free_remote(prefix, settings=settings, storage_options=storage_options)
+
+    out.read_back(small)
 
     def upload(name: str) -> None:
         path = out.directory / name

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from penstock.errors import FormatError, SourceTruncated
+from penstock.errors import FormatError, PlanError, SourceTruncated
 from penstock.storage.source import Source
 from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 
@@ -387,6 +387,19 @@ def _is_below(shard: str) -> bool:
     return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
 
 
+def require_name(name: str, *, uri: str | None = None) -> None:
+    """Raise PlanError for a name that no tensor of the format can have."""
+    hint = "give the tensor another name"
+    if name == _METADATA:
+        message = f"{_METADATA!r} is the format's own key, and no tensor can have that name"
+        raise PlanError(message, uri=uri, tensor=name, hint=hint)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        message = f"a tensor's name is no UTF-8: {error.reason} at character {error.start}"
+        raise PlanError(message, uri=uri, tensor=clip(name), hint=hint) from error
+
+
 def encode_header(
     entries: Iterable[tuple[str, DType, Sequence[int], int, int]], metadata: Mapping[str, str] | None, *, uri: str
 ) -> bytes:
@@ -399,9 +412,13 @@ def encode_header(
 
     Raises:
         FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
+        PlanError: the format cannot hold a tensor of this name, or two tensors have one name.
     """
     header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, dtype, shape, start, stop in entries:
+        require_name(name, uri=uri)
+        if name in header:
+            raise PlanError("two tensors of one file have this name", uri=uri, tensor=clip(name))
         fault = _shape_fault(dtype, tuple(shape))
         if fault is not None or bits_to_bytes(math.prod(shape), dtype) != stop - start:
             raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)

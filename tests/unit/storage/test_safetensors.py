@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.support.tensor_file import write_file
 
 import penstock
-from penstock.errors import ConfigError, DestinationError, FormatError, SourceTruncated
+from penstock.errors import ConfigError, DestinationError, FormatError, PlanError, SourceTruncated
 from penstock.storage import MemorySource, is_remote, local_path
-from penstock.storage.safetensors import Header, num_strings, parse_index, read_header
+from penstock.storage.safetensors import Header, encode_header, num_strings, parse_index, read_header
 from penstock.types import DType
 
 
@@ -286,3 +286,21 @@ def test_uris_tell_local_from_remote() -> None:
     assert local_path("file:///a%20b") == "/a b" and local_path("/a%20b") == "/a%20b"
     with pytest.raises(ConfigError, match="ftp"):
         is_remote("ftp://h/p")
+
+
+@pytest.mark.parametrize(
+    "names", [["__metadata__"], ["w", "__metadata__"], ["a\ud800"], ["w", "w"]], ids=["key", "second", "utf8", "twice"]
+)
+def test_header_of_impossible_names_is_refused(names: list[str]) -> None:
+    entries = [(name, DType.U8, (2,), 2 * row, 2 * row + 2) for row, name in enumerate(names)]
+    for metadata in (None, {"format": "pt"}):
+        with pytest.raises(PlanError) as caught:
+            encode_header(entries, metadata, uri="file")
+        assert caught.value.tensor == names[-1]
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", 'a"\\', "\U0001f600"])
+def test_odd_names_are_written_and_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(encode_header([(name, DType.U8, (2,), 0, 2)], None, uri=str(path)) + b"ab")
+    assert bytes(safetensors.numpy.load_file(path)[name]) == b"ab"

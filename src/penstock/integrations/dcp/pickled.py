@@ -398,16 +398,30 @@ def archive(value: Any) -> bytes:
     Raises:
         PlanError: a value is of another type, or has too many or too deeply nested parts.
     """
-    out = bytearray(b"\x80\x02")
-    left = [MAX_VALUES]
-    _encode(value, out, left, 0)
-    out += b"."
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
-        for name, data in (("data.pkl", bytes(out)), ("byteorder", b"little"), ("version", b"3\n")):
+        for name, data in (("data.pkl", _pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
             # With a fixed date: equal values are then equal bytes.
             file.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
     return buffer.getvalue()
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a plain value that shares nothing with it.
+
+    Raises:
+        PlanError: as `archive`.
+    """
+    if type(value) in {bool, float, str, bytes, type(None)}:
+        return value
+    return plain(decode(_pickle(value), PLAIN, uri="value"), uri="value")
+
+
+def _pickle(value: Any) -> bytes:
+    """Return the pickle of a plain value. Raises as `archive`."""
+    out = bytearray(b"\x80\x02")
+    _encode(value, out, [MAX_VALUES], 0)
+    return bytes(out + b".")
 
 
 _DTYPE_NAMES = {dtype: named for named, dtype in DTYPES.items()}

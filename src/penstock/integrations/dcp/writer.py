@@ -39,18 +39,19 @@ from torch.futures import Future
 
 from penstock.config import Settings
 from penstock.digest import leaf
-from penstock.errors import ConfigError, FormatError, PlanError
+from penstock.errors import ConfigError, FormatError, PenstockError, PlanError
 from penstock.integrations.dcp import distcp
 from penstock.integrations.dcp.checkpoint import BYTES_KEY, PATHS_KEY
 from penstock.integrations.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.integrations.dcp.staging import Staging
+from penstock.integrations.dcp.stored import bytes_of, refusal
 from penstock.loader.tensor import dtype_of
 from penstock.plan.layout import box_runs
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import SIDECAR, texts_of
 from penstock.storage.manifest import encode
 from penstock.storage.output import OutputSet, publish_remote, require_free, require_free_remote, typed
-from penstock.storage.safetensors import encode_header
+from penstock.storage.safetensors import encode_header, require_name
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
 
 VALUES_NAME = "values.safetensors"
@@ -68,6 +69,7 @@ _PIECE_BYTES = 8 * MIB
 _GROWING = ".penstock-dcp-"
 """What follows the name of the destination in that of a directory that grows beside it."""
 
+_PLAIN_HINT = "save numbers, texts, bytes, and lists, tuples, dicts and sets of them, or tensors"
 _INDEX_NAME = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 
@@ -151,10 +153,14 @@ class CheckpointWriter(Staging, StorageWriter):
         self._target = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that every tensor has a dtype of the format. PlanError: one has not; nothing is written."""
+        """Check names, dtypes and layouts. PlanError: the format has no such name or tensor; nothing is written."""
         for item in plan.items:
+            require_name(item.index.fqn, uri=self._uri)
             if item.tensor_data is not None:
                 _dtype_of(item)
+                layout = item.tensor_data.properties.layout
+                if layout is not torch.strided:
+                    raise refusal(f"its layout is {layout}", item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -336,6 +342,9 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
     for item in items:
         if item.tensor_data is not None:
             tensors.setdefault(item.index.fqn, (_dtype_of(item), tuple(item.tensor_data.size)))
+    for item in items:
+        if item.tensor_data is None and item.index.fqn in tensors:
+            raise PlanError("one rank has a tensor of this name, another a value", tensor=item.index.fqn)
     # Wide elements first, so that every tensor is aligned to its own; safetensors' writers do the same.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].bits, name))
     files: list[int] = [0]
@@ -377,7 +386,7 @@ def _write_tensor(out: OutputSet, row: int, item: WriteItem, tensor: torch.Tenso
     leaves: dict[int, int] = {}
     if not runs.nbytes:
         return _Written(leaves=leaves)
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = bytes_of(tensor, item.index.fqn)
     file, base = int(table.file_index[row]), int(table.offset[row])
     at = 0
     for first in runs.offsets.tolist():
@@ -413,15 +422,19 @@ def _write_run(
 def _value(item: WriteItem, planner: SavePlanner) -> _Written:
     """Return a value that is no tensor, as an archive of plain data. PlanError: it is not plain data."""
     name = item.index.fqn
-    stored = planner.resolve_data(item)
+    try:
+        stored = planner.resolve_data(item)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise PlanError(f"a value is not plain data: {error}", tensor=name, hint=_PLAIN_HINT) from error
     assert isinstance(stored, io.BytesIO)
     try:
         value = plain(
             decode(distcp.member_of(stored.getvalue(), "data.pkl", uri=name, tensor=name), PLAIN, uri=name), uri=name
         )
     except FormatError as error:
-        hint = "save numbers, texts, bytes, and lists, tuples, dicts and sets of them, or tensors"
-        raise PlanError(f"a value is not plain data: {error.message}", tensor=name, hint=hint) from error
+        raise PlanError(f"a value is not plain data: {error.message}", tensor=name, hint=_PLAIN_HINT) from error
     raw = archive(value)
     if len(raw) > MAX_VALUE_BYTES:
         raise PlanError(f"a value has {len(raw)} bytes; at most {MAX_VALUE_BYTES} are saved", tensor=name)
