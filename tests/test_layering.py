@@ -19,7 +19,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
-    frozenset({"phases", "segments", "totals"}),
+    frozenset({"phases", "segments", "totals", "waits"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
@@ -129,6 +129,7 @@ BROAD_EXCEPT = frozenset(
         ),  # an operation, perhaps a user's function; raised again as OperationFailed
         ("sync/receive/sources.py", "_open_all"),  # a kept thread; the caller that takes the link raises it
         ("sync/check.py", "fault_of"),  # a user's check of a version; raised again as VersionRefused
+        ("waits.py", "run"),  # a thread of a pool; whoever asks for the result gets it
         ("http/range_request.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
     }
 )

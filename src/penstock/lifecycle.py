@@ -60,6 +60,22 @@ def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
     return alive
 
 
+def is_of_handler(error: BaseException) -> bool:
+    """Return whether a signal handler of the program raised this error, in the midst of a system call of ours.
+
+    A handler may raise a TimeoutError, which must not be taken for the timeout of a socket. Python calls handlers in
+    the main thread alone, with the interrupted frame below them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    # An error of the system call itself comes from our own frame, or from one of the modules around it.
+    name = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    return frame is not None and name.partition(".")[0] not in {"penstock", "socket", "ssl", "select"}
+
+
 LOOK_S = 0.2
 """Longest wait inside `deferred` between two looks for a signal: it feels immediate to a user."""
 

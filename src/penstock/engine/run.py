@@ -31,6 +31,7 @@ from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
 from penstock.lifecycle import Closing, quick_handover
+from penstock.waits import Scope
 
 T = TypeVar("T")
 
@@ -199,6 +200,7 @@ class Ticket:
             run that retries failed items (`fetch.run`) does not count sources that sent nothing before.
         received: bytes received so far, also by items under way; None: only whole items are seen.
         changed: notified at every change; its lock is held for the changes.
+        waits: the waits of items, which end when the work stops.
     """
 
     def __init__(self, nbytes: int, is_busy: Callable[[], bool], *, received: Callable[[], int] | None = None) -> None:
@@ -207,6 +209,7 @@ class Ticket:
         self.is_busy = is_busy
         self.received = received
         self.changed = threading.Condition()
+        self.waits = Scope()
         self._silence = Silence()
         self._error: BaseException | None = None
         self._stopped = False
@@ -244,6 +247,9 @@ class Ticket:
             if not self.done:
                 self._error, self._stopped = error, True
             self.changed.notify_all()
+        # Items that wait for the network must not wait until their own deadlines.
+        if self._stopped:
+            self.waits.leave()
 
     def cancel(self) -> None:
         """Stop the work; `wait` raises Cancelled."""
@@ -295,6 +301,7 @@ class Ticket:
             self._error = None
             self.is_busy = _never
             self.received = None
+        self.waits.close()
 
     def check(self) -> None:
         """Raise what stopped the work, if something did."""
@@ -472,7 +479,7 @@ class Executor:
             return heapq.heappop(self._heap)[2]
 
     def _work(self, index: int) -> None:
-        with quick_handover() if self._is_quick else contextlib.nullcontext():
+        with self._ticket.waits.inside(), quick_handover() if self._is_quick else contextlib.nullcontext():
             self._take_items(index)
 
     def _take_items(self, index: int) -> None:

@@ -18,9 +18,13 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable
+from functools import partial
 
+from penstock import waits
 from penstock.http.connection import HttpConnection
 from penstock.http.head import MalformedMessage, MessageParser, ResponseHead, request_head
+from penstock.lifecycle import is_of_handler
+from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 _PIECE_BYTES = 64 << 10
@@ -105,6 +109,28 @@ class Reply:
             pieces.append(piece)
             total += len(piece)
         raise MalformedMessage(f"an answer of more than {limit} bytes")
+
+    def read_some(self, limit: int, *, wait_s: float) -> bytes:
+        """Return the first bytes of the body that come within `wait_s`, at most `limit` of them; never raises OSError.
+
+        A body that was not read to its end leaves a connection that is not reusable.
+        """
+        received, until_s = b"", time.monotonic() + wait_s
+        # MalformedMessage: a chunk of it is malformed.
+        with contextlib.suppress(OSError, MalformedMessage):
+            while len(received) < limit and self.length != 0 and (left_s := until_s - time.monotonic()) > 0:
+                if self.length is None:
+                    piece = self._rest or self._piece(MessageDeadline(left_s))
+                    self._rest = memoryview(b"")
+                else:
+                    # Not `receive_into`, which waits until its view is full.
+                    self._wire.set_pace(left_s)
+                    piece = memoryview(self._wire.receive_some(min(self.length, limit - len(received))))
+                    self.length -= len(piece)
+                if not piece:
+                    break
+                received += piece
+        return received[:limit]
 
     def _piece(self, deadline: MessageDeadline) -> memoryview:
         """Return some bytes of a body without a length, received within the deadline; none at its end."""
@@ -194,6 +220,34 @@ class ClientConnection:
         self.wire.close()
 
 
+def open_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect by TCP, to the first address of `host` that answers; each has `timeout_s`.
+
+    Raises:
+        OSError: there is no connection to be had. Cancelled: the call was left meanwhile, see `waits`.
+    """
+    # The resolver of names waits for seconds, and nothing can end it.
+    is_name = not host.replace(".", "").isdigit() and ":" not in host
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    failure: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in waits.in_helper(resolve) if is_name else resolve():
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(timeout_s)
+            with waits.ended_by(partial(cut, sock)):
+                sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            if is_of_handler(error):
+                raise
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure
+
+
 def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None = None) -> socket.socket:
     """Connect by TCP, and by TLS over it, within `timeout_s`.
 
@@ -205,7 +259,7 @@ def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | 
     """
     deadline = time.monotonic() + timeout_s
     try:
-        sock = socket.create_connection((host, port), timeout_s)
+        sock = open_tcp(host, port, timeout_s)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host") from error
     if trust is None:

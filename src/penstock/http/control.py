@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.head import MalformedMessage
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closing, is_of_handler
 from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -103,6 +103,8 @@ class ControlConnection(Closing):
                 reply = client.request(method, path, fields, body, wait_s=max(0.001, deadline - time.monotonic()))
                 answer = reply.read(MAX_ANSWER_BYTES)
             except TimeoutError as error:
+                if is_of_handler(error):
+                    raise
                 raise NoAnswer(f"no answer within {timeout_s:g} s") from error
             except MalformedMessage as error:
                 raise MalformedAnswer(f"the answer is malformed: {error.message}") from error

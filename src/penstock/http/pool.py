@@ -13,12 +13,15 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, quote, urlsplit
 
+from penstock import waits
 from penstock.errors import ConfigError
-from penstock.http.client import ClientConnection, Reply
+from penstock.http.client import ClientConnection, Reply, open_tcp
 from penstock.lifecycle import let_go_in_children
+from penstock.net.listener import cut
 
 _IDLE_CONNECTIONS = 64
 """Connections kept for reuse at most, per origin. Reason: more than any load reads with at once."""
@@ -48,6 +51,28 @@ class PooledConnection(ClientConnection):
         self._is_forwarded = is_forwarded
         self.was_used = False
         self.idle_since_s = 0.0
+        self._scope: waits.Scope | None = None
+        self._wait: int | None = None
+
+    def begin(self) -> None:
+        """Let the calling thread wait for this connection, until its call is left. Raises as `waits.require_wanted`."""
+        self._scope = waits.current()
+        if self._scope is not None:
+            self._wait = self._scope.add(self.wire.cut)
+            if self._wait is None:
+                self.close()
+                waits.require_wanted()
+
+    def end(self) -> None:
+        """Note that no thread waits for this connection any more. Idempotent."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.remove(self._wait)
+
+    def close(self) -> None:
+        """See `ClientConnection.close`."""
+        self.end()
+        super().close()
 
     def get(self, url: SplitResult, headers: Mapping[str, str]) -> Reply:
         """Send a GET and receive the head of its answer; see `ClientConnection.request`."""
@@ -97,10 +122,13 @@ class Pool:
                     reusable = candidate
         for connection in dropped:
             connection.close()
-        return reusable or self._connect(url)
+        connection = reusable or self._connect(url)
+        connection.begin()
+        return connection
 
     def put(self, url: SplitResult, connection: PooledConnection, reply: Reply | None) -> None:
         """Take a connection back after `reply`; it is closed unless it can be used again."""
+        connection.end()
         if reply is not None and reply.is_reusable:
             connection.idle_since_s = time.monotonic()
             with self._lock:
@@ -154,14 +182,15 @@ class Pool:
             where[0].encode("idna")
         except ValueError as error:
             raise ConfigError(f"the environment's proxy for {url.scheme}:// has no valid address: {error}") from error
-        sock = socket.create_connection(where, timeout=self._silence_s)
+        sock = open_tcp(*where, self._silence_s)
         try:
-            if is_tls:
-                if proxy:
-                    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-                    _open_tunnel(sock, f"{host}:{port}", wait_s=self._silence_s)
-                    sock.settimeout(self._silence_s)
-                sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
+            with waits.ended_by(partial(cut, sock)):
+                if is_tls:
+                    if proxy:
+                        host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+                        _open_tunnel(sock, f"{host}:{port}", wait_s=self._silence_s)
+                        sock.settimeout(self._silence_s)
+                    sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
             is_forwarded = proxy is not None and not is_tls
             return PooledConnection(sock, silence_s=self._silence_s, is_forwarded=is_forwarded)
         except BaseException:

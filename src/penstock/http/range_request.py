@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Protocol, TypedDict
 from urllib.parse import SplitResult
 
+from penstock import waits
 from penstock.config import Settings
 from penstock.errors import (
     FormatError,
@@ -40,6 +41,7 @@ from penstock.errors import (
 from penstock.http.client import Reply
 from penstock.http.head import MalformedMessage
 from penstock.http.pool import Pool, PooledConnection
+from penstock.lifecycle import is_of_handler
 from penstock.totals import Total
 
 retried_requests = Total()
@@ -88,7 +90,7 @@ class Patience:
         *,
         arrivals: Arrivals | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = waits.pause,
     ) -> None:
         self._uri = uri
         self._retries = settings.retries
@@ -131,7 +133,10 @@ class Patience:
         Raises:
             SourceStalled: silence for `stall_s`, or too many timeouts in a row.
             SourceUnavailable: too many failures in a row, or nothing but requests to wait for `stall_s`.
+            Cancelled, KeyboardInterrupt: the call was left, see `waits`.
         """
+        # A connection that was cut because the call was left is no failure of the source.
+        waits.require_wanted()
         # Bytes of other ranges prove that the source works: only failures since then count.
         if self._arrivals.count != self._num_seen:
             self._num_seen, self._failures = self._arrivals.count, 0
@@ -178,6 +183,9 @@ _CREDENTIAL_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKey
 
 _ERROR_BODY_BYTES = 16 << 10
 """Bytes of an error's body read to find its code. Reason: S3's are under 1 KiB; nothing larger is worth waiting for."""
+
+_ERROR_BODY_S = 2.0
+"""Seconds for all of an error's body. Reason: its status is known already, and it comes in the packet of its head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,12 +347,9 @@ class Exchange:
 
     def _read_code(self) -> None:
         """Read a refusal's short body, for its code and so that the connection can be used again."""
-        body = bytearray(_ERROR_BODY_BYTES)
-        left = memoryview(body)
-        with _failing(self._uri):
-            while left and (received := self.reply.readinto(left)):
-                left = left[received:]
-        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body[: len(body) - len(left)])
+        # A body that comes slowly or breaks off has no code. The status decides, and must not wait for the body.
+        body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
+        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body)
         self.code = code[1].decode() if code else ""
 
     def refused(self) -> bool:
@@ -473,7 +478,9 @@ def _failing(uri: str) -> Iterator[None]:
             uri=uri,
             hint="set ca_file to the PEM bundle that signs it",
         ) from error
-    except (TimeoutError, BlockingIOError) as error:
-        raise Failed("timed out", silent=True, cause=error) from error
     except OSError as error:
+        if is_of_handler(error):
+            raise
+        if isinstance(error, TimeoutError | BlockingIOError):
+            raise Failed("timed out", silent=True, cause=error) from error
         raise Failed(f"{type(error).__name__}: {error}"[:200], cause=error) from error

@@ -63,7 +63,7 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.jobs.observer import JobState
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closing, is_of_handler
 
 TIMEOUT_S = 10.0
 """Deadline of a request with all its retries; known peers stay usable meanwhile."""
@@ -374,6 +374,8 @@ class HubClient(Closing):
                 last = error
                 self._drop(pool)
             except OSError as error:
+                if is_of_handler(error):
+                    raise
                 last = error
                 if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
                     # What answered is no TLS: it will not become one by trying again.

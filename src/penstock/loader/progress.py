@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,7 +24,8 @@ from penstock.report import bytes_text
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from penstock.engine.run import Ticket
+    from penstock.waits import Threads
+from penstock.engine.run import Ticket
 
 ProgressOption = bool | Callable[[int, int], object] | None
 """True: a bar on stderr; False: nothing; None: as `PENSTOCK_PROGRESS` says, else a bar where stderr is a terminal; or a
@@ -192,7 +192,7 @@ class Progress:
                 self(*look())
 
         # A pool of one instead of a thread: its future keeps an error of the user's function until the block has ended.
-        with ThreadPoolExecutor(1, thread_name_prefix="penstock-progress") as pool:
+        with Threads(1, "penstock-progress") as pool:
             drawing = pool.submit(draw)
             try:
                 yield

@@ -117,6 +117,8 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
     # A finalizer, so that the descriptor is closed once, whether by `close` or with the last reference.
     mapped.close_fd = weakref.finalize(mapped, os.close, fd)
+    # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+    mapped.close_fd.atexit = False
     # By address: a registration knows only where its memory is, and asks `shared_at` for the memfd behind it.
     _shared[mapped.address] = mapped
     return mapped

@@ -40,7 +40,7 @@ from penstock.hub.messages import (
     Upstream,
     version_fault,
 )
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closing, is_of_handler
 from penstock.net.unix_sockets import private_socket_fault
 from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
@@ -239,10 +239,12 @@ class PeerClient(Closing):
         try:
             self._is_asking = True
             return self._connection.request(verb, path, body, timeout_s=self._stall_s)
-        except TimeoutError as error:
-            message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
-            raise SourceStalled(message, uri=self._uri()) from error
         except OSError as error:
+            if is_of_handler(error):
+                raise
+            if isinstance(error, TimeoutError):
+                message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
+                raise SourceStalled(message, uri=self._uri()) from error
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
         finally:
             self._is_asking = False

@@ -7,7 +7,6 @@ Not here: which files a model has (`locate`, `list_uris`), what is in them (`wei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from penstock.storage import Digested, Source, open_source
 from penstock.storage.output import require_room, typed
 from penstock.storage.source import require_checked
 from penstock.types import MIB
+from penstock.waits import Threads
 
 _PIECE_BYTES = 8 * MIB
 # Reads under way at once: what hides the latency of an object store for one file or for many, in 128 MiB of buffers.
@@ -92,7 +92,7 @@ def download(
         return piece.nbytes
 
     compared: dict[str, Digested] = {}
-    with ExitStack() as stack, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-download") as pool:
+    with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
             # Before the first byte: a disk that fills up after an hour has cost the hour.
@@ -112,7 +112,7 @@ def download(
                 if on_file is not None:
                     on_file(uri)
         except BaseException:
-            # Ranges that have not begun would be read for nothing. Those under way end before the sources are closed.
-            pool.shutdown(wait=True, cancel_futures=True)
+            # Ranges that have not begun would be read for nothing.
+            pool.leave()
             raise
         return Downloaded(nbytes=sum(source.nbytes for source in sources), compared=frozenset(compared))

@@ -13,7 +13,6 @@ import glob
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -33,6 +32,7 @@ from penstock.storage import (
     text_of,
 )
 from penstock.storage.safetensors import parse_index
+from penstock.waits import Threads
 
 SIDECAR = "penstock.manifest"
 """Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
@@ -273,7 +273,7 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         return True
 
     names = (_INDEX, SIDECAR, f"{SIDECAR}.sig", *_PUBLISHED)
-    with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
+    with Threads(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
         found = [f"{prefix}{name}" for name, there in zip(names, pool.map(is_there, names), strict=True) if there]
     return sorted({*found, *(file for _, file in place.files)})
 

@@ -17,7 +17,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
 from penstock.storage.safetensors import encode_header
 from penstock.types import DType, TensorTable
+from penstock.waits import Threads
 
 log = logging.getLogger("penstock.storage")
 
@@ -141,7 +141,7 @@ class OutputSet:
         Cost: in tmpfs 0.3 s a GB of a file, for its pages are allocated; files do not wait for each other.
         """
         # sched_getaffinity and not cpu_count: a container has fewer cores than its host.
-        with self._typed(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with self._typed(), Threads(len(os.sched_getaffinity(0)), "penstock-allocate") as pool:
             self._check_room()
             for _ in pool.map(partial(self._allocate, is_over), self.names, self.file_nbytes):
                 pass
@@ -372,14 +372,9 @@ def publish_remote(
         path = out.directory / name
         upload_file(f"{prefix}/{name}", path, settings=settings, storage_options=storage_options)
 
-    with ThreadPoolExecutor(_UPLOADS, thread_name_prefix="penstock-upload") as pool:
-        try:
-            for done in [pool.submit(upload, name) for name in out.names]:
-                done.result()
-        except BaseException:
-            # Files that have not begun would be uploaded for nothing.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Threads(_UPLOADS, thread_name_prefix="penstock-upload") as pool:
+        for done in [pool.submit(upload, name) for name in out.names]:
+            done.result()
     # Index and manifest last: a reader that finds them finds every file that they name.
     last = {**out.index(), SIDECAR: small[SIDECAR]}
     for name, data in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:

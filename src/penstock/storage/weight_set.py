@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -53,6 +53,7 @@ from penstock.storage.manifest import (
 from penstock.storage.safetensors import Header, clip
 from penstock.storage.source import require_checked
 from penstock.types import I64, MIB, U64, FileEntry, Manifest, TensorTable
+from penstock.waits import Threads
 
 __all__ = [
     "Names",
@@ -234,20 +235,25 @@ def _open_all(
     if len(files) <= _FEW_FILES and not remote:
         return _open_in_turn(files, open_one), sidecar()
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-open") as pool:
+    with Threads(threads, thread_name_prefix="penstock-open") as pool:
         # Beside the headers, not after them: on an object store it would be one more round trip.
         raw = pool.submit(sidecar)
         jobs = [pool.submit(open_one, file) for file in files]
         try:
             return [job.result() for job in jobs], raw.result()
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.leave()
             for job in jobs:
-                # Files opened before another failed would stay open, and a caller that tries again would run out of
-                # descriptors.
-                if not job.cancelled() and job.exception() is None:
-                    job.result().source.close()
+                # Otherwise files that were opened before another failed would stay open, and a caller that tries again
+                # would run out of descriptors. A callback, because a file may still be opened after this call.
+                job.add_done_callback(_close_opened)
             raise
+
+
+def _close_opened(job: Future[_Opened]) -> None:
+    """Close the file that a call opened, if it did."""
+    if not job.cancelled() and job.exception() is None:
+        job.result().source.close()
 
 
 def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
@@ -556,7 +562,7 @@ def _digest_bodies(
             # After an error the other threads must not read on; after the end there is nothing left for them.
             stop.set()
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-digest") as pool:
+    with Threads(threads, thread_name_prefix="penstock-digest") as pool:
         jobs = [pool.submit(work) for _ in range(threads)]
         try:
             for job in jobs:

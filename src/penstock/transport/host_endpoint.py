@@ -91,6 +91,8 @@ class GenerationTable:
         self._free = list(range(NUM_SLOTS))[::-1]
         self._changing = threading.Lock()
         self._closer = weakref.finalize(self, os.close, lock_fd)
+        # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+        self._closer.atexit = False
 
     @classmethod
     def create(cls) -> GenerationTable:
@@ -195,6 +197,8 @@ class PeerGenerationTable:
         self._fd = fd
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._closer = weakref.finalize(self, os.close, fd)
+        # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+        self._closer.atexit = False
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:

@@ -163,3 +163,28 @@ def test_bytes_of_a_second_answer_are_no_part_of_a_body(server: Server) -> None:
 def test_what_is_no_answer_of_http(server: Server, line: bytes) -> None:
     with pytest.raises(MalformedMessage):
         server.get(line + b"\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (b"HTTP/1.1 503 Slow\r\nContent-Length: 9\r\n\r\n<Code>A</", b"<Code>A</"),
+        (b"HTTP/1.1 503 Slow\r\nContent-Length: 5000\r\n\r\n<Code>", b"<Code>"),
+        (b"HTTP/1.1 503 Slow\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nCode\r\n", b"Code"),
+        (b"HTTP/1.1 503 Slow\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b""),
+        (b"HTTP/1.1 503 Slow\r\n\r\nuntil the end", b"until the end"),
+    ],
+    ids=["whole", "late", "late chunk", "bad chunk", "no length"],
+)
+def test_error_body_is_read_within_limit(server: Server, said: bytes, found: bytes) -> None:
+    reply = server.get(said)
+    begun = time.monotonic()
+    assert reply.read_some(100, wait_s=0.2) == found
+    assert time.monotonic() - begun < 1.0
+    assert reply.is_reusable == (found == b"<Code>A</")
+
+
+def test_long_error_body_is_cut(server: Server) -> None:
+    reply = server.get(OK + b"Content-Length: 256000\r\n\r\n" + BODY)
+    assert len(reply.read_some(100, wait_s=5.0)) == 100
+    assert not reply.is_reusable

@@ -14,7 +14,6 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +41,7 @@ from penstock.storage.objects import FETCH_THREADS
 from penstock.storage.safetensors import Header, clip
 from penstock.storage.weight_set import Uri, WeightSet, open_weights
 from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
+from penstock.waits import Threads
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata of a safetensors file that holds parts of tensors. Source: torch 2.13, checkpoint/_hf_utils.py."""
@@ -337,7 +337,7 @@ class DistcpCheckpoint:
             for name in new:
                 self._add(name, open_one(name))
             return
-        with ThreadPoolExecutor(min(FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
+        with Threads(min(FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
             jobs = [pool.submit(open_one, name) for name in new]
             # All of them, so that what was opened before another failed is closed with the rest.
             for name, job in zip(new, jobs, strict=True):
@@ -497,7 +497,7 @@ class _Probe:
             merged.append((file, start, stop))
         self._starts = {file: ([], []) for file, _, _ in merged}  # type: dict[int, tuple[list[int], list[bytes]]]
         if any(is_remote(source.uri) for source in sources) and len(merged) > 1:
-            with ThreadPoolExecutor(settings.fetch_threads or FETCH_THREADS, "penstock-probe") as pool:
+            with Threads(settings.fetch_threads or FETCH_THREADS, "penstock-probe") as pool:
                 data = list(pool.map(lambda each: self._fetch(*each), merged))
         else:
             data = [self._fetch(*each) for each in merged]

@@ -284,6 +284,8 @@ class _Mark:
             fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             # Closing releases the lock; a save that fails has no other end than that of its writer.
             self._close = weakref.finalize(self, os.close, fd)
+            # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+            self._close.atexit = False
             # Locked before it has its name: what has the name and no lock is dead.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rename(hidden, self._path)

@@ -54,6 +54,8 @@ class Forked:
         self._pidfd: int | None = os.pidfd_open(pid)
         # Closed also where the fork server was killed, and no exit code will ever be known.
         self._close = weakref.finalize(self, os.close, self._pidfd)
+        # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+        self._close.atexit = False
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended. ProcessLookupError: it was waited for already."""

@@ -1,0 +1,149 @@
+"""A program that waits for a silent server, and is interrupted or ends: at once, and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from penstock.testing.http_server import Faults, RangeServer
+
+ANSWER_S = 3.0
+"""Longest time from the signal to the end of a call: far below its deadline of 30 s, with room for a loaded machine."""
+
+CHILD = """
+import signal, sys, threading, time
+import torch
+import penstock as ps
+
+def raise_it(*_):
+    raise TimeoutError("of the program")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGALRM, raise_it)
+number = getattr(signal, sys.argv[1])
+
+def safe_open(uri):
+    with ps.safe_open(uri, "pt") as file:
+        file.get_tensor("a")
+
+verbs = {
+    "load": ps.load,
+    "load_into": lambda uri: ps.load_into({"a": torch.zeros(1 << 20)}, uri),
+    "stream": lambda uri: list(ps.stream(uri)),
+    "inspect": ps.inspect,
+    "safe_open": safe_open,
+}
+for call in sys.argv[2:]:
+    verb, _, uri = call.partition("=")
+    sent = []
+    def send():
+        sent.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, number)
+    sender = threading.Timer(0.4, send)
+    sender.start()
+    try:
+        verbs[verb](uri)
+        said = "it returned"
+    except (KeyboardInterrupt, TimeoutError) as error:
+        said = type(error).__name__
+    except ps.PenstockError as error:
+        said = repr(error)
+    took_s = time.monotonic() - sent[0] if sent else -1.0
+    sender.join()
+    print(call, said, took_s, sep="\\t", flush=True)
+"""
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Yield the address of a server that accepts, and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def require_soon(number: str, said: str, calls: list[str], env: dict[str, str] | None = None) -> None:
+    """Run verbs that wait for ever, one after the other, and send a signal to each."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, number, *calls],
+        env=os.environ | {"PENSTOCK_STALL_S": "30", "PENSTOCK_PROGRESS": "0"} | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    ends = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [(call, how) for call, how, _ in ends] == [(call, said) for call in calls], done.stderr
+    assert all(0 <= float(took_s) < ANSWER_S for _, _, took_s in ends), ends
+
+
+@pytest.mark.parametrize(("number", "said"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "TimeoutError")])
+def test_signal_ends_wait_for_answer(silent: str, number: str, said: str) -> None:
+    require_soon(number, said, [f"{verb}={silent}/m.safetensors" for verb in ("load", "inspect", "safe_open")])
+
+
+def test_interrupt_ends_wait_for_weights() -> None:
+    data = save({"a": torch.arange(1 << 20, dtype=torch.float32)})
+    # The header is there, and the server falls silent in the midst of the weights.
+    with RangeServer({"m.safetensors": data}, faults=Faults(stall_after=200_000)) as server:
+        verbs = ("load", "load_into", "stream", "safe_open")
+        require_soon("SIGINT", "KeyboardInterrupt", [f"{verb}={server.url}/m.safetensors" for verb in verbs])
+
+
+def test_interrupt_ends_wait_of_libraries(silent: str, tmp_path: Path) -> None:
+    env = {
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_ENDPOINT_URL": silent,
+        "GOOGLE_BASE_URL": silent,
+        "GOOGLE_SKIP_SIGNATURE": "true",
+        "HF_ENDPOINT": silent,
+        "HF_HOME": str(tmp_path),
+    }
+    uris = ["hf://org/name"]
+    require_soon("SIGINT", "KeyboardInterrupt", [f"load={uri}" for uri in uris], env)
+
+
+AT_EXIT = """
+import atexit, sys
+import penstock as ps
+
+def last():
+    print("loaded", sorted(ps.load(sys.argv[1])), flush=True)
+
+ps.load(sys.argv[1])
+atexit.register(last)
+"""
+
+
+def test_load_in_exit_handler_works() -> None:
+    with RangeServer({"m.safetensors": save({"a": torch.zeros(4)})}) as server:
+        program = [sys.executable, "-c", AT_EXIT, f"{server.url}/m.safetensors"]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("loaded ['a']", "")
+
+
+LEFT_OPEN = """
+import torch
+import penstock as ps
+
+publisher = ps.publisher("left", {"a": torch.ones(4)}, mode="snapshot")
+publisher.publish(1)
+subscriber = ps.subscriber("left", {"a": torch.zeros(4)})
+subscriber.update()
+"""
+
+
+def test_program_without_close_ends_silently(tmp_path: Path) -> None:
+    env = os.environ | {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
+    for _ in range(2):
+        program = [sys.executable, "-c", LEFT_OPEN]
+        done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
