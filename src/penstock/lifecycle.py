@@ -3,6 +3,7 @@
 In / Out: nothing. Not here: what an object releases (each class), signals other than SIGINT.
 
 - `Closing`: a context manager for classes that have a `close`.
+- `is_ending`: the interpreter ends, so nothing may wait for a thread.
 - `let_go_in_children`: in a forked child, release of locks, sockets, pages and transports that belong to its parent.
 - `deferred` and its kin: Ctrl-C only at moments when the program can act on it. Python raises KeyboardInterrupt between
   any two steps of the main thread: after a descriptor was opened and before it was stored, after a thread was started
@@ -33,14 +34,25 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
+def is_ending() -> bool:
+    """Return whether the interpreter ends.
+
+    Python has stopped the daemon threads then, wherever they stood, and the locks that they held stay locked. Nothing
+    that runs so late may wait: no finalizer, and no `with` block of a generator that the program left half read. The
+    system frees what is still open.
+    """
+    return sys.is_finalizing()
+
+
 class Closing:
-    """A context manager for classes that have a `close`."""
+    """A context manager for classes that have a `close`. Does nothing while the interpreter ends."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self: _Closes, *_: object) -> None:
-        self.close()
+        if not is_ending():
+            self.close()
 
 
 T = TypeVar("T")

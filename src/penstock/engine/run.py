@@ -124,7 +124,12 @@ class Run(Closing):
         self.ticket.wait(stall_s=self.stall_s)
 
     def end(self) -> None:
-        """Cancel what has not finished, and wait until no item touches memory any more. Idempotent."""
+        """Cancel what has not finished, and wait until no item touches memory any more. Idempotent.
+
+        Returns at once while the interpreter ends: the threads of the executors are gone.
+        """
+        if lifecycle.is_ending():
+            return
         if not self.ticket.done:
             self.ticket.cancel()
         # In the order in which items move on, so that an item can still post the next one. Those that go back (a sync
@@ -134,6 +139,8 @@ class Run(Closing):
 
     def close(self) -> None:
         """`end` the run, and drop what would keep its memory alive. Idempotent."""
+        if lifecycle.is_ending():
+            return
         self.end()
         # The ticket refers to this run, and its error to the frames of an item. Both cycles hold memory of the size of
         # the weights, which would otherwise wait for Python's cyclic collector.

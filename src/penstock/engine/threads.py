@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from penstock.errors import DestinationError
-from penstock.lifecycle import Closing, let_go_in_children
+from penstock.lifecycle import Closing, is_ending, let_go_in_children
 
 MAX_IDLE = 32
 """Most threads that wait for their next work: a run of a sync has 16 reads at once, and a few others."""
@@ -103,6 +103,8 @@ class KeptThreads(Closing):
 
     def close(self) -> None:
         """See the class. Idempotent."""
+        if is_ending():
+            return
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []

@@ -38,6 +38,7 @@ from penstock.jobs.job import Job
 from penstock.jobs.result import SCHEME, MemoryDestination
 from penstock.keeper.hand_over import ACCEPTS, HANDLER, HandOver, HandOverHandler
 from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
+from penstock.lifecycle import is_ending
 from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
@@ -472,7 +473,8 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave(DRAIN_S if kind is None else 0.0)
+        if not is_ending():
+            self.leave(DRAIN_S if kind is None else 0.0)
 
 
 class _KeeperDestination:

@@ -92,6 +92,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
     def __init__(self, session: Session, group: ProcessGroup | None, journey: Journey) -> None:
         self._session: Session | None = session
+        self._pid = os.getpid()
         self._journey = journey
         journey.received = session.received
         self._group = group
@@ -111,6 +112,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
+        if self._pid != os.getpid():
+            raise ConfigError("the stream was opened before this process was forked", hint="open it in the child")
         with self._turn, deferred_interrupts(self._group):
             return self._next()
 
@@ -159,7 +162,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
     def _close(self) -> None:
         session = self._session
-        if session is None:
+        # In a forked child the reading threads are missing, and with them the locks that they held.
+        if session is None or lifecycle.is_ending() or self._pid != os.getpid():
             return
         # Before the turn is taken: a thread that waits for a tensor has it, and gives it up only by this.
         if (run := session.run) is not None and not run.ticket.done:
@@ -173,7 +177,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
 
     def __del__(self) -> None:
         # `getattr`: the constructor may have failed before it set the attribute.
-        if getattr(self, "_session", None) is not None:
+        if getattr(self, "_session", None) is not None and not lifecycle.is_ending():
             with lifecycle.postponed():
                 self.close()
 

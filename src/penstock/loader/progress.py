@@ -205,7 +205,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is None:
+        # While the interpreter ends, the thread that draws the bar is gone, perhaps with its lock.
+        if self._bar is None or lifecycle.is_ending():
             return
         done, total = self._count
         is_over = kind is None and done >= total > 0

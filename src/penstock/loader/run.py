@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from penstock import lifecycle
 from penstock.engine.check import Checker
 from penstock.engine.fetch_ring import HostedExecutor, Queued, RingFetch
 from penstock.engine.place import Place, Segment, pack
@@ -205,7 +206,7 @@ class LoadRun(Run):
 
         Afterwards nothing writes to the slabs or the pool, whose owner may free it, and the run holds no slab.
         """
-        if self._is_closed:
+        if self._is_closed or lifecycle.is_ending():
             return
         if not self.ticket.done:
             self.ticket.cancel()

@@ -398,7 +398,7 @@ class _File:
     def __del__(self) -> None:
         # `hasattr`: the constructor may have failed before it set the attribute. Postponed: Ctrl-C between two of these
         # calls would leave the source open.
-        if hasattr(self, "_reader"):
+        if hasattr(self, "_reader") and not lifecycle.is_ending():
             with lifecycle.postponed():
                 self.close()
 

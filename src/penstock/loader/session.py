@@ -344,7 +344,7 @@ class Session(Closing):
     def __exit__(self, *raised: object) -> None:
         if isinstance(error := raised[1], BaseException):
             self.phases.fail(error)
-        self.close()
+        super().__exit__(*raised)
 
     # -- planning
 

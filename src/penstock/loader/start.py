@@ -22,7 +22,7 @@ import torch
 from penstock.arguments import require_type
 from penstock.engine.threads import start_thread
 from penstock.errors import Cancelled, ConfigError, DestinationError, IntegrityError, OperationFailed, PenstockError
-from penstock.lifecycle import Closing, deferred
+from penstock.lifecycle import Closing, deferred, is_ending
 from penstock.loader.into import (
     Place,
     Rename,
@@ -122,7 +122,7 @@ class Loading(Closing):
 
         If that is before its end, the parameters raise Cancelled from then on.
         """
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
         while self._thread.is_alive():

@@ -64,6 +64,7 @@ from penstock.hub.messages import (
     Welcome,
 )
 from penstock.hub.proof import PROVABLE, DigestSigner
+from penstock.lifecycle import is_ending
 from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.host_links import host_links
@@ -500,9 +501,9 @@ class Member:
     def leave(self, drain_s: float = 10.0) -> None:
         """Grant no new leases, wait for readers at most `drain_s`, sign off from the hub, and end. Idempotent.
 
-        Does nothing in a forked child: the member is its parent.
+        Does nothing in a forked child, whose parent is the member, and while the interpreter ends.
         """
-        if self._closing.is_set() or self._pid != os.getpid():
+        if self._pid != os.getpid() or is_ending() or self._closing.is_set():
             return
         # All at once, then one by one: readers of the last weights must not begin while those of the first finish.
         for weights in self.weights:
