@@ -143,3 +143,162 @@ def test_what_is_kept_of_a_failed_conversion_is_said(tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", task_bytes="256K", **TOLD)
     assert report.num_resumed >= 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+BIG = 123456789012345678901234567890
+ODD = b'\xef\xbb\xbf{"limit": [0.0, Infinity], "low": -Infinity, "none": NaN, "big": %d}' % BIG
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"to": "cast:BF16"}, {"operations": "dequantise"}, {"operations": {"op": "reshard", "to": 1}}]
+)
+def test_infinity_and_nan_in_config_stay(given: dict[str, Any], tmp_path: Path) -> None:
+    source = write(tmp_path / "source", ODD)
+    (source / "generation_config.json").write_bytes(ODD)
+    rules = {"rules": [["weight", "replicate"]]} if isinstance(given.get("operations"), dict) else {}
+    operations = {**given["operations"], **rules} if rules else given.get("operations", ())
+    convert(source, tmp_path / "out", **TOLD, **{**given, "operations": operations})
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found["limit"] == [0.0, float("inf")] and found["low"] == -float("inf")
+    assert found["none"] != found["none"] and found["big"] == BIG
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == ODD
+
+
+def test_infinity_in_adapter_and_quantisation_is_read(tmp_path: Path) -> None:
+    base = write(tmp_path / "base", b'{"quantization_config": {"quant_method": "fp8", "limit": NaN, "top": Infinity}}')
+    codes = torch.full((128, 128), 8.0).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale": torch.tensor(0.5)}, base / "model.safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    pair = {"a.lora_A.weight": torch.ones(1, 128), "a.lora_B.weight": torch.ones(128, 1)}
+    save_file({f"base_model.model.{name}": one for name, one in pair.items()}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('\ufeff{"r": 1, "lora_alpha": 1, "runtime_limit": Infinity}')
+    convert([base, adapter], tmp_path / "out", operations="lora-merge", **TOLD)
+    assert set(penstock.load(tmp_path / "out")["a.weight"].flatten().tolist()) == {5.0}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_index_with_nan_and_bom_is_read(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    names = list(by_safetensors(source))
+    index = {
+        "metadata": {"total_size": float("nan"), "NaN": "Infinity"},
+        "weight_map": dict.fromkeys(names, "model.safetensors"),
+    }
+    (source / "model.safetensors.index.json").write_text("\ufeff" + json.dumps(index))
+    convert(source, tmp_path / "out", **TOLD)
+    assert set(penstock.load(tmp_path / "out")) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "single", "index"),
+    [
+        (["model.safetensors"], "model.safetensors", "model.safetensors.index.json"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors", "adapter_model.safetensors.index.json"),
+        (["consolidated.safetensors"], "consolidated.safetensors", "consolidated.safetensors.index.json"),
+        (
+            ["diffusion_pytorch_model.fp16.safetensors"],
+            "diffusion_pytorch_model.fp16.safetensors",
+            "diffusion_pytorch_model.safetensors.index.fp16.json",
+        ),
+        (
+            [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)],
+            "diffusion_pytorch_model.safetensors",
+            "diffusion_pytorch_model.safetensors.index.json",
+        ),
+        (["left.safetensors", "right.safetensors"], "model.safetensors", "model.safetensors.index.json"),
+    ],
+)
+def test_results_keep_stem_of_source(names: list[str], single: str, index: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i, name in enumerate(names):
+        save_file({f"{i}.{part}.weight": torch.randn(64, 64) for part in "ab"}, source / name)
+    wanted = by_safetensors(source)
+    for into, given in (
+        ("copy", {}),
+        ("cast", {"to": "cast:F64"}),
+        ("renamed", {"operations": {"op": "rename", "rules": [["a", "c"]]}}),
+    ):
+        convert(source, tmp_path / into, **TOLD, **given)
+        assert [path.name for path in (tmp_path / into).glob("*.safetensors*")] == [single]
+    convert(source, tmp_path / "shards", shard_bytes="20K", **TOLD)
+    stem, count = single.removesuffix(".safetensors"), 2 * len(names)
+    shards = {f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)}
+    assert {path.name for path in (tmp_path / "shards").glob("*.safetensors*")} == {*shards, index}
+    assert penstock.load(tmp_path / "shards").keys() == wanted.keys()
+    assert penstock.verify(tmp_path / "shards").verified
+    # The result is a source again.
+    convert(tmp_path / "shards", tmp_path / "again", **TOLD)
+    assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == [single]
+
+
+def test_files_of_folders_are_copied_or_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    copied = {
+        "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
+        "1_Pooling/config.json": "{}",
+        "2_Dense/config.json": "{}",
+        "additional_chat_templates/tool.jinja": "x",
+        "deep/er/vocab.txt": "x",
+    }
+    named = {
+        "onnx/config.json": "{}",
+        "original/params.json": "{}",
+        "2_Dense/model.safetensors": "x",
+        "other/config.json": "{}",
+        "other/model.safetensors": "x",
+        "checkpoint-500/trainer_state.json": "{}",
+        "pytorch_model.bin": "x",
+        "pytorch_model.bin.index.json": "{}",
+        "model.safetensors.index.fp16.json": "{}",
+        "README.md": "x",
+    }
+    for name, text in (copied | named | {".git/config.json": "{}", "sub/penstock.manifest": "x"}).items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    del named["model.safetensors.index.fp16.json"]
+    report = convert(source, tmp_path / "out", **TOLD)
+    there = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert there == {*copied, "config.json", "model.safetensors", "penstock.manifest", "penstock.job"}
+    assert set(report.left_out) == {str(source / name) for name in named} == set(report.why_left_out)
+    assert all((tmp_path / "out" / name).read_text() == text for name, text in copied.items())
+    assert "onnx" in report.summary()
+
+
+def test_links_and_odd_files_are_named_not_followed(tmp_path: Path) -> None:
+    source, secret = write(tmp_path / "source"), tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key.txt").write_text("x")
+    (source / "vocab.txt").symlink_to(secret / "key.txt")
+    (source / "loop").symlink_to(source)
+    (source / "away").symlink_to(secret)
+    (source / "merges.txt").symlink_to("nowhere")
+    os.mkfifo(source / "tokenizer.json")
+    report = convert(source, tmp_path / "out", **TOLD)
+    assert set(report.left_out) == {str(source / name) for name in ("loop", "away", "merges.txt", "tokenizer.json")}
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "x" and not (tmp_path / "out" / "vocab.txt").is_symlink()
+
+
+def test_large_vocabulary_is_copied_to_every_rank(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    (source / "part").mkdir()
+    with open(source / "part" / "tokenizer.json", "wb") as file:
+        file.truncate(65 << 20)
+    word = {"op": "reshard", "to": 2, "rules": [["weight", "0"]]}
+    report = convert(source, tmp_path / "out", operations=word, **TOLD)
+    ranks = [tmp_path / "out" / f"rank-0000{rank}-of-00002" for rank in range(2)]
+    assert all((rank / "part" / "tokenizer.json").stat().st_size == 65 << 20 for rank in ranks)
+    assert all((rank / "model.safetensors").is_file() for rank in ranks) and not report.left_out
+
+
+def test_folder_of_many_files_is_named_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    for folder in "ab":
+        (source / folder).mkdir()
+        for i in range(1001):
+            (source / folder / f"{i}.txt").touch()
+    (source / "b" / "c").mkdir()
+    report = convert(source, tmp_path / "out", **TOLD)
+    assert report.left_out == (str(source / "b" / "c"),)
+    assert (tmp_path / "out" / "a" / "7.txt").exists()

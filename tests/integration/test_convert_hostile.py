@@ -211,7 +211,7 @@ def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, m
 
     def overwrite(done: int, total: int) -> None:
         """Write other bytes, as the slower worker does too, unless the end of the job stops it before that."""
-        (growing,) = tmp_path.glob(".out.penstock-*/model.safetensors")
+        (growing,) = tmp_path.glob(".out.penstock-*/*.safetensors")
         with open(growing, "r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"x")

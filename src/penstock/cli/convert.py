@@ -259,8 +259,8 @@ def write_report(report: ConvertReport, format: Format) -> None:
             "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
         }
     )
-    for path in report.left_out:
-        note(f"left out {path}: it does not belong to the weight set in the same directory")
+    for text in report.left_out_by_reason():
+        note(f"left out {text}")
     rows = [
         [
             worker.worker,

@@ -28,13 +28,14 @@ import torch
 from penstock import api
 from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings
-from penstock.errors import MALFORMED, BaseMismatch, ConfigError, DestinationError, FormatError, PlanError
+from penstock.errors import BaseMismatch, ConfigError, DestinationError, PlanError
 from penstock.integrations.vllm_patches import ADAPTERS
 from penstock.lifecycle import Closing
 from penstock.loader.tensor import dtype_of
 from penstock.loader.verify import InspectReport
 from penstock.net.unix_sockets import private_directory
 from penstock.plan.tasks import Spec, lay_out
+from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.output import OutputSet
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.receive.hooks import Hooks
@@ -110,7 +111,7 @@ def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
         raise ConfigError("the base of the adapter has no version yet", hint="publish or receive the base first")
     try:
         # Sorted: all ranks must publish the same text, and a set has another order in each process.
-        text = msgspec.json.encode(_plain(config), order="sorted").decode()
+        text = write_object(msgspec.to_builtins(_plain(config)), indent=None, sort_keys=True).decode()
     except TypeError as error:
         raise ConfigError(f"the adapter's configuration cannot be written as JSON: {error}") from error
     return {BASE: identity, CONFIG: text}
@@ -131,10 +132,7 @@ def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str
             f"version {version} of {name!r} is no adapter: it has no base and no configuration",
             hint="publish it by penstock.integrations.peft.adapter_publisher",
         )
-    try:
-        return msgspec.json.decode(metadata[CONFIG], type=dict[str, Any])
-    except MALFORMED as error:
-        raise FormatError(f"the adapter's configuration of version {version} of {name!r}: {error}") from error
+    return read_object(metadata[CONFIG].encode(), f"the configuration of version {version} of the adapter {name!r}")
 
 
 class AdapterSubscriber(Closing):
@@ -334,7 +332,7 @@ class AdapterDirectory(Closing):
                 # The bytes were verified in memory: what engines read is compared with those.
                 if again != data:
                     raise DestinationError("the file's bytes differ from those written", uri=str(growing), tensor=name)
-            out.publish(into, {CONFIG_FILE: msgspec.json.format(msgspec.json.encode(config), indent=2)})
+            out.publish(into, {CONFIG_FILE: write_object(config)})
         except BaseException:
             out.remove()
             raise

@@ -61,7 +61,6 @@ from penstock.jobs.result import (
     published,
     sidecar_files,
     small_files,
-    small_from,
     stamp,
 )
 from penstock.jobs.watch import JobWatch
@@ -69,6 +68,7 @@ from penstock.jobs.workers.in_process import ThreadLauncher
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.storage import is_remote, local_path, text_of
+from penstock.storage.beside import NOTHING_BESIDE, Beside, files_beside
 from penstock.storage.locate import left_out
 from penstock.storage.output import (
     OutputRegion,
@@ -348,6 +348,8 @@ class _Staged:
     into: str
     out: OutputSet
     journal: Journal
+    beside: Beside = NOTHING_BESIDE
+    """The small files of the source whose configuration the result has, if it is to be published as files."""
     config: bytes | None = None
     """The result's configuration, if it has one and is to be published as files."""
 
@@ -460,10 +462,15 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
             "a keeper is not a directory", uri=into, hint="pass Keeper.into(MODEL), or use `penstock convert`"
         )
     job = request.job
+    settings, options = request.settings, request.job_spec.storage_options
     # Before anything is written: a broken config.json must not cost hours of conversion.
-    config = config_of(
-        request.small_place(small_from(job)), job.operation, request.settings, request.job_spec.storage_options
+    beside = files_beside(
+        request.small_place(job.small_from),
+        [file.name for file in request.opened[job.small_from].manifest.files],
+        settings=settings,
+        storage_options=options,
     )
+    config = config_of(beside, job.operation, settings, options)
     staged_path = _staging_path(job, into, scratch)
     stack.push(partial(_name_destination, staged_path, into))
     # The journal first: its lock keeps a second process of this very job away from the files.
@@ -474,7 +481,9 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     # Pushed last, so that it runs first, while the journal's lock is still held.
     stack.push(partial(_leave, journal, out))
     job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
-    return _Staged(request=request, job_spec=job_spec, into=into, out=out, journal=journal, config=config)
+    return _Staged(
+        request=request, job_spec=job_spec, into=into, out=out, journal=journal, beside=beside, config=config
+    )
 
 
 def _staging_path(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
@@ -544,8 +553,7 @@ def _publish(staged: _Staged, *, replace: bool) -> str:
     for weights in request.opened:
         check_unchanged(weights)
     manifest = manifest_of(job, staged.journal, out)
-    of_small = request.small_place(small_from(job))
-    small = sidecar_files(job, manifest, small_files(of_small, staged.config, settings, options))
+    small = sidecar_files(job, manifest, small_files(staged.beside, staged.config, settings, options))
     small |= {STAMP: stamp(job, manifest.revision)}
     if is_remote(into):
         publish_remote(out, into, small, settings=settings, storage_options=options)
@@ -587,6 +595,12 @@ def _report(made: _Made, began: float) -> ConvertReport:
     ended = time.monotonic()
     # No worker may ever have been ready: then all of the time is the start's.
     started = ended if coordinator is None else min(coordinator.began, ended)
+    others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
+    why_left_out = dict(made.staged.beside.left_out) | {
+        path: "it does not belong to the weight set"
+        for weights in others
+        for path in left_out(weights.uri, [file.name for file in weights.manifest.files])
+    }
     read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in resumed]].sum(axis=0)
     return ConvertReport(
         uri=made.staged.into,
@@ -613,10 +627,7 @@ def _report(made: _Made, began: float) -> ConvertReport:
         workers=stats,
         peak_bytes=max((worker.peak_bytes for worker in stats), default=0),
         verified=all(job.held_to),
-        left_out=tuple(
-            path
-            for weights in request.opened
-            for path in left_out(weights.uri, [f.name for f in weights.manifest.files])
-        ),
+        left_out=tuple(why_left_out),
+        why_left_out=why_left_out,
         why=how_verified(request.opened, verify=made.staged.job_spec.verify),
     )

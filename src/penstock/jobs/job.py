@@ -19,10 +19,11 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.jobs.operations.gguf import gguf_of
-from penstock.jobs.operations.operation import UNKNOWN, Operation, Streamed
+from penstock.jobs.operations.operation import UNKNOWN, Attested, Operation, Streamed
 from penstock.jobs.operations.spec import OperationSpec, code_of
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, read_bytes, spread
 from penstock.storage.cache import CACHE_CHUNK_BYTES, CachedSource
+from penstock.storage.file_names import stem_of
 from penstock.storage.gguf import ALIGNMENT
 from penstock.storage.weight_set import WeightSet
 from penstock.types import GB, I64, Manifest
@@ -70,6 +71,10 @@ class Job:
     `held_to`, so that a verified job never resumes from tasks that were not verified."""
     row_of: dict[str, int]
     """Row of the output's table by path."""
+    small_from: int
+    """The source whose configuration and tokenizer the result has."""
+    stem: str
+    """Part of the output's file names before their number, as that source's files have it."""
     held_to: tuple[int, ...]
     """Per source: leaf size of the digests that everything read of it is compared with; 0: nothing is compared."""
     read_bytes: I64
@@ -185,6 +190,7 @@ def plan_job(
     held_to = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
     key = _key(operation, operation_specs, sources, files, (task_bytes, shard_bytes, leaf_bytes), held_to)
     row_of = {name: row for row, name in enumerate(files.table.names)}
+    small_from = operation.small_from if isinstance(operation, Attested) else 0
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
     tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
     read = read_bytes(recipes, tasks, held_to)
@@ -204,6 +210,8 @@ def plan_job(
         leaf_bytes=leaf_bytes,
         key=key,
         row_of=row_of,
+        small_from=small_from,
+        stem=stem_of(file.name for file in sources[small_from].files),
         held_to=held_to,
         read_bytes=read,
         memory_bytes=memory_bytes,
@@ -230,7 +238,7 @@ def _key(
     for manifest in sources:
         parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
     # The number changes whenever the same request would be cut or computed differently: old journals are then ignored.
-    digest = blake3(b"penstock job 5\0")
+    digest = blake3(b"penstock job 6\0")
     # Each part is preceded by its length: otherwise "ab" + "c" and "a" + "bc" would give one key to two jobs.
     for part in parts:
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())

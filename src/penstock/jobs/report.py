@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster, Rates
 
 
+_SHOWN = 5
+"""Files that are named for each reason why they were left out."""
+
+
 @dataclass(slots=True)
 class WorkerStats:
     """The work of one worker of a run, for the report. Updated by the coordinator while the worker runs."""
@@ -124,9 +128,11 @@ class ConvertReport(Summarised):
     verified: bool
     """True if everything that was read of the sources, in this run and earlier ones, was compared with digests."""
     left_out: tuple[str, ...]
-    """Files of safetensors in the sources' directories that are not of their weight sets, and were not read."""
+    """Files in the first source's directory, or folders, that the result has not; other weights of other sources."""
     why: str
     """How it was verified, or why not. The result's own digests are always of the bytes as they were made."""
+    why_left_out: Mapping[str, str] = field(default_factory=dict)
+    """The reason for each of `left_out`."""
 
     def summary(self) -> str:
         """Return a few lines for people."""
@@ -137,7 +143,17 @@ class ConvertReport(Summarised):
             f"{bytes_text(self.read_bytes)} read in {self.wall_s:.3f} s ({self.gb_per_s:.2f} GB/s); {done}{resumed}",
             f"{'verified' if self.verified else 'not verified'}: {self.why}; revision {self.revision[:19]}",
         ]
-        return "\n".join(lines + [f"left out: {name}" for name in self.left_out])
+        return "\n".join(lines + [f"left out: {text}" for text in self.left_out_by_reason()])
+
+    def left_out_by_reason(self) -> list[str]:
+        """Return a line for each reason why files were left out, with the first of these files."""
+        groups: dict[str, list[str]] = {}
+        for path in self.left_out:
+            groups.setdefault(self.why_left_out.get(path, "not read"), []).append(path)
+        return [
+            f"{', '.join(paths[:_SHOWN])}{f' and {len(paths) - _SHOWN} more' if len(paths) > _SHOWN else ''}: {why}"
+            for why, paths in groups.items()
+        ]
 
     @property
     def gb_per_s(self) -> float:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -39,28 +39,24 @@ from penstock.errors import (
 )
 from penstock.jobs.job import Job
 from penstock.jobs.operations.gguf import gguf_of
-from penstock.jobs.operations.operation import Operation
+from penstock.jobs.operations.operation import Attested, Operation
 from penstock.storage import is_remote, local_path, read_small
+from penstock.storage.beside import Beside, read_file
 from penstock.storage.files import FileSource
+from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.headers import gguf_header
-from penstock.storage.locate import SIDECAR, list_files
+from penstock.storage.locate import SIDECAR
 from penstock.storage.manifest import decode, encode
-from penstock.storage.output import OutputRegion, OutputSet, typed
+from penstock.storage.output import Content, OutputRegion, OutputSet, typed
 from penstock.storage.weight_set import WeightSet
-from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
+from penstock.types import U64, FileEntry, Manifest, TensorTable
 
 STAMP = "penstock.job"
 """File in a result that names the job: the same call, made again, finds its own result there and returns."""
 METADATA = {"format": "pt"}
 """Metadata in the header of every file, which transformers asks for."""
-_CONFIG = "config.json"
-_SMALL = re.compile(
-    r"\.(json|txt|model|jinja|tiktoken|py|bpe|vocab|spm|yaml)$|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
-    r"(?!.*(safetensors|bin|pt|pth|gguf|onnx)$)"
-)
-"""Names of files that are copied: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, code."""
-_MAX_SMALL_BYTES = 64 * MIB
-"""Largest configuration or tokenizer that is copied."""
+CONFIG = "config.json"
+"""Name of the configuration, which an operation changes."""
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
@@ -357,7 +353,7 @@ def output_of(job: Job, sources: Sequence[WeightSet], directory: Path) -> Output
     table, body_nbytes, groups = job.files.table, job.files.body_nbytes, job.files.groups
     stored = gguf_of(job.operation)
     if stored is None:
-        return OutputSet(directory, table, body_nbytes, METADATA, groups)
+        return OutputSet(directory, table, body_nbytes, METADATA, groups, stem=job.stem)
     if groups != ("",):
         raise ConfigError(f"{job.operation.name} gives several weight sets, and a GGUF file is one")
     # Read again: a manifest has no tokenizer. The first part of a split model has the metadata of all.
@@ -373,7 +369,7 @@ def check_unchanged(weights: WeightSet) -> None:
 
 
 def config_of(
-    uri: str, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
+    beside: Beside, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> bytes | None:
     """Return the result's `config.json`: that of a source, changed by the operation; None if the source has none.
 
@@ -383,70 +379,32 @@ def config_of(
         FormatError: the source's file is not a JSON object.
         OperationFailed: the operation's `config` raised, or returned no mapping.
     """
-    listed = list_files(uri, settings=settings, storage_options=storage_options)
-    # Found by listing: a URI that names one file, or a glob of weights, has no configuration of its own.
-    at = next((file for file in listed if file.rpartition("/")[2] == _CONFIG), None)
-    raw = None if at is None else read_small(at, settings=settings, storage_options=storage_options)
-    if raw is None:
+    at = beside.files.get(CONFIG)
+    if at is None:
         return None
+    raw = read_file(at, settings=settings, storage_options=storage_options)
+    config = read_object(raw, at, hint="repair it, or convert a directory without it")
     try:
-        config = msgspec.json.decode(raw, type=dict[str, Any])
-    except MALFORMED as error:
-        message = f"it is not a JSON object: {error}"
-        raise FormatError(message, uri=at, hint="repair it, or convert a directory without it") from error
-    try:
-        encoded = msgspec.json.encode(dict(operation.config(config)))
+        # Other than Python's json module, msgspec takes dataclasses and sets too, and makes `null` of infinity.
+        return write_object(msgspec.to_builtins(dict(operation.config(config))))
     except PenstockError:
         raise
     except Exception as error:
         # Any error: `config` may be a user's code.
-        message = f"{operation.name}: its config() failed on {_CONFIG}: {type(error).__name__}: {error}"
+        message = f"{operation.name}: its config() failed on {CONFIG}: {type(error).__name__}: {error}"
         raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
-    return msgspec.json.format(encoded, indent=2)
 
 
 def small_files(
-    uri: str, config: bytes | None, settings: Settings, storage_options: Mapping[str, str] | None
-) -> dict[str, bytes]:
-    """Return the tokenizer and other small files of a source, and the configuration that `config_of` returned."""
-    files: dict[str, bytes] = {} if config is None else {_CONFIG: config}
-    for file in list_files(uri, settings=settings, storage_options=storage_options):
-        name = file.rpartition("/")[2]
-        # The source's index names the source's shards: the result has an index of its own.
-        if name == _CONFIG or not _SMALL.search(name) or name.endswith(".safetensors.index.json"):
-            continue
-        raw = read_small(file, settings=settings, storage_options=storage_options)
-        # A file above the bound is no configuration or tokenizer, whatever its name: weights in another format, say.
-        if raw is not None and len(raw) <= _MAX_SMALL_BYTES:
-            files[name] = raw
-    return files
+    beside: Beside, config: bytes | None, settings: Settings, storage_options: Mapping[str, str] | None
+) -> dict[str, Content]:
+    """Return the small files of a source, read when they are written, and what `config_of` returned."""
+    files: dict[str, Content] = {} if config is None else {CONFIG: config}
+    read = partial(read_file, settings=settings, storage_options=storage_options)
+    return files | {name: partial(read, file) for name, file in beside.files.items() if name != CONFIG}
 
 
-@runtime_checkable
-class Attested(Protocol):
-    """An operation that adds files to its result, or that knows the result's revision beforehand.
-
-    Attributes:
-        small_from: the source whose configuration and tokenizer the result has.
-    """
-
-    small_from: int
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return additional small files of the result."""
-        ...
-
-    def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result is not the expected one; nothing is published then."""
-        ...
-
-
-def small_from(job: Job) -> int:
-    """Return the source whose configuration and tokenizer the result has."""
-    return job.operation.small_from if isinstance(job.operation, Attested) else 0
-
-
-def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, bytes]:
+def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, Content]) -> dict[str, Content]:
     """Return all sidecar files, after the operation has checked the result.
 
     A result of several weight sets has small files and a manifest in the directory of each. If several sets share one

@@ -26,6 +26,7 @@ import numpy as np
 from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
 from penstock.report import bytes_text
+from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.local import exchange, is_in_memory, reserve
 from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
@@ -35,6 +36,8 @@ from penstock.waits import Threads
 
 log = logging.getLogger("penstock.storage")
 
+Content = bytes | Callable[[], bytes]
+"""Content of a small file, or a function that reads it when it is written."""
 GGUF_FILE = "model.gguf"
 """Name of a result that is one GGUF file."""
 
@@ -61,6 +64,7 @@ class OutputSet:
         metadata: of every file.
         groups: of each file, where the set is several: in `table` its tensors have that and a slash before their names.
         gguf_header: what the one file begins with, which is then a GGUF file; None: files of safetensors.
+        stem: the part of the files' names before their number.
 
     Attributes:
         names: of the files.
@@ -76,9 +80,11 @@ class OutputSet:
         metadata: Mapping[str, str] | None = None,
         groups: Sequence[str] = (),
         gguf_header: bytes | None = None,
+        stem: str = STEM,
     ) -> None:
         count = len(body_nbytes)
         self.groups = tuple(groups) or ("",) * count
+        self._stem = stem
         self.directory = directory
         self.table = table
         self._body_nbytes = body_nbytes
@@ -88,7 +94,7 @@ class OutputSet:
         if gguf_header is not None:
             self.names, self._headers, self.data_offset = [GGUF_FILE], [gguf_header], [len(gguf_header)]
             return
-        self.names = names_of(self.groups)
+        self.names = names_of(self.groups, stem)
         # Entries in the order of the bodies, as all known writers leave them.
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
@@ -215,7 +221,7 @@ class OutputSet:
             shards = dict(zip(map(self.name_of, rows), names, strict=True))
             total = {"total_size": int(self.table.nbytes[rows].sum())}
             raw = msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": shards}), indent=2)
-            indexes[f"{place}model.safetensors.index.json"] = raw
+            indexes[f"{place}{index_name(self._stem)}"] = raw
         return indexes
 
     def sync(self) -> None:
@@ -224,7 +230,7 @@ class OutputSet:
             for fd in self._fds:
                 os.fsync(fd)
 
-    def read_back(self, small: Mapping[str, bytes]) -> None:
+    def read_back(self, small: Mapping[str, Content]) -> None:
         """Read the headers again by Penstock's own reader: only what can be read may take the place of another set.
 
         Args:
@@ -243,13 +249,16 @@ class OutputSet:
         for name, nbytes, wanted in zip(self.names, self.file_nbytes, rows, strict=True):
             # The types of GGUF's tensors are not those of the table.
             require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
-        for name, data in small.items():
-            require_readable_bytes(self.directory / name, data)
+        for name, content in small.items():
+            # The others are copies of a source's files, which have no weights and no manifest.
+            if isinstance(content, bytes):
+                require_readable_bytes(self.directory / name, content)
 
-    def publish(self, into: Path, small: Mapping[str, bytes], *, replace: bool = False) -> None:
+    def publish(self, into: Path, small: Mapping[str, Content], *, replace: bool = False) -> None:
         """Sync all, add small files (index, manifest, configuration) and let it all appear at once as `into`.
 
         Args:
+            small: content by name; a name may have folders in it.
             replace: take the place of a weight set at `into`, which is removed afterwards.
 
         Raises:
@@ -258,16 +267,23 @@ class OutputSet:
         # Bytes before names: after a crash no name may lead to a file without its content.
         self.sync()
         with typed(self.directory):
-            for name, data in {**self.index(), **small}.items():
+            folders = {self.directory, *((self.directory / name).parent for name in self.names)}
+            for name, content in {**self.index(), **small}.items():
+                data = content if isinstance(content, bytes) else content()
+                folder = (self.directory / name).parent
+                folder.mkdir(parents=True, exist_ok=True)
+                while folder != self.directory:
+                    folders.add(folder)
+                    folder = folder.parent
                 # With O_TRUNC: an earlier try may have left a longer one.
                 fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(fd)
-            for directory in dict.fromkeys([*((self.directory / name).parent for name in self.names), self.directory]):
+            for folder in folders:
                 # A file is durable only once the directory that names it is.
-                _sync_directory(directory)
+                _sync_directory(folder)
         self.read_back(small)
         # As late as possible: the shorter the time before the rename, the less can take the name. (Not atomic:
         # rename(2) of a directory replaces an empty one, and fails on any other.)
@@ -342,7 +358,7 @@ class OutputRegion(OutputSet):
 def publish_remote(
     out: OutputSet,
     uri: str,
-    small: Mapping[str, bytes],
+    small: Mapping[str, Content],
     *,
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
@@ -376,29 +392,11 @@ def publish_remote(
         for done in [pool.submit(upload, name) for name in out.names]:
             done.result()
     # Index and manifest last: a reader that finds them finds every file that they name.
-    last = {**out.index(), SIDECAR: small[SIDECAR]}
-    for name, data in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
+    last: dict[str, Content] = {**out.index(), SIDECAR: small[SIDECAR]}
+    for name, content in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
+        data = content if isinstance(content, bytes) else content()
         write_small(f"{prefix}/{name}", data, settings=settings, storage_options=storage_options)
     out.remove()
-
-
-def file_names(count: int) -> list[str]:
-    """Return the names that checkpoints' shards have everywhere."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def names_of(groups: Sequence[str]) -> list[str]:
-    """Return the files of a set, given each one's group: in a directory per group, or with the part for a star."""
-    seen: dict[str, list[str]] = {}
-    for group in dict.fromkeys(groups):
-        count = groups.count(group)
-        if "*" in group:
-            seen[group] = [f"{group.replace('*', str(part))}.safetensors" for part in range(count)]
-        else:
-            seen[group] = [f"{group}/{name}" if group else name for name in file_names(count)]
-    return [seen[group].pop(0) for group in groups]
 
 
 def require_free(into: Path, *, replace: bool = False) -> None:

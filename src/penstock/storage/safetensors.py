@@ -25,6 +25,7 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import FormatError, PlanError, SourceTruncated
+from penstock.storage.foreign_json import strict
 from penstock.storage.source import Source
 from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 
@@ -365,6 +366,8 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
+    # `total_size` may be NaN, and a byte order mark is harmless.
+    raw = strict(raw)
     _check_utf8(raw, uri=uri)
     raw_map = _decode(_INDEX, raw, uri=uri).weight_map
     weight_map = _decode(_STRINGS, raw_map, uri=uri)

@@ -73,7 +73,7 @@ _NOTHING_ELSE = re.compile(
 )
 """Names of parts only: of compressed-tensors, GPTQ, AWQ, Mistral, ComfyUI, bitsandbytes, HQQ, torchao, quanto."""
 _SPEAKS = re.compile(
-    r"(^|[._])(w?t?scales?|scale_\w+|scalar|zeros?|zero_points?|g_idx|amax|codebooks?|smooth_\w+|biases)(_inv|_2)?$"
+    r"(^|[._])(w?t?scales?|scale_\w+|zeros?|zero_points?|g_idx|amax|codebooks?|smooth_\w+|biases)(_inv|_2)?$"
 )
 """Names that are parts of a quantised tensor where their own module has codes."""
 _MISFIT = "scales "
@@ -193,9 +193,11 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
         if name in used or name in unread or _MARKERS.search(name) or _ACTIVATIONS.search(name):
             continue
         # Two modules may hold a float `weight` and a parameter `scale` without any quantisation.
-        belongs = _module(name) in modules and _SPEAKS.search(name) and not _NEVER_PARTS.search(name)
+        speaks = bool(_SPEAKS.search(name)) and not _NEVER_PARTS.search(name)
+        belongs = _module(name) in modules and (speaks or dtype is DType.F8_E8M0)
         beside = is_quantised and name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in specs
-        if dtype is DType.F8_E8M0 or belongs or beside or _is_part(name, specs):
+        is_exponents = dtype is DType.F8_E8M0 and (speaks or is_quantised)
+        if is_exponents or belongs or beside or _is_part(name, specs):
             found[name] = "the codes that it belongs to are not there, or in no known layout"
     # The codes of such a module are unread too: they would be left as numbers without their scales.
     without = set(map(_module, found))

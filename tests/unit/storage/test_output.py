@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.plan.tasks import OutputFiles, Spec, lay_out
 from penstock.storage import local
-from penstock.storage.output import OutputRegion, OutputSet, file_names
+from penstock.storage.file_names import file_names
+from penstock.storage.output import OutputRegion, OutputSet
 from penstock.types import DType
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (64, 64), "d": (0, 4), "e": ()}

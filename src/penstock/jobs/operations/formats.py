@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import all_of, copy_recipe, only_source, specs_of, whole
 from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.storage.foreign_json import write_object
 from penstock.transform.formats import Format, alignment, fault, format_of, outputs
 from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
 from penstock.types import Box, DType, TensorTable
@@ -362,7 +363,9 @@ class Dequantise:
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`. PlanError if it declares another quantisation than the plan was made for."""
-        if (declares := declared(config)) != self.quantization:
+        declares = declared(config)
+        # As text: NaN is not equal to itself.
+        if _text(declares) != _text(self.quantization):
             message = f"{self.name}: config.json has another quantization_config than the tensors were read by"
             raise PlanError(
                 message, hint=f"it says {_shortened(declares)}; planned for {_shortened(self.quantization)}"
@@ -372,6 +375,10 @@ class Dequantise:
 
 def _named_layout(spec: Spec) -> tuple[str, DType, tuple[int, ...]]:
     return spec.name, spec.dtype, spec.shape
+
+
+def _text(quantization: Mapping[str, Any] | None) -> bytes | None:
+    return None if quantization is None else write_object(quantization, sort_keys=True)
 
 
 def _shortened(quantization: Mapping[str, Any] | None) -> str:

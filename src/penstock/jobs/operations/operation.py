@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from penstock.errors import ConfigError, PlanError
 from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
-from penstock.types import Box, DType, TensorTable
+from penstock.types import Box, DType, Manifest, TensorTable
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,25 @@ class Operation(Protocol):
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the result's `config.json`, made from the source's."""
+        ...
+
+
+@runtime_checkable
+class Attested(Protocol):
+    """An operation that adds files to its result, or that knows the result's revision beforehand.
+
+    Attributes:
+        small_from: the source whose configuration and tokenizer the result has.
+    """
+
+    small_from: int
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return additional small files of the result."""
+        ...
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise IntegrityError if the result is not the expected one; nothing is published then."""
         ...
 
 

@@ -21,13 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from blake3 import blake3
 
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
-from penstock.errors import MALFORMED, ConfigError, FormatError, OperationFailed, PenstockError, PlanError
+from penstock.errors import ConfigError, OperationFailed, PenstockError, PlanError
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
@@ -43,6 +42,7 @@ from penstock.jobs.operations.operation import (
 )
 from penstock.plan.tasks import Output, Recipe
 from penstock.storage import read_small
+from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
@@ -373,10 +373,7 @@ def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> 
 
 def _json(raw: bytes, uri: str) -> dict[str, Any]:
     """Decode a configuration file. FormatError if it is not a JSON object."""
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except MALFORMED as error:
-        raise FormatError(f"a configuration file of this source is not a JSON object: {error}", uri=uri) from error
+    return read_object(raw, uri, hint="repair the configuration file of this source")
 
 
 _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")

@@ -1,0 +1,266 @@
+"""The small files of a model: configurations, vocabularies, templates and code, those of folders below it too.
+
+In: a place as `resolve` takes it. Out: the files to copy with the weights; those that are not copied, and why.
+Not here: the weights themselves (`weight_set`), a copy of everything (`fetch.storage_initializer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from penstock.config import Settings
+from penstock.errors import NotFound
+from penstock.report import bytes_text
+from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
+from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
+from penstock.types import GIB
+
+_SMALL = re.compile(
+    r"\.(json|jsonl|txt|model|jinja2?|tiktoken|py|bpe|vocab|spm|ya?ml|toml)$"
+    r"|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
+)
+"""Names of files that are copied: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, code."""
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data(_\d+)?|ot|tflite|mlmodel|engine|pkl|pickle|npz)"
+    r"(\.(data|gz|xz|zip|zst))?$"
+)
+_INDEX = re.compile(r"\.(safetensors|bin|h5|msgpack)\.index(\.[\w-]+)?\.json$")
+"""Names of indexes, variants too (`model.safetensors.index.fp16.json`). The result has an index of its own shards."""
+_OWN = re.compile(
+    rf"(^|/)([^/]*\.)?({re.escape(SIDECAR)}(\.sig)?|penstock\.job)(/|$)|\.safetensors\.index(\.[\w-]+)?\.json$"
+)
+"""Names of files that describe the source's own weight files."""
+_OTHER_FORMATS = re.compile(
+    r"^(onnx|original|openvino|coreml|metal|tflite|runs|wandb|__pycache__|checkpoint-\d+|global_step\d+)$"
+)
+"""Folders that have the model in another format, or an earlier state of it."""
+_MODULES = "modules.json"
+"""The file of sentence-transformers that names the folders of a model's own parts."""
+_MAX_BYTES = GIB
+"""Largest file that is copied. Vocabularies of 80 MiB are common, and what is larger than this is no configuration."""
+_MAX_FILES = 2000
+"""Most files of folders that are looked at. Reason: a model has tens of them, a data set has millions."""
+_TOO_MANY = f"the folders of the model have more than {_MAX_FILES} files"
+_LOOKUPS = 8
+"""Requests at once that ask for the size of a remote file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The files of a place other than its weights."""
+
+    files: Mapping[str, str]
+    """Name below the place -> URI, of the files to copy."""
+    left_out: Mapping[str, str]
+    """URI -> why the file is not copied, without user and query of a URL."""
+
+
+NOTHING_BESIDE = Beside(files={}, left_out={})
+"""Of a result without small files."""
+
+
+def files_beside(
+    uri: str,
+    weights: Collection[str],
+    *,
+    settings: Settings,
+    storage_options: Mapping[str, str] | None = None,
+) -> Beside:
+    """Find the small files of a model. None are read. A URI of one file or a glob has none.
+
+    Hidden files are not looked at. Links to files are followed, as those of weights are. Links to folders are not.
+
+    Args:
+        uri: a directory, prefix or index.
+        weights: names below it of the files of weights that are read.
+
+    Raises:
+        NotFound, PermissionDenied, SourceUnavailable: of the storage.
+    """
+    if uri.endswith(INDEX_SUFFIX):
+        uri = uri.rpartition("/")[0] or "."
+    found, left_out = _below(uri, settings, storage_options)
+    parts = _parts_of_model(found.get(_MODULES), settings, storage_options)
+    models = _other_models(found, parts)
+    taken: dict[str, str] = {}
+    for name, file in found.items():
+        if _OWN.search(name) or name in weights:
+            continue
+        if why := _why_not(name, models):
+            left_out[file] = why
+        else:
+            taken[name] = file
+    for name, why in _too_large(taken, settings, storage_options).items():
+        left_out[taken.pop(name)] = why
+    return Beside(files=taken, left_out={display(file): why for file, why in left_out.items()})
+
+
+def _below(
+    uri: str, settings: Settings, storage_options: Mapping[str, str] | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the files below a place by their names, and those that cannot be files of a model, with the reason."""
+    if not is_remote(uri):
+        path = local_path(uri)
+        return _walk(path) if os.path.isdir(path) else ({}, {})
+    listed = list_files(uri, settings=settings, storage_options=storage_options)
+    if listed == [uri] or (glob.has_magic(uri) and not uri.startswith(("http://", "https://"))):
+        return {}, {}
+    prefix = directory_prefix(uri)
+    if not uri.startswith(("http://", "https://")):
+        prefix = f"{listed[0].rpartition('/')[0]}/"
+        listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
+    found, left_out = {}, {}
+    names = {file.removeprefix(prefix): file for file in listed}
+    num_below = 0
+    for name, file in sorted(names.items(), key=lambda item: (item[0].count("/"), item[0])):
+        num_below += "/" in name
+        if num_below > _MAX_FILES:
+            left_out[prefix] = _TOO_MANY
+        elif not _is_plain(name):
+            left_out[file] = "its name leads out of the directory"
+        elif not any(part.startswith(".") for part in name.split("/")):
+            found[name] = file
+    return found, left_out
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name of an object stays below the place as a path, too."""
+    return str(PurePosixPath(name)) == name and name[:1] != "/" and ".." not in name.split("/") and "\0" not in name
+
+
+def _walk(root: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the files below a local directory by their names, those of the directory itself first."""
+    found, left_out = dict[str, str](), dict[str, str]()
+    level, num_below = [("", root)], 0
+    while level:
+        folders = []
+        for prefix, folder in level:
+            if num_below > _MAX_FILES:
+                left_out[folder] = _TOO_MANY
+                continue
+            for name, path, is_folder, why in _entries(prefix, folder):
+                num_below += bool(prefix)
+                if why:
+                    left_out[path] = why
+                elif is_folder:
+                    folders.append((f"{name}/", path))
+                else:
+                    found[name] = path
+        level = folders
+    return found, left_out
+
+
+def _entries(prefix: str, folder: str) -> Iterator[tuple[str, str, bool, str]]:
+    """Yield name, path, and whether it is a folder, of the entries of a folder, and why one is not looked at."""
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(
+                (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name
+            )
+    except OSError as error:
+        if prefix:
+            yield prefix.rstrip("/"), folder, True, f"the folder cannot be listed: {error.strerror}"
+            return
+        # PermissionDenied or SourceUnavailable, as for the weights.
+        list_uris(folder, settings=Settings.read())
+        raise
+    for entry in listed:
+        # A link to a folder may lead to itself, or to files that are not the model's.
+        why, is_folder = "", False
+        try:
+            mode = entry.stat().st_mode
+            is_folder = stat.S_ISDIR(mode)
+            if is_folder and entry.is_symlink():
+                why = "a link to a folder"
+            elif not is_folder and not stat.S_ISREG(mode):
+                why = "not a regular file"
+        except OSError as error:
+            why = "a link that leads to no file" if entry.is_symlink() else f"it cannot be read: {error.strerror}"
+        yield f"{prefix}{entry.name}", os.path.join(folder, entry.name), is_folder, why
+
+
+def _parts_of_model(
+    modules: str | None, settings: Settings, storage_options: Mapping[str, str] | None
+) -> frozenset[str]:
+    """Return the folders that `modules.json` names, which are parts of the model also where they have weights."""
+    raw = None if modules is None else read_small(modules, settings=settings, storage_options=storage_options)
+    if raw is None:
+        return frozenset()
+    try:
+        entries = json.loads(raw)
+    except (ValueError, RecursionError):
+        # It is copied as it is, so its content is no error here.
+        return frozenset()
+    named = entries if isinstance(entries, list) else []
+    return frozenset(str(entry.get("path")) for entry in named if isinstance(entry, dict))
+
+
+def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset[str]:
+    """Return the folders that hold another model: they have weights and a configuration, or a manifest."""
+    folders: dict[str, set[str]] = {}
+    for name in found:
+        folder, _, last = name.rpartition("/")
+        if folder:
+            kind = "manifest" if last == SIDECAR else "weights" if _WEIGHTS.search(last) else last
+            folders.setdefault(folder, set()).add(kind)
+    return frozenset(
+        folder
+        for folder, kinds in folders.items()
+        if folder not in parts and ("manifest" in kinds or {"weights", "config.json"} <= kinds)
+    )
+
+
+def _why_not(name: str, models: Collection[str]) -> str:
+    """Return why a file is not copied; empty: it is."""
+    folders, _, last = name.rpartition("/")
+    parents = folders.split("/") if folders else []
+    if other := next((folder for folder in parents if _OTHER_FORMATS.search(folder)), None):
+        return f"the folder {other} is not the model's in this format"
+    if any("/".join(parents[: i + 1]) in models for i in range(len(parents))):
+        return "it is in a folder with another model: convert that too"
+    if last.endswith(".safetensors"):
+        return "it does not belong to the weight set" if not folders else "weights of a folder are not converted"
+    if _INDEX.search(last):
+        return "an index of weights that are not copied"
+    if _WEIGHTS.search(last):
+        return "weights in another format"
+    return "" if _SMALL.search(last) else "neither a configuration nor a tokenizer, by its name"
+
+
+def _too_large(
+    files: Mapping[str, str], settings: Settings, storage_options: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return the files that are too large for a configuration or a tokenizer, by name, with the reason."""
+
+    def size(file: str) -> int | None:
+        try:
+            if not is_remote(file):
+                return os.stat(local_path(file)).st_size
+            with contextlib.closing(open_source(file, settings=settings, storage_options=storage_options)) as source:
+                return source.nbytes
+        except (OSError, NotFound):
+            return None
+
+    with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
+        sizes = dict(zip(files, pool.map(size, files.values()), strict=True))
+    large = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None and nbytes > _MAX_BYTES}
+    return {
+        name: f"{bytes_text(nbytes)}, and at most {bytes_text(_MAX_BYTES)} are copied" for name, nbytes in large.items()
+    }
+
+
+def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes:
+    """Return the content of one of `files_beside`. NotFound: it was removed meanwhile. Others as `read_small`."""
+    raw = read_small(file, settings=settings, storage_options=storage_options)
+    if raw is None:
+        raise NotFound("the file was removed during the conversion", uri=display(file), hint="run it again")
+    return raw

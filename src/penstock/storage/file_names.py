@@ -1,0 +1,62 @@
+"""Names of weight files: the stem of a source's files, and the names that a result of several files has with this stem.
+
+Libraries find weights by name only: diffusers looks for `diffusion_pytorch_model`, PEFT for `adapter_model`.
+
+    model-00001-of-00002.safetensors                 stem model
+    diffusion_pytorch_model.fp16.safetensors         stem diffusion_pytorch_model.fp16
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+STEM = "model"
+"""The stem of checkpoints of transformers, for sources whose own files have none in common."""
+_SUFFIX = ".safetensors"
+_SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+(?P<variant>\.[\w-]+)?", re.DOTALL)
+# Both libraries write `model.fp16.safetensors`, and the index of a variant as `model.safetensors.index.fp16.json`.
+_VARIANT = re.compile(r"(?P<model>model|diffusion_pytorch_model)\.(?P<variant>[\w-]+)")
+
+
+def stem_of(names: Iterable[str]) -> str:
+    """Return the part that the names of a weight set's files have before their number, variant included.
+
+    `model` if they are not files of safetensors, or have several stems.
+    """
+    stems = set()
+    for name in names:
+        base = name.rpartition("/")[2]
+        shard = _SHARD.fullmatch(stem := base.removesuffix(_SUFFIX))
+        stem = stem if shard is None else f"{shard['stem']}{shard['variant'] or ''}"
+        stems.add(stem if base.endswith(_SUFFIX) else STEM)
+    return stems.pop() if len(stems) == 1 else STEM
+
+
+def file_names(count: int, stem: str = STEM) -> list[str]:
+    """Return the names of a set of files, as transformers and diffusers number shards."""
+    if count == 1:
+        return [f"{stem}{_SUFFIX}"]
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}{_SUFFIX}" for i in range(count)]
+
+
+def index_name(stem: str = STEM) -> str:
+    """Return the name of the index of a set of several files."""
+    variant = _VARIANT.fullmatch(stem)
+    return (
+        f"{stem}{_SUFFIX}.index.json"
+        if variant is None
+        else f"{variant['model']}{_SUFFIX}.index.{variant['variant']}.json"
+    )
+
+
+def names_of(groups: Sequence[str], stem: str = STEM) -> list[str]:
+    """Return the files of a set, given each one's group: in a directory per group, or with the part for a star."""
+    seen: dict[str, list[str]] = {}
+    for group in dict.fromkeys(groups):
+        count = groups.count(group)
+        if "*" in group:
+            seen[group] = [f"{group.replace('*', str(part))}{_SUFFIX}" for part in range(count)]
+        else:
+            seen[group] = [f"{group}/{name}" if group else name for name in file_names(count, stem)]
+    return [seen[group].pop(0) for group in groups]
