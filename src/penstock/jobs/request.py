@@ -69,10 +69,7 @@ class ConvertRequest:
 
     def small_place(self, source: int) -> str:
         """Return the URI to read a source's configuration and tokenizer from, at the revision that was opened."""
-        given = self.job_spec.sources[source]
-        # An opened set names itself without the user and the query of its URL, which a request needs. Plain HTTP has no
-        # revisions.
-        return given if given.startswith(("http://", "https://")) else self.opened[source].uri
+        return small_place(self.job_spec.sources[source], self.opened[source])
 
 
 def plan_request(
@@ -101,7 +98,8 @@ def plan_request(
     require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
     # `to` is one more operation, the last: a chain of them never writes what lies between.
     specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
-    specs = completed(specs, opened, settings, options)
+    places = [small_place(uri, weights) for uri, weights in zip(uris, opened, strict=True)]
+    specs = completed(specs, opened, places, settings, options)
     budget = WORKER_MEMORY_BYTES if memory_bytes is None else parse_bytes(memory_bytes)
     nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
     wanted = task_bytes_of(nbytes) if task_bytes is None else parse_bytes(task_bytes)
@@ -139,6 +137,13 @@ def plan_request(
         verify=verify is not False,
     )
     return ConvertRequest(settings=settings, opened=opened, job=job, job_spec=job_spec)
+
+
+def small_place(uri: str, weights: WeightSet) -> str:
+    """Return the URI to read the small files of a source from, given as the caller named it, and opened."""
+    # An opened set names itself without the user and the query of its URL, which a request needs. Plain HTTP has no
+    # revisions.
+    return uri if uri.startswith(("http://", "https://")) else weights.uri
 
 
 def uris_of(sources: Uris) -> list[str]:

@@ -13,7 +13,6 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -23,6 +22,7 @@ from penstock.report import bytes_text
 from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
 from penstock.types import GIB
+from penstock.waits import Threads
 
 _SMALL = re.compile(
     r"\.(json|jsonl|txt|model|jinja2?|tiktoken|py|bpe|vocab|spm|ya?ml|toml)$"
@@ -250,7 +250,7 @@ def _too_large(
         except (OSError, NotFound):
             return None
 
-    with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
+    with Threads(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
         sizes = dict(zip(files, pool.map(size, files.values()), strict=True))
     large = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None and nbytes > _MAX_BYTES}
     return {

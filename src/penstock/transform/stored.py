@@ -43,7 +43,8 @@ _EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
 _OTHER_FLOATS = frozenset({DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ})
 _INTEGERS = frozenset({DType.I8, DType.U8, DType.I16, DType.U16, DType.I32, DType.U32})
 """Dtypes of codes in formats that are not read, and in INT8 and FP4 that are. I64 and BOOL are never codes."""
-_CODES = FP8 | _OTHER_FLOATS | _INTEGERS
+CODES = FP8 | _OTHER_FLOATS | _INTEGERS
+"""Dtypes that codes may have."""
 
 METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
 """Values of `quant_method` whose layouts are known."""
@@ -152,7 +153,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     used: set[str] = set()
     # Packed tensors first: their scales may be E4M3, and would be taken for codes.
     for name in sorted(specs, key=lambda name: not name.endswith("_packed")):
-        if name in used or specs[name][0] not in _CODES or _MARKERS.search(name):
+        if name in used or specs[name][0] not in CODES or _MARKERS.search(name):
             continue
         layout = _packed(name, specs) if name.endswith("_packed") else _plain(name, specs, blocks, config)
         if isinstance(layout, Stored):
@@ -227,7 +228,7 @@ def _module(name: str) -> str:
 def _may_be_codes(name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor could be codes, going by its dtype and name."""
     return (
-        dtype in _CODES
+        dtype in CODES
         and len(shape) > 0
         and not (_NEVER_CODES.search(name) or _MARKERS.search(name) or _SPEAKS.search(name))
     )

@@ -26,7 +26,7 @@ from blake3 import blake3
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
-from penstock.errors import ConfigError, OperationFailed, PenstockError, PlanError
+from penstock.errors import ConfigError, OperationFailed, PenstockError, PermissionDenied, PlanError
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
@@ -41,12 +41,13 @@ from penstock.jobs.operations.operation import (
     whole,
 )
 from penstock.plan.tasks import Output, Recipe
-from penstock.storage import read_small
+from penstock.storage import is_remote, read_small
 from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
+from penstock.storage.locate import INDEX_SUFFIX
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
-from penstock.transform.stored import declared, find
+from penstock.transform.stored import CODES, declared, find
 from penstock.types import Manifest, TensorTable
 
 if TYPE_CHECKING:
@@ -254,9 +255,16 @@ def _rename(rules: Sequence[Sequence[str]]) -> Operation:
 
 
 def completed(
-    specs: Sequence[OperationSpec], sources: Sequence[WeightSet], settings: Settings, options: Options
+    specs: Sequence[OperationSpec],
+    sources: Sequence[WeightSet],
+    places: Sequence[str],
+    settings: Settings,
+    options: Options,
 ) -> list[OperationSpec]:
     """Return the specs with the first one completed (it reads all sources), and each `dequantise`.
+
+    Args:
+        places: the URI of each source, with the user of a URL, next to which its small files are.
 
     Raises:
         PlanError: a required file is not next to the source, or a delta is of another base.
@@ -269,27 +277,29 @@ def completed(
     # The first operation reads all sources; a later one works on its result, and only needs to know how to dequantise.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
-        raw = _read_sibling(sources[1].uri, "adapter_config.json", settings, options)
+        raw = _read_sibling(places[1], "adapter_config.json", settings, options)
         if raw is None:
             hint = "give adapter_config=..."
             raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
         first["adapter_config"] = _json(raw, sources[1].uri)
     if op == "lora-merge" and "tied" not in first and sources:
-        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
+        raw = _read_sibling(places[0], "config.json", settings, options)
         first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
     if op == "reshard" and len(sources) > 1:
         _check_ranks(sources)
     if op == "reshard" and "heads" not in first and sources:
-        raw = _read_sibling(sources[0].uri, "config.json", settings, options)
+        raw = _read_sibling(places[0], "config.json", settings, options)
         first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
     elif op in {"delta", "delta-apply"}:
         if len(sources) != 2:
             raise PlanError(f"{op} takes two sources, not {len(sources)}")
-        make = _make_delta if op == "delta" else partial(_read_delta, settings=settings, options=options)
+        make = (
+            _make_delta if op == "delta" else partial(_read_delta, place=places[1], settings=settings, options=options)
+        )
         first["delta"] = make(_digested(sources[0]), sources[1])
     # Sums of codes mean nothing, so sources that are stored quantised are dequantised on the way, each as it needs.
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
-        quantised = [_quantised(source, settings, options) for source in sources]
+        quantised = [_quantised(*each, settings, options) for each in zip(sources, places, strict=True)]
         if any(dequantise is not None for dequantise in quantised):
             first["dequantise"] = quantised
     _check_blocks(first, sources)
@@ -300,10 +310,10 @@ def completed(
         if spec.get("op") in {"dequantise", "gguf"} and blocks:
             return {"blocks": blocks, **spec}
         if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
-            return {**spec, "quantization": _quantization(sources[0], settings, options)}
+            return {**spec, "quantization": _quantization(sources[0], places[0], settings, options)}
         # Only of the first operation: a later one may store what was dequantised before.
-        if spec is first and op == "store" and "quantization" not in spec and sources:
-            quantization = _quantization(sources[0], settings, options)
+        if spec is first and op == "store" and "quantization" not in spec and sources and _has_codes(sources[0]):
+            quantization = _quantization(sources[0], places[0], settings, options)
             return spec if quantization is None else {**spec, "quantization": quantization}
         return spec
 
@@ -326,20 +336,25 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
             raise PlanError(message, uri=source.uri, tensor=name, hint=hint)
 
 
-def _quantised(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+def _has_codes(source: WeightSet) -> bool:
+    """Return whether some tensor is of a dtype that codes may have: else no configuration needs to be read."""
+    return not CODES.isdisjoint(source.manifest.tensors.dtypes)
+
+
+def _quantised(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
     if blocks := _blocks(source):
         return {"blocks": blocks}
     table = source.manifest.tensors
-    config = _quantization(source, settings, options)
+    config = _quantization(source, place, settings, options)
     # Tensors too: some checkpoints store codes and scales without declaring it anywhere.
     stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
     return {"quantization": config} if config is not None or stored.any else None
 
 
-def _quantization(source: WeightSet, settings: Settings, options: Options) -> dict[str, Any] | None:
+def _quantization(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the `quantization_config` of a source; None: it has none."""
-    raw = _read_sibling(source.uri, "config.json", settings, options)
+    raw = _read_sibling(place, "config.json", settings, options)
     config = None if raw is None else declared(_json(raw, source.uri))
     if config is not None:
         return dict(config)
@@ -350,7 +365,7 @@ def _quantization(source: WeightSet, settings: Settings, options: Options) -> di
     # AutoGPTQ, AutoAWQ, quanto and ModelOpt write files of their own. A source that has only these must be refused by
     # name: without a quantization_config its codes would be copied as if they were plain weights.
     for name in ("quantize_config.json", "quant_config.json", "quantization_map.json", "hf_quant_config.json"):
-        if _read_sibling(source.uri, name, settings, options) is not None:
+        if _read_sibling(place, name, settings, options) is not None:
             return {"quant_method": f"of {name}"}
     return None
 
@@ -366,9 +381,19 @@ def _comfy_formats(text: str) -> set[str]:
 
 def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
     """Return a file that is next to a source's weights; None: there is none."""
-    directory = uri.rpartition("/")[0] if uri.endswith((".safetensors", ".gguf")) else uri.rstrip("/")
+    path, _, query = uri.partition("?") if uri.startswith(("http://", "https://")) else (uri, "", "")
+    # The query of a URL is of one object, a signature for example.
+    if query:
+        return None
+    directory = path.rpartition("/")[0] if path.endswith((".safetensors", ".gguf", INDEX_SUFFIX)) else path.rstrip("/")
     where = f"{directory}/{name}" if directory else name
-    return read_small(where, settings=settings, storage_options=options)
+    try:
+        return read_small(where, settings=settings, storage_options=options)
+    except PermissionDenied:
+        # What stores answer for an absent object to a user who may not list.
+        if is_remote(where):
+            return None
+        raise
 
 
 def _json(raw: bytes, uri: str) -> dict[str, Any]:
@@ -430,11 +455,11 @@ def _make_delta(base: Manifest, new: WeightSet) -> bytes:
     return encoded(delta_of(base, _digested(new)))
 
 
-def _read_delta(base: Manifest, delta: WeightSet, settings: Settings, options: Options) -> bytes:
+def _read_delta(base: Manifest, delta: WeightSet, *, place: str, settings: Settings, options: Options) -> bytes:
     """Return the description that lies next to the weights of a delta. PlanError if it is of another base."""
     from penstock.jobs.operations.delta import FILE, decoded
 
-    raw = _read_sibling(delta.uri, FILE, settings, options)
+    raw = _read_sibling(place, FILE, settings, options)
     if raw is None:
         raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
     changes = decoded(raw)
