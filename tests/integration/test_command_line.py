@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -15,10 +16,12 @@ import pytest
 from tests.support import commands
 from tests.support.fork_server import ForkServer
 from tests.support.terminal import Terminal
+from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.fetch.pull import pull
+from penstock.fetch.storage_initializer import initialize
 from penstock.storage import output
 from penstock.testing.checkpoints import write_llama
 
@@ -86,10 +89,12 @@ def test_force_replaces_a_result_once_the_new_one_is_complete(
     for words in (["convert", str(made), str(out)], ["pull", "m", "--to", str(out), "--fallback", str(made)]):
         refused = commands.run(fork_server, words)
         assert refused.returncode == 2 and "--force" in refused.stderr and revision(out) == first
+    refused = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force"])
+    assert refused.returncode == 2 and "notes.txt" in refused.stderr and (out / "notes.txt").exists()
+    (out / "notes.txt").unlink()
     done = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force", "--format", "json"])
     assert done.returncode == 0, done.stderr
     assert revision(out) == json.loads(done.stdout)["revision"] != first
-    assert not (out / "notes.txt").exists()
     assert ps.verify(out, progress=False).verified
     pulled = commands.run(fork_server, ["pull", "m", "--to", str(out), "--fallback", str(other), "--force"])
     assert pulled.returncode == 0, pulled.stderr
@@ -233,3 +238,38 @@ def test_status_fits_the_terminal_and_follows_its_size(made: Path, fork_server: 
             terminal.send_signal(2)
             assert terminal.end() == 0
             assert "model" in terminal.text and "whole" in terminal.lines[-2]
+
+
+@pytest.mark.parametrize("command", ["convert", "pull", "storage-initializer"])
+def test_empty_mount_point_is_filled(command: str, made: Path, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(64 << 20)
+    # An empty volume of ext4 has this directory.
+    (disk / "lost+found").mkdir()
+    if command == "convert":
+        ps.convert(made, disk, devices="cpu", workers=1, progress=False)
+    elif command == "pull":
+        write(made, disk)
+    else:
+        initialize(str(made), disk)
+    assert_same(by_safetensors(disk), by_safetensors(made))
+    assert not [path.name for path in disk.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in disk.parent.iterdir()] == [disk.name]
+    if command != "storage-initializer":
+        with pytest.raises(ConfigError, match="mount point"):
+            write(made, disk, replace=True)
+        assert ps.verify(disk, progress=False).verified
+
+
+def test_bind_mount_of_one_file_system_is_filled(made: Path, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(64 << 20)
+    (disk / "a b").mkdir()
+    (disk / "volume").mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mount(str(disk / "volume").encode(), str(disk / "a b").encode(), None, 4096, None)
+    try:
+        write(made, disk / "a b")
+        assert_same(by_safetensors(disk / "volume"), by_safetensors(made))
+        with pytest.raises(ConfigError, match="the destination is the source"):
+            ps.convert(disk / "volume", disk / "a b", replace=True, progress=False)
+    finally:
+        libc.umount2(str(disk / "a b").encode(), 2)

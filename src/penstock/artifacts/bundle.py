@@ -31,8 +31,9 @@ from penstock.artifacts import caches
 from penstock.artifacts.key import Key
 from penstock.errors import MALFORMED, ConfigError, FormatError, IntegrityError
 from penstock.storage.manifest import check_signature, sign
-from penstock.storage.output import require_room, typed
+from penstock.storage.output import require_room
 from penstock.storage.safetensors import encode_header
+from penstock.storage.write import typed
 from penstock.types import GIB, MIB, DType
 
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
@@ -139,13 +140,15 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
         for name, nbytes in ((DESCRIPTION, len(raw)), (SIGNATURE, SIGNATURE_BYTES), (CONTENT, content.tell())):
             entries.append((name, DType.U8, (nbytes,), start, start + nbytes))
             start += nbytes
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=_opener(0o600)) as file:
             file.write(encode_header(entries, {"format": description.format}, uri=str(path)))
             file.write(raw)
             file.write(sign(_PURPOSE + raw, private_key_pem))
             content.seek(0)
             shutil.copyfileobj(content, file, MIB)
             file.flush()
+            # Who may read the model may read its bundles. By the descriptor: the name could lead elsewhere by now.
+            os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
     return description
 

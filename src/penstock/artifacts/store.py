@@ -20,6 +20,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,8 +72,9 @@ from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, resolve, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
-from penstock.storage.output import new_directory, typed
+from penstock.storage.place import ARTIFACTS
 from penstock.storage.weight_set import WeightSet, open_weights
+from penstock.storage.write import new_directory, typed
 from penstock.types import MIB, DType
 
 if TYPE_CHECKING:
@@ -82,8 +84,6 @@ log = logging.getLogger("penstock.artifacts")
 REFUSED = "the bundle %s is not used, the engine compiles: %s"
 """The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
 
-DIRECTORY = "penstock-artifacts"
-"""Name of the directory of bundles beside a model."""
 _SUFFIX = ".safetensors"
 _REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
 _MAX_NEAR = 32
@@ -301,7 +301,8 @@ def save(
     _require_model_of(key, text_of(uri), storage_options)
     # Where the caches are, unless the target is local: a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    # A name that nobody can guess: who may write to storage could plant a link there, and `pack` follows none either.
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with typed(path), new_directory(path.parent):
         try:
             description = pack(directory / key.id, key, pem, new)
@@ -309,7 +310,6 @@ def save(
             if is_remote(target):
                 upload_file(target, new, settings=settings, storage_options=storage_options)
             else:
-                os.chmod(new, 0o644)
                 os.replace(new, path)
         finally:
             new.unlink(missing_ok=True)
@@ -579,7 +579,7 @@ def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | N
 
 def _place_of(uri: str) -> str:
     """Return the directory of the bundles of a model."""
-    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{DIRECTORY}"
+    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{ARTIFACTS}"
 
 
 def _key_path(directory: Path, bundle_id: str) -> Path:

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.storage import text_of
-from penstock.storage.output import typed
+from penstock.storage.write import typed
 
 Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""

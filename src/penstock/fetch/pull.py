@@ -29,12 +29,18 @@ from penstock.fetch.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
-from penstock.storage.output import OutputSet, require_free, typed
+from penstock.storage.locate import texts_of
+from penstock.storage.output import OutputSet
+from penstock.storage.place import Claim, Place, remove_dead
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
+from penstock.storage.write import typed
 from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
 """Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
+
+_TOKEN = "pull-"
+"""Begins the token of a staging directory; see `Place.staging`."""
 
 _EXPLAIN_S = 2.0
 """Longest wait for the hub's word on why storage was read: the fetch is done."""
@@ -63,8 +69,9 @@ def pull(
         The fetch's report; with `to`, `phases` has `write` too.
 
     Raises:
-        ConfigError: the directory exists and is not empty; nothing was fetched.
-        DiskFull, DestinationError: the directory cannot be written; nothing of it remains.
+        ConfigError: the directory exists and is not empty, has the fallback in it, or has files that Penstock did not
+            write; nothing was fetched.
+        DiskFull, DestinationError: the directory cannot be written, or another process writes to it; nothing remains.
         PenstockError: see `Fleet.fetch`.
 
     Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
@@ -72,17 +79,22 @@ def pull(
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s, progress=progress)
     # Checked before anything is fetched, and again when the directory is renamed to this name.
-    target = Path(to).absolute()
-    with typed(target):
-        require_free(target, replace=replace)
-    # Beside the target, on the same file system, so that one rename publishes it.
-    files = _Files(target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial"))
-    try:
-        report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
-        with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
-            files.publish(target, next(shown for shown in fleet.member.weights if shown.key == report.key), replace)
-    finally:
-        files.close()
+    place = Place.at(to)
+    sources = [] if fallback is None else texts_of(fallback)
+    place.require_free(replace=replace, sources=sources)
+    # Of earlier calls that were killed.
+    remove_dead(place, _TOKEN)
+    # On the same file system as the target, so that one rename publishes it.
+    staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
+    with Claim(place.path, staging):
+        files = _Files(staging)
+        try:
+            report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
+            with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
+                weights = next(shown for shown in fleet.member.weights if shown.key == report.key)
+                files.publish(place.path, weights, replace)
+        finally:
+            files.close()
     phases = {**report.phases, **writing.seconds}
     return dataclasses.replace(report, phases=phases, wall_s=sum(phases.values()))
 
@@ -109,7 +121,7 @@ def pull_model(
     Raises:
         HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
     """
-    before = None if to is None else _directory_at(to)
+    before = None if to is None else _directory_at(Place.at(to).path)
     try:
         return _pull_model(model, connection, revision, fallback, wait_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:
@@ -243,7 +255,7 @@ class _Files(PlacedTarget):
         """Remove the files if they were not published. Idempotent."""
         if self._output is not None:
             self._output.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:

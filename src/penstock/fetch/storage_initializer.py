@@ -33,7 +33,8 @@ from penstock.storage.locate import (
     model_name,
     texts_of,
 )
-from penstock.storage.output import new_directory, typed
+from penstock.storage.place import Claim, Place, clear, require_apart, unlock
+from penstock.storage.write import new_directory, typed
 
 if TYPE_CHECKING:
     from penstock.fetch.report import FetchReport
@@ -87,9 +88,9 @@ def initialize(
         connection: the hub, or its address; see `penstock.join`.
 
     Raises:
-        ConfigError: the destination has weights that are not the model's; nothing was changed.
+        ConfigError: the destination has weights that are not the model's, or is the source; nothing was changed.
         IntegrityError: weights differ from the manifest; the destination has none of the files.
-        DiskFull, DestinationError: the destination cannot be written.
+        DiskFull, DestinationError: the destination cannot be written, or another process writes to it.
         SourceError, FormatError: the storage failed, or the weights are malformed.
 
     Cost: disk space for the files once; verifying without a fleet reads the weights once more, from the page cache.
@@ -99,18 +100,19 @@ def initialize(
     begun = time.perf_counter()
     uri = uri.removeprefix(FLEET_PREFIX)
     settings, connection = Settings.read(), resolve_connection(connection)
-    target = Path(destination).absolute()
+    target = Place.at(destination).path
     partial = target / PARTIAL
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
+    with typed(target):
+        require_apart([place], target, replace=True)
     files = _files(place, settings)
     # After an error the destination is as it was.
-    with new_directory(target):
-        with typed(target):
-            # A container that was killed leaves it, and the next attempt starts again.
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+    with new_directory(target), Claim(target, partial):
         try:
+            with typed(target):
+                # What a container that was killed has left: the next attempt starts again.
+                clear(partial)
             weights = {name for name in files if _is_weights(name)}
             if not any(name.endswith(SUFFIX) for name in weights):
                 # Of GGUF: a fetch would write its blocks as safetensors. The files are copied as they are.
@@ -118,6 +120,9 @@ def initialize(
             fetched = None
             if connection.hub is not None and weights:
                 fetched = _from_fleet(model_name(uri), place, partial, connection)
+            if fetched is None:
+                # Before the work. A fleet's files may have other names: those are known once they are there.
+                _require_no_others(target, [name for name in files if _is_weights(name)])
             copied = [name for name in files if fetched is None or name not in weights]
             paths = {} if fetched is None else dict(fetched.nbytes_by_path)
             downloaded = download({files[name]: inside(partial, name, uri=uri) for name in copied}, settings=settings)
@@ -129,6 +134,7 @@ def initialize(
                 verified, why = _verify(partial, weights, compared)
             else:
                 verified, why = fetched.verified, fetched.verified_against
+            unlock(partial)
             num_files, nbytes = _publish(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -255,13 +261,17 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
     return verdict.verified, verdict.why
 
 
+def _require_no_others(target: Path, names: Collection[str]) -> None:
+    """Raise ConfigError if the destination has weights under other names than these."""
+    if others := {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names):
+        message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
+        raise ConfigError(message, uri=str(target), hint="remove them, or give an empty directory")
+
+
 def _publish(partial: Path, target: Path) -> tuple[int, int]:
     """Rename all files into the target, those that make weights readable last; return their number and bytes."""
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    others = {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names)
-    if others:
-        message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
-        raise ConfigError(message, uri=str(target), hint="remove them, or give an empty directory")
+    _require_no_others(target, names)
     nbytes = sum((partial / name).stat().st_size for name in names)
     with typed(target):
         for name in sorted(names, key=lambda name: name.endswith((INDEX_SUFFIX, SIDECAR))):

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,7 +47,6 @@ from penstock.jobs.request import ConvertRequest, plan_request, uris_of
 from penstock.jobs.result import (
     ONE_FILE,
     SCHEME,
-    STAMP,
     Journal,
     MemoryDestination,
     Notes,
@@ -67,18 +66,13 @@ from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.in_process import ThreadLauncher
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 from penstock.loader.progress import Progress, ProgressOption
-from penstock.storage import is_remote, local_path, text_of
+from penstock.storage import is_remote, text_of
 from penstock.storage.beside import NOTHING_BESIDE, Beside, files_beside
 from penstock.storage.locate import left_out
-from penstock.storage.output import (
-    OutputRegion,
-    OutputSet,
-    publish_remote,
-    require_free,
-    require_free_remote,
-    typed,
-)
+from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
+from penstock.storage.place import STAMP, Claim, Place, require_apart
 from penstock.storage.weight_set import Uris
+from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
 from penstock.types import GIB, MIB
 
@@ -210,9 +204,10 @@ def convert(
     if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
     into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
+    _require_text([*uris_of(sources), into, os.fspath(settings.scratch or "")])
     if replace:
         _check_replaceable(destination)
-    _check_apart(uris_of(sources), destination)
+    _check_apart(uris_of(sources), destination, replace=replace)
     with Journey("convert", uri=into) as journey:
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
@@ -237,6 +232,9 @@ def convert(
                     memory_bytes=settings.memory_bytes,
                     storage_options=storage_options,
                 )
+                # Again for the files: an index can name some of another directory, and links lead anywhere.
+                files = [source.uri for weights in request.opened for source in weights.sources]
+                _check_apart(files, destination, replace=replace)
                 request.job.check_budget(request.job_spec.memory_bytes, "one task")
             if launcher is None and _fits_a_thread(request):
                 launcher = stack.enter_context(ThreadLauncher())
@@ -280,6 +278,16 @@ def convert(
         return report
 
 
+def _require_text(names: Iterable[str]) -> None:
+    """Raise ConfigError for a name whose bytes are not UTF-8: workers get names in messages."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            hint = "rename it, or give a link to it that has another name"
+            raise ConfigError(f"a conversion needs names in UTF-8, and {name[:200]!r} is none", hint=hint) from error
+
+
 def _check_replaceable(destination: str | MemoryDestination) -> None:
     """Raise ConfigError unless the destination is a local directory."""
     if isinstance(destination, MemoryDestination) or is_remote(destination):
@@ -288,17 +296,18 @@ def _check_replaceable(destination: str | MemoryDestination) -> None:
         raise ConfigError(message, uri=uri, hint="write to a new place, then remove the old one")
 
 
-def _check_apart(sources: Sequence[str], destination: str | MemoryDestination) -> None:
+def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *, replace: bool) -> None:
     """Raise ConfigError if a source is the destination, or in it."""
-    if isinstance(destination, MemoryDestination) or is_remote(destination):
+    if isinstance(destination, MemoryDestination):
         return
-    into = Path(local_path(destination)).resolve()
-    for source in sources:
-        # An interrupted run could not resume: its sources would be gone once the result has their place.
-        if not is_remote(source) and (path := Path(local_path(source)).resolve()).is_relative_to(into):
-            message = f"the destination {'is' if path == into else 'has'} the source {path}"
-            hint = "write to another place, then replace the source yourself if you want to"
-            raise ConfigError(message, uri=destination, hint=hint)
+    if is_remote(destination):
+        place = destination.rstrip("/")
+        if source := next((one for one in sources if f"{one.rstrip('/')}/".startswith(f"{place}/")), None):
+            message = f"the destination {'is' if source.rstrip('/') == place else 'has'} the source {source}"
+            raise ConfigError(message, uri=destination, hint="write to another prefix")
+        return
+    # An interrupted run could not resume: its sources would be gone once the result has their place.
+    require_apart(sources, Place.at(destination).path, replace=replace)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
@@ -346,6 +355,8 @@ class _Staged:
     job_spec: JobSpec
     """The job for workers, with the directory that they write to."""
     into: str
+    place: Place | None
+    """The destination, if it is a local directory."""
     out: OutputSet
     journal: Journal
     beside: Beside = NOTHING_BESIDE
@@ -447,7 +458,7 @@ def _make(request: ConvertRequest, destination: str | MemoryDestination, run: _R
     if isinstance(destination, MemoryDestination):
         return _fill(request, destination, run)
     staged = _stage(request, destination, run.settings.scratch, run.stack)
-    if (revision := _begin(staged, replace=replace)) is not None:
+    if (revision := _begin(staged, run.stack, replace=replace)) is not None:
         return _Made(staged=staged, revision=revision, ran=None)
     ran = run.run(staged)
     run.shown.state("publishing")
@@ -471,7 +482,8 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
         storage_options=options,
     )
     config = config_of(beside, job.operation, settings, options)
-    staged_path = _staging_path(job, into, scratch)
+    place = None if is_remote(into) else Place.at(into)
+    staged_path = _staging_path(job, place, scratch)
     stack.push(partial(_name_destination, staged_path, into))
     # The journal first: its lock keeps a second process of this very job away from the files.
     journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
@@ -482,18 +494,24 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     stack.push(partial(_leave, journal, out))
     job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
     return _Staged(
-        request=request, job_spec=job_spec, into=into, out=out, journal=journal, beside=beside, config=config
+        request=request,
+        job_spec=job_spec,
+        into=into,
+        out=out,
+        journal=journal,
+        config=config,
+        place=place,
+        beside=beside,
     )
 
 
-def _staging_path(job: Job, into: str, scratch: str | os.PathLike[str] | None) -> Path:
+def _staging_path(job: Job, place: Place | None, scratch: str | os.PathLike[str] | None) -> Path:
     """Return the staging directory: next to the destination, so that a rename publishes it; or in `scratch`."""
-    if is_remote(into):
+    if place is None:
         return Path(tempfile.gettempdir() if scratch is None else scratch) / f"penstock-{job.key[:12]}"
-    final = Path(local_path(into)).absolute()
-    with typed(final):
-        final.parent.mkdir(parents=True, exist_ok=True)
-    return final.with_name(f".{final.name}.penstock-{job.key[:12]}")
+    with typed(place.path):
+        place.path.parent.mkdir(parents=True, exist_ok=True)
+    return place.staging(job.key[:12])
 
 
 def _name_destination(
@@ -523,8 +541,11 @@ def _leave(
             error.add_note(kept)
 
 
-def _begin(staged: _Staged, *, replace: bool) -> str | None:
-    """Return the revision if this job's result is published already; else open its files and correct the journal."""
+def _begin(staged: _Staged, stack: ExitStack, *, replace: bool) -> str | None:
+    """Return the revision if this job's result is published already; else open its files and correct the journal.
+
+    Until the stack ends no other writer may begin at this place.
+    """
     job, journal, into, out = staged.request.job, staged.journal, staged.into, staged.out
     settings, options = staged.request.settings, staged.job_spec.storage_options
     if revision := published(job, into, settings, options):
@@ -533,10 +554,13 @@ def _begin(staged: _Staged, *, replace: bool) -> str | None:
         journal.remove()
         out.remove()
         return revision
-    if is_remote(into):
+    if staged.place is None:
         require_free_remote(into, settings=settings, storage_options=options)
+        # The system's directory for temporary files is other users' too.
+        stack.enter_context(Claim(out.directory, out.directory, mode=0o700))
     else:
-        require_free(Path(local_path(into)), replace=replace)
+        staged.place.require_free(replace=replace)
+        stack.enter_context(Claim(staged.place.path, out.directory))
     out.make()
     # A file of an earlier run may be gone, or short: what is not there reads as zeros.
     if journal.done:
@@ -554,11 +578,11 @@ def _publish(staged: _Staged, *, replace: bool) -> str:
         check_unchanged(weights)
     manifest = manifest_of(job, staged.journal, out)
     small = sidecar_files(job, manifest, small_files(staged.beside, staged.config, settings, options))
-    small |= {STAMP: stamp(job, manifest.revision)}
-    if is_remote(into):
+    small |= {STAMP: stamp(job, manifest.revision, [*small, *out.index()])}
+    if staged.place is None:
         publish_remote(out, into, small, settings=settings, storage_options=options)
     else:
-        out.publish(Path(local_path(into)), small, replace=replace)
+        out.publish(staged.place.path, small, replace=replace)
     # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
     staged.journal.remove()
     return manifest.revision
@@ -572,7 +596,7 @@ def _fill(request: ConvertRequest, target: MemoryDestination, run: _Run) -> _Mad
         """Run every task into this memory."""
         # Workers map the same memory by its path, as they would open the files of a directory.
         job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
-        staged = _Staged(request=request, job_spec=job_spec, into=target.uri, out=out, journal=notes)
+        staged = _Staged(request=request, job_spec=job_spec, into=target.uri, place=None, out=out, journal=notes)
         results.append((staged, run.run(staged)))
         for weights in request.opened:
             check_unchanged(weights)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -47,12 +48,12 @@ from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.headers import gguf_header
 from penstock.storage.locate import SIDECAR
 from penstock.storage.manifest import decode, encode
-from penstock.storage.output import Content, OutputRegion, OutputSet, typed
+from penstock.storage.output import Content, OutputRegion, OutputSet
+from penstock.storage.place import STAMP
 from penstock.storage.weight_set import WeightSet
+from penstock.storage.write import typed
 from penstock.types import U64, FileEntry, Manifest, TensorTable
 
-STAMP = "penstock.job"
-"""File in a result that names the job: the same call, made again, finds its own result there and returns."""
 METADATA = {"format": "pt"}
 """Metadata in the header of every file, which transformers asks for."""
 CONFIG = "config.json"
@@ -180,11 +181,20 @@ class Notes(Journal):
 def _locked(path: Path) -> int:
     """Return the file, open for this process alone. DestinationError: another process has it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        # Its name can be guessed: a link or a pipe that another user put there is neither followed nor waited for.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(path, flags, 0o666)
         try:
+            state = os.fstat(fd)
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
+                message = "the journal is no regular file of this user's"
+                raise DestinationError(message, uri=str(path), hint="find out who made it, and remove it")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The lock was taken on an open file, but the path may name another one by now: see below.
             at_path = os.stat(path) if path.exists() else None
+        except DestinationError:
+            os.close(fd)
+            raise
         except BlockingIOError as error:
             os.close(fd)
             raise DestinationError("another process runs this very job", uri=str(path), hint="wait for it") from error
@@ -252,14 +262,20 @@ class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     job: str
     revision: str
+    files: tuple[str, ...] = ()
+    """The files of the result beside those of weights: what `replace` may remove with them."""
 
 
 _STAMP = msgspec.json.Decoder(_Stamp)
 
 
-def stamp(job: Job, revision: str) -> bytes:
-    """Return the content of `STAMP`."""
-    return msgspec.json.encode(_Stamp(job=job.key, revision=revision)) + b"\n"
+def stamp(job: Job, revision: str, files: Iterable[str]) -> bytes:
+    """Return the content of `STAMP`: the file in a result by which the same call, made again, finds its own result.
+
+    Args:
+        files: all other files of the result but those of weights.
+    """
+    return msgspec.json.encode(_Stamp(job=job.key, revision=revision, files=tuple(sorted(files)))) + b"\n"
 
 
 def published(job: Job, into: str, settings: Settings, storage_options: Mapping[str, str] | None) -> str | None:

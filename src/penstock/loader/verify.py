@@ -7,9 +7,9 @@ Not here: digests, encoding and signatures (`storage.weight_set`), moving weight
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,8 @@ from penstock.storage import is_remote, local_path, pinned, read_small, text_of,
 from penstock.storage.gguf import Blocks, blocks_of
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import texts_of
-from penstock.storage.output import typed
 from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
+from penstock.storage.write import new_file
 from penstock.types import NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10
@@ -290,6 +290,7 @@ def manifest(
     with weight_set.open_weights(
         place, settings=settings, storage_options=storage_options, with_manifest=False
     ) as weights:
+        _require_no_weights(target, weights)
         counter = Counter(weights.manifest.nbytes)
         # With the leaf size of the manifest that is there: other leaves have other digests.
         leaf_bytes = LEAF_BYTES if stated is None else stated.leaf_bytes
@@ -324,6 +325,19 @@ def manifest(
         leaf_bytes=built.leaf_bytes,
         written=tuple(files),
     )
+
+
+def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
+    """Raise ConfigError if the manifest, or its signature, would take the place of a file that it describes."""
+    for file in (target, f"{target}.sig"):
+        for source in weights.sources:
+            is_same = source.uri == file
+            if not is_same and not is_remote(file) and not is_remote(source.uri):
+                with contextlib.suppress(OSError):
+                    is_same = os.path.samefile(local_path(file), local_path(source.uri))
+            if is_same:
+                hint = "give the manifest another name"
+                raise ConfigError("the manifest would replace a file of the weights", uri=file, hint=hint)
 
 
 class _SidecarFile:
@@ -415,17 +429,6 @@ def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Map
         write_small(uri, data, settings=settings, storage_options=storage_options)
         return
     path = Path(local_path(uri))
-    with typed(path):
-        # In the same directory: a rename is atomic only within a file system.
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                # Before the rename: after a power cut the name could else stand for an empty file.
-                os.fsync(file.fileno())
-            # mkstemp makes it 0600: other users who may read the weights must be able to verify them.
-            Path(partial).chmod(0o644)
-            Path(partial).replace(path)
-        finally:
-            Path(partial).unlink(missing_ok=True)
+    # Other users who may read the weights must be able to verify them.
+    with new_file(path, 0o644) as file:
+        file.write(data)

@@ -18,7 +18,7 @@ from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, DestinationError, IntegrityError
 from penstock.storage.files import FileSource
 from penstock.storage.local import address_of, reserve
-from penstock.storage.output import typed
+from penstock.storage.write import typed
 from penstock.types import U64
 
 _PAGE_BYTES = 4096

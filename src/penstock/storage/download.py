@@ -6,6 +6,7 @@ Not here: which files a model has (`locate`, `list_uris`), what is in them (`wei
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from pathlib import Path
 from penstock.config import Settings
 from penstock.errors import PlanError
 from penstock.storage import Digested, Source, open_source
-from penstock.storage.output import require_room, typed
+from penstock.storage.output import require_room
 from penstock.storage.source import require_checked
+from penstock.storage.write import typed
 from penstock.types import MIB
 from penstock.waits import Threads
 
@@ -77,14 +79,14 @@ def download(
             compared[uri] = source
         with typed(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as file:
+            with open(path, "wb", opener=_without_links) as file:
                 file.truncate(source.nbytes)
         return source
 
     def copy_range(source: Source, path: Path, start: int) -> int:
         piece = memoryview(bytearray(min(_PIECE_BYTES, source.nbytes - start)))
         source.readv(start, [piece])
-        with typed(path), open(path, "r+b", buffering=0) as file:
+        with typed(path), open(path, "r+b", buffering=0, opener=_without_links) as file:
             file.seek(start)
             left = piece
             while left.nbytes:
@@ -116,3 +118,8 @@ def download(
             pool.leave()
             raise
         return Downloaded(nbytes=sum(source.nbytes for source in sources), compared=frozenset(compared))
+
+
+def _without_links(path: str, flags: int) -> int:
+    """Open a file of a new directory. OSError: it is a link, which nobody but another user has made."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, FormatError, IntegrityError
 from penstock.storage.hugging_face import library
-from penstock.storage.output import typed
 from penstock.storage.repository import Contents, RepositoryFile
+from penstock.storage.write import typed
 
 logger = logging.getLogger(__name__)
 

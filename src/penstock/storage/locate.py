@@ -505,7 +505,7 @@ def _of_list(uris: Sequence[str]) -> Place:
 
 def _named(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return files by their last part, or by all below the directory they share where last parts clash."""
-    names = [uri.partition("?")[0].rpartition("/")[2] for uri in uris]
+    names = [(uri.partition("?")[0] if _is_http(uri) else uri).rpartition("/")[2] for uri in uris]
     if len(set(names)) < len(names):
         parts = [uri.split("/") for uri in uris]
         shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False)))

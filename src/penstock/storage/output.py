@@ -14,9 +14,10 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,16 @@ import msgspec
 import numpy as np
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, PenstockError
+from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound
 from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.local import exchange, is_in_memory, reserve
-from penstock.storage.locate import GGUF_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.place import STAMP, Place, fill, foreign, locked, unlock
 from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
 from penstock.storage.safetensors import encode_header
+from penstock.storage.write import MAKE_ROOM, short_name, typed
+from penstock.storage.write import free_bytes as _free_bytes
 from penstock.types import DType, TensorTable
 from penstock.waits import Threads
 
@@ -41,7 +45,8 @@ Content = bytes | Callable[[], bytes]
 GGUF_FILE = "model.gguf"
 """Name of a result that is one GGUF file."""
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# The files are this writer's own: one that is a link would lead to another.
+_OWN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 _DISK_WRITE_BYTES = 1 << 20
 """Bytes of one write into the page cache of a disk. For larger ones Linux takes memory in pieces of 2 MiB, which a
@@ -135,7 +140,7 @@ class OutputSet:
             for name, header in zip(self.names, self._headers, strict=True):
                 (self.directory / name).parent.mkdir(exist_ok=True)
                 # Without O_TRUNC: a job that is resumed finds the bytes it wrote before.
-                fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | _OWN, 0o666)
                 try:
                     os.pwrite(fd, header, 0)
                 finally:
@@ -168,7 +173,7 @@ class OutputSet:
 
     def _allocate(self, is_over: Callable[[], bool], name: str, nbytes: int) -> None:
         """Reserve room for one file; one that a resumed job finds at its length has it already."""
-        fd = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(self.directory / name, os.O_RDWR | _OWN)
         try:
             if nbytes > os.fstat(fd).st_size:
                 reserve(fd, nbytes, is_over)
@@ -276,7 +281,7 @@ class OutputSet:
                     folders.add(folder)
                     folder = folder.parent
                 # With O_TRUNC: an earlier try may have left a longer one.
-                fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OWN, 0o666)
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
                     file.flush()
@@ -285,17 +290,31 @@ class OutputSet:
                 # A file is durable only once the directory that names it is.
                 _sync_directory(folder)
         self.read_back(small)
-        # As late as possible: the shorter the time before the rename, the less can take the name. (Not atomic:
-        # rename(2) of a directory replaces an empty one, and fails on any other.)
-        require_free(into, replace=replace)
         with typed(into):
-            if replace and os.path.lexists(into):
-                self._take_place_of(into)
-            else:
-                os.rename(self.directory, into)
-            # The rename too is durable only with the directory that it happened in.
-            _sync_directory(into.parent)
-        # After a replacement it is the old set; else there is nothing.
+            # Checked again, and as late as possible. The lock keeps other writers of Penstock's out, and no others.
+            with locked(self.directory.parent):
+                place = Place.at(into)
+                place.require_free(replace=replace)
+                unlock(self.directory)
+                if self.directory.parent == place.path:
+                    fill(place.path, self.directory, _rank)
+                    _sync_directory(place.path)
+                    return
+                if replace and os.path.lexists(place.path):
+                    self._take_place_of(place.path)
+                else:
+                    os.rename(self.directory, place.path)
+                # The rename too is durable only with the directory that it happened in.
+                _sync_directory(place.path.parent)
+            # After a replacement it is the old set; else there is nothing.
+            self._remove_old(place.path)
+
+    def _remove_old(self, into: Path) -> None:
+        """Remove the weight set that was replaced. It is kept if somebody has put files there since it was checked."""
+        if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
+            kept = into.with_name(f"{short_name(into)}.replaced-{secrets.token_hex(4)}")
+            os.rename(self.directory, kept)
+            log.warning("the old files are kept in %s, because it has files of others: %s", kept, ", ".join(others))
         self.remove()
 
     def _take_place_of(self, into: Path) -> None:
@@ -399,22 +418,12 @@ def publish_remote(
     out.remove()
 
 
-def require_free(into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError where something is at `into` already; an empty directory does not count.
-
-    Args:
-        replace: a weight set does not count either.
-    """
-    if not os.path.lexists(into) or (into.is_dir() and not any(into.iterdir())):
-        return
-    if not replace:
-        hint = "replace it with --force (replace=True), remove it, or write elsewhere"
-        raise ConfigError("something is there already", uri=str(into), hint=hint)
-    # What is replaced is removed with all that is in it: a slip in the path must not cost a home directory.
-    weights = any(any(into.glob(f"*{suffix}")) for suffix in (SUFFIX, GGUF_SUFFIX))
-    if not into.is_dir() or not ((into / SIDECAR).exists() or weights):
-        message = "only a directory with a weight set is replaced, and this has none"
-        raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
+def _rank(name: str) -> int:
+    """Return in which turn a file is moved into a directory that has to stay; see `fill`."""
+    if name == SIDECAR or name.endswith(INDEX_SUFFIX):
+        return 0
+    # The stamp says that all is there.
+    return 3 if name == STAMP else 2 if "." in name and not name.endswith((SUFFIX, GGUF_SUFFIX)) else 1
 
 
 def require_free_remote(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
@@ -445,61 +454,4 @@ def require_room(path: Path, needed: int) -> None:
     free = _free_bytes(path)
     if free is not None and needed > free:
         message = f"no room: {bytes_text(needed)} are needed, {bytes_text(free)} are free"
-        raise DiskFull(message, uri=str(path), hint=_MAKE_ROOM)
-
-
-_MAKE_ROOM = "make room there, or write to another disk"
-
-
-def _free_bytes(path: Path) -> int | None:
-    """Return the bytes that this user may still write to the file system of a path; None: it does not say."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    # Some network and FUSE file systems report no size at all.
-    with contextlib.suppress(OSError):
-        stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
-    return None
-
-
-@contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[None]:
-    """Make a directory and its parents for the block; remove those that are new and empty if it raises.
-
-    Raises:
-        DestinationError, DiskFull: they cannot be made.
-    """
-    new = [directory for directory in (path, *path.parents) if not directory.exists()]
-    try:
-        with typed(path):
-            path.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for directory in new:
-            # Another process may have put a file there meanwhile, and some may not have been made.
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Map an OSError of the file system that is written to, to DiskFull or DestinationError.
-
-    Args:
-        needed: size of all that is written, for the message.
-    """
-    try:
-        yield
-    except PenstockError:
-        # Of what is read meanwhile: NotFound and PermissionDenied are OSErrors too.
-        raise
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
-        facts = [] if needed is None else [f"{bytes_text(needed)} are needed in all"]
-        # Where a quota or a limit of the process is reached, the free bytes are no help.
-        if error.errno == errno.ENOSPC and (free := _free_bytes(path)) is not None:
-            facts.append(f"{bytes_text(free)} are free")
-        message = f"cannot write: {error.strerror}" + (f"; {', '.join(facts)}" if facts else "")
-        raise DiskFull(message, uri=str(path), hint=_MAKE_ROOM) from error
+        raise DiskFull(message, uri=str(path), hint=MAKE_ROOM)

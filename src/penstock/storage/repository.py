@@ -10,9 +10,7 @@ Not here: the hubs (`hugging_face`, `model_scope`), ranges over HTTP (`http`), t
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -23,12 +21,13 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, DestinationError, FormatError, NotFound, PermissionDenied, SourceUnavailable
+from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.http.range_request import Validators
 from penstock.storage.file_digest import FileDigest
 from penstock.storage.files import FileSource
 from penstock.storage.http import HttpSource, PlainAddress, open_address
 from penstock.storage.source import GLOB, MAX_SMALL_BYTES, Source, glob_pattern, read_whole
+from penstock.storage.write import new_file, typed
 
 _URI = re.compile(
     r"(?P<scheme>\w+)://(?:(?P<kind>datasets|models|spaces)/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<rest>.+)|/(?P<path>.*))?"
@@ -278,18 +277,10 @@ class RepositoryStorage(ABC):
             raise ConfigError("a repository of the hub is not written to", uri=uri, hint="write to a local path")
         revision, _ = self._listing(where, settings, storage_options)
         path = self._own_path(where, revision)
-        try:
+        with typed(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, partial = tempfile.mkstemp(dir=path.parent)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                os.replace(partial, path)
-            except BaseException:
-                os.unlink(partial)
-                raise
-        except OSError as error:
-            raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
+        with new_file(path, 0o600) as file:
+            file.write(data)
 
     def listed(self, *key: str) -> Mapping[str, RepositoryFile] | None:
         """Return a listing that was kept."""

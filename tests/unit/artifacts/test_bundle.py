@@ -19,7 +19,7 @@ from tests.unit.artifacts.test_key import KEY
 import penstock as ps
 from penstock.artifacts import bundle
 from penstock.artifacts.bundle import CONTENT, DESCRIPTION, SIGNATURE, Description, describe, pack, unpack
-from penstock.errors import ConfigError, DiskFull, FormatError, IntegrityError, PenstockError
+from penstock.errors import ConfigError, DestinationError, DiskFull, FormatError, IntegrityError, PenstockError
 from penstock.storage.manifest import sign
 
 
@@ -70,6 +70,17 @@ def parts(path: Path) -> tuple[bytes, bytes, bytes]:
     """Return description, signature and content of a bundle."""
     tensors = ps.load(path)
     return tuple(bytes(tensors[name].numpy()) for name in (DESCRIPTION, SIGNATURE, CONTENT))  # type: ignore[return-value]
+
+
+def test_pack_writes_through_no_link(tmp_path: Path) -> None:
+    fill(tmp_path / "caches")
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "victim").chmod(0o600)
+    (tmp_path / "bundle.safetensors").symlink_to("victim")
+    with pytest.raises(DestinationError):
+        pack(tmp_path / "caches", KEY, PRIVATE, tmp_path / "bundle.safetensors")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert stat.S_IMODE((tmp_path / "victim").stat().st_mode) == 0o600
 
 
 def read(root: Path) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ from penstock.errors import NotFound, PenstockError
 from penstock.loader.safe_open import also
 from penstock.storage import list_uris
 from penstock.storage.download import download, inside
-from penstock.storage.output import typed
+from penstock.storage.write import typed
 
 _SCHEMES = ("s3://", "gs://", "az://")
 

@@ -50,8 +50,10 @@ from penstock.plan.layout import box_runs
 from penstock.storage import is_remote, local_path, text_of
 from penstock.storage.locate import SIDECAR, texts_of
 from penstock.storage.manifest import encode
-from penstock.storage.output import OutputSet, publish_remote, require_free, require_free_remote, typed
+from penstock.storage.output import OutputSet, publish_remote, require_free_remote
+from penstock.storage.place import require_free
 from penstock.storage.safetensors import encode_header, require_name
+from penstock.storage.write import typed
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
 
 VALUES_NAME = "values.safetensors"
