@@ -431,7 +431,9 @@ def _heads(config: dict[str, Any]) -> list[int]:
     # Models of several modalities keep the language model's numbers in a configuration of its own.
     text = config.get("text_config") or config
     queries = text.get("num_attention_heads")
-    return [queries, text.get("num_key_value_heads") or queries] if queries else []
+    keys = text.get("num_key_value_heads") or queries
+    # Some models have other numbers in each layer, as a list: then the rules know of none.
+    return [queries, keys] if queries and isinstance(queries, int) and isinstance(keys, int) else []
 
 
 def _tied(config: dict[str, Any]) -> bool | None:

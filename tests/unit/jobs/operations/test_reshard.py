@@ -8,6 +8,7 @@ import torch
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import Chain, Copy
 from penstock.jobs.operations.reshard import Reshard
+from penstock.plan.tensor_parallel import TensorParallel
 from penstock.testing.operations import check_rows, made, table_of
 
 HEADS = (8, 4)
@@ -137,8 +138,9 @@ def test_ranks_that_differ_in_what_each_should_have_are_an_error():
 def test_shares_that_would_not_be_whole_are_refused():
     with pytest.raises(PlanError, match="cannot be divided among 4"):
         Reshard(4).recipes([table_of({"a.up_proj.weight": torch.zeros(6, 2)})])
-    with pytest.raises(PlanError, match="2 heads cannot be divided among 4"):
-        Reshard(4, heads=(8, 2)).recipes([table_of({"a.k_proj.weight": torch.zeros(64, 2)})])
+    for heads, count, name in (((8, 3), 4, "k"), ((6, 2), 4, "q"), ((2, 2), 4, "k"), ((8, 4), 6, "v")):
+        with pytest.raises(PlanError, match=f"heads cannot be divided among {count}"):
+            Reshard(count, heads=heads).recipes([table_of({f"a.{name}_proj.weight": torch.zeros(96, 2)})])
     blocks = {"a.up_proj.weight": torch.zeros(448, 256).to(FP8), "a.up_proj.weight_scale_inv": torch.zeros(4, 2)}
     with pytest.raises(PlanError, match="cut through blocks of 128"):
         Reshard(2).recipes([table_of(blocks)])
@@ -148,11 +150,82 @@ def test_shares_that_would_not_be_whole_are_refused():
         Reshard(1).recipes([table_of({"a.norm": torch.zeros(n)}) for n in (1, 2)])
 
 
+KV_PARTS = {
+    "a.q_proj.weight": (8, 4),
+    "a.k_proj.weight": (2, 4),
+    "a.k_proj.bias": (2, 0),
+    "a.v_proj.weight": (2, 6),
+    "a.k_proj.weight_scale": (2, 1),
+}
+"""Heads and columns of tensors of 8 query heads and 2 key heads of 16 rows."""
+
+
+def grouped_query() -> dict[str, torch.Tensor]:
+    found = {
+        name: torch.randn(*([heads * 16] + ([columns] if columns else [])))
+        for name, (heads, columns) in KV_PARTS.items()
+    }
+    return found | {"a.qkv_proj.weight": torch.randn((8 + 2 + 2) * 16, 4), "a.o_proj.weight": torch.randn(5, 128)}
+
+
+def rank_of(name: str, tensor: torch.Tensor, rank: int, count: int) -> torch.Tensor:
+    """What vLLM gives a rank: key head `rank // (count / 2)` where there are more ranks than key heads."""
+    if "qkv" in name:
+        return torch.cat(
+            [
+                rank_of(f"a.{kind}_proj", one, rank, count)
+                for kind, one in zip("qkv", tensor.split([128, 32, 32]), strict=True)
+            ]
+        )
+    if "o_proj" in name:
+        return tensor.chunk(count, 1)[rank].contiguous()
+    return tensor.chunk(min(count, 8 if "q_proj" in name else 2))[
+        rank * min(count, 8 if "q_proj" in name else 2) // count
+    ]
+
+
+@pytest.mark.parametrize(("have", "want"), [(1, 4), (1, 8), (4, 1), (8, 2), (4, 8), (8, 4), (2, 8)])
+def test_fewer_key_heads_than_ranks_are_repeated(have, want):
+    whole = grouped_query()
+    sources = [{name: rank_of(name, one, rank, have) for name, one in whole.items()} for rank in range(have)]
+    found = check_rows(Reshard(want, heads=(8, 2)), *sources)
+    wanted = {
+        f"rank-{rank:05d}-of-{want:05d}/{name}": rank_of(name, one, rank, want)
+        for rank in range(want)
+        for name, one in whole.items()
+    }
+    equal(found, whole if want == 1 else wanted)
+    # A rank's boxes of the whole tensors are the same.
+    parallel = TensorParallel(heads=(8, 2))
+    for name, one in whole.items():
+        boxes = parallel.boxes(name, one.shape, want - 1, want)
+        parts = [one[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] for box in boxes]
+        assert torch.equal(torch.cat(parts), rank_of(name, one, want - 1, want)), name
+
+
+def test_heads_of_another_module_are_not_repeated():
+    encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
+    with pytest.raises(PlanError, match="are not 2 and 8 heads") as caught:
+        Reshard(4, heads=(8, 2)).recipes([table_of(encoder)])
+    assert caught.value.tensor == "vision.k_proj.weight"
+    assert len(Reshard(4, heads=(8, 2), rules=(("vision", "0"),)).recipes([table_of(encoder)])) == 2
+    cut = {"a.k_proj.weight": torch.zeros(256, 128).to(FP8), "a.k_proj.weight_scale_inv": torch.zeros(2, 1)}
+    with pytest.raises(PlanError, match=r"cut through blocks|cannot be divided among 8"):
+        Reshard(8, heads=(8, 4)).recipes([table_of(cut)])
+
+
+def test_scale_of_whole_tensor_goes_to_every_rank():
+    given = {"a.q_proj.weight": torch.zeros(64, 2).to(FP8), "a.q_proj.weight_scale": torch.ones(1)}
+    found = made(Reshard(2, heads=(8, 2)), given)
+    assert found["rank-00001-of-00002/a.q_proj.weight_scale"].tolist() == [1.0]
+
+
 def test_words_that_mean_nothing_are_refused():
     for told in (
         {"to": 0},
         {"to": 2, "layout": "x"},
         {"to": 2, "rules": (("a", "sideways"),)},
+        {"to": 2, "rules": (("a", "1:kv"),)},
         {"to": 2, "rules": (("(", "0"),)},
     ):
         with pytest.raises(ConfigError):

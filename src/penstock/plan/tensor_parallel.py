@@ -1,0 +1,221 @@
+"""Rules of tensor parallelism: which part of each tensor a rank has, by the tensor's name and shape.
+
+In: names and whole shapes; the numbers of heads; rules of the user. Out: a `Rule` for a name; the boxes of a rank.
+Not here: reading and writing ranks (`jobs.operations.reshard`), numbers of heads in `config.json` (the callers).
+
+    dim 0, parts 2:1, 2 ranks     [a0 a1 a2 a3|b0 b1]   rank 0: [a0 a1] [b0]   rank 1: [a2 a3] [b1]
+    2 key heads, 4 ranks          [k0|k1]               ranks 0, 1: [k0]       ranks 2, 3: [k1]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from penstock.errors import ConfigError, PlanError
+from penstock.types import Box
+
+RULES: tuple[tuple[str, str], ...] = (
+    (r"(norm|rotary|inv_freq|router|\.gate\.|_bias$|q_a_proj|kv_a_proj|g_idx)", "replicate"),
+    (r"\.qkv_proj\.", "0:heads"),
+    (r"\.gate_up_proj\.", "0:1,1"),
+    (r"\.w13_(weight|bias)", "1:1,1"),
+    (r"\.w2_weight", "2"),
+    (r"\.q_proj\.", "0:q"),
+    (r"\.[kv]_proj\.", "0:kv"),
+    (r"\.(q_b|kv_b|gate|up)_proj\.", "0"),
+    (r"(embed_tokens|lm_head|wte|fc1|\.w1|\.w3)\.", "0"),
+    (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.bias$", "replicate"),
+    (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.", "1"),
+)
+"""Pattern found in a name -> rule; the first match counts. Names and dims as of transformers' Llama, Qwen and
+DeepSeek models, their fused and expert tensors as of vLLM's; column-parallel layers are cut by rows, row-parallel ones
+by columns, whose bias every rank has. Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
+
+FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
+"""The texts that a rule may have."""
+_OF_HEADS = ("q", "kv", "heads")
+_SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
+_FP8_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule that splits a tensor between ranks.
+
+    `dim` None: every rank has all of it. `parts`: relative sizes of the tensors fused along `dim`; each is split
+    separately. `heads`: the number of heads of each part; 0: not known. With fewer key heads than ranks, several ranks
+    have the same head, as in vLLM's QKVParallelLinear.
+    """
+
+    dim: int | None
+    parts: tuple[int, ...] = (1,)
+    heads: tuple[int, ...] = ()
+
+    def num_shares(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the number of different shares that the ranks have of each part."""
+        heads = self.heads or (0,) * len(self.parts)
+        return tuple(min(num_ranks, count) if count else num_ranks for count in heads)
+
+    def share_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Return the number of the share that a rank has of each part."""
+        return tuple(rank * shares // num_ranks for shares in self.num_shares(num_ranks))
+
+    def lengths(self, size: int, num_ranks: int) -> tuple[Fraction, ...]:
+        """Return the length of each whole part along `dim`, from the size that one of the ranks has of all."""
+        held = sum(Fraction(part, shares) for part, shares in zip(self.parts, self.num_shares(num_ranks), strict=True))
+        return tuple(part * Fraction(size) / held for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The rules for the tensors of one model.
+
+    Args:
+        rules: used before `RULES`: pairs of a pattern and one of `FORMS`.
+        heads: total number of query heads and of key heads; empty: they are not known.
+
+    Raises:
+        ConfigError: a rule is malformed.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern, how in self.rules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is not a pattern: {error}") from error
+            # Parsed only to be checked: a wrong rule should not wait for the first tensor that it matches.
+            self._parsed(str(how), "")
+
+    def how(self, name: str) -> str | None:
+        """Return the text of the rule for a name; None: there is none."""
+        return next((str(how) for pattern, how in (*self.rules, *RULES) if re.search(pattern, name)), None)
+
+    def rule_of(self, name: str, shape: Sequence[int]) -> Rule:
+        """Return the rule for a tensor. One without the rule's dim, or without elements, goes to every rank.
+
+        Raises:
+            PlanError: it is fused of heads, whose numbers are not known.
+        """
+        rule = self._parsed(self.how(name) or "replicate", name)
+        if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
+            return Rule(None)
+        # Every rank has a scale that stands for the whole dim: of a tensor, or of rows in a layer cut by columns.
+        is_whole = shape[rule.dim] == 1 and (rule.dim > 0 or bool(_SCALE.search(name)))
+        return Rule(None) if is_whole else rule
+
+    def _parsed(self, how: str, name: str) -> Rule:
+        """Parse the text of a rule, for the tensor `name`; empty: only check it. ConfigError, PlanError."""
+        if how == "replicate":
+            return Rule(None)
+        dim, _, parts = how.partition(":")
+        try:
+            if parts in _OF_HEADS and int(dim) == 0:
+                return self._of_heads(parts, name)
+            rule = Rule(int(dim), tuple(int(part) for part in parts.split(",")) if parts else (1,))
+        except ValueError as error:
+            raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS) from error
+        if rule.dim is None or rule.dim < 0 or min(rule.parts) < 1:
+            raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS)
+        return rule
+
+    def _of_heads(self, kind: str, name: str) -> Rule:
+        """Return the rule for rows of heads."""
+        queries, keys = self.heads or (0, 0)
+        if kind != "heads":
+            return Rule(0, (1,), (queries if kind == "q" else keys,))
+        if not self.heads and name:
+            message = "the number of heads is not known, so this fused tensor cannot be split"
+            raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule with parts")
+        return Rule(0, (queries or 1, keys or 1, keys or 1), (queries, keys, keys))
+
+    def check(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rule: Rule,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        to: int,
+        of: int = 1,
+    ) -> None:
+        """Raise PlanError if a split would cut through an element, a head, or a block of a block format.
+
+        Args:
+            shape: of the tensor on one of the `of` ranks that have it now.
+            shapes: likewise of all tensors, by name.
+            to: ranks that it is split among.
+        """
+        if rule.dim is None:
+            return
+        size = shape[rule.dim]
+        for heads in rule.heads:
+            # More ranks than heads: each head goes to as many ranks. Fewer: each rank gets as many heads.
+            if heads and any(heads % ranks and (ranks % heads or heads == self.heads[0]) for ranks in (to, of)):
+                message = f"{heads} heads cannot be divided among {to} ranks" + (f", or {of}" if of > 1 else "")
+                hint = "query heads must be a multiple of the ranks, key heads a multiple or a divisor"
+                raise PlanError(message, tensor=name, hint=hint)
+        self._check_heads(name, shape, rule, shapes, to=to, of=of)
+        lengths = rule.lengths(size, of)
+        given = [length / shares for length, shares in zip(lengths, rule.num_shares(to), strict=True)]
+        held = [length / shares for length, shares in zip(lengths, rule.num_shares(of), strict=True)]
+        if any(length.denominator > 1 for length in (*given, *held)):
+            message = f"{size} on dim {rule.dim} of {of} ranks, parts {rule.parts}, cannot be divided among {to} ranks"
+            raise PlanError(message, tensor=name, hint="a rule for it: another dim, parts, or replicate")
+        # A block of a block format has one scale: a cut through it would need the scale on two ranks.
+        for suffix in ("_scale_inv", "_scale"):
+            scales = shapes.get(name + suffix)
+            if scales is None or len(scales) <= rule.dim or scales[rule.dim] in (1, size):
+                continue
+            block = _FP8_BLOCK if suffix == "_scale_inv" else size // scales[rule.dim]
+            cuts = [*(given if to > 1 else []), *(held if of > 1 or len(rule.parts) > 1 else [])]
+            if any(cut % block for cut in cuts):
+                message = f"shares of {[int(cut) for cut in cuts]} would cut through blocks of {block}"
+                raise PlanError(message, tensor=name, hint="dequantise first")
+
+    def _check_heads(
+        self, name: str, shape: Sequence[int], rule: Rule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
+    ) -> None:
+        """Raise PlanError if heads would be repeated in a module that has other heads: an encoder of images."""
+        if len(rule.heads) != 1 or not 0 < rule.heads[0] < max(to, of) or not name.endswith(".weight"):
+            return
+        # The heads of keys are as wide as those of queries; those of values may be of another width.
+        keys, queries = (re.sub(r"\.[kv]_proj\.", f".{one}_proj.", name) for one in "kq")
+        if keys not in shapes or queries not in shapes or keys == queries or not self.heads:
+            return
+        (width,) = self._parsed("0:q", "").lengths(shapes[queries][0], of)
+        (length,) = rule.lengths(shapes[keys][0], of)
+        if width / self.heads[0] != length / self.heads[1]:
+            message = (
+                f"{length} rows of keys beside {width} of queries are not {self.heads[1]} and {self.heads[0]} heads"
+            )
+            raise PlanError(message, tensor=name, hint="give a rule for it: 0, or replicate")
+
+    def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
+        """Return the boxes of a whole tensor that a rank has, to be joined along their dim. See `check`.
+
+        Raises:
+            PlanError: no rule names the tensor, and it has dims; or see `rule_of`.
+        """
+        if self.how(name) is None and shape:
+            raise PlanError("no rule says how to split it", tensor=name, hint=f"give a rule: {FORMS}")
+        rule = self.rule_of(name, shape)
+        if rule.dim is None:
+            return (Box.full(tuple(shape)),)
+        boxes, begin = [], 0
+        lengths, shares = rule.lengths(shape[rule.dim], 1), rule.num_shares(num_ranks)
+        for length, count, number in zip(lengths, shares, rule.share_of(rank, num_ranks), strict=True):
+            share = int(length) // count
+            start, stop = [0] * len(shape), list(shape)
+            start[rule.dim] = begin + number * share
+            stop[rule.dim] = start[rule.dim] + share
+            boxes.append(Box(start=tuple(start), stop=tuple(stop)))
+            begin += int(length)
+        return tuple(boxes)
