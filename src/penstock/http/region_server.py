@@ -18,6 +18,7 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -53,7 +54,7 @@ class Region:
     """Memory that may be read while `generation` is current, by a reader that sends its key or a lent one.
 
     Attributes:
-        owner: keeps the memory alive.
+        is_there: returns whether the memory is still where the view is. Keeps the memory alive.
         under_way: connections of the answers that are being sent, each with the key of its request.
         lent: keys by borrower.
     """
@@ -61,7 +62,7 @@ class Region:
     generation: int
     key: bytes
     view: memoryview
-    owner: object
+    is_there: Callable[[], bool]
     under_way: dict[HttpConnection, bytes] = field(default_factory=dict)
     lent: dict[str, bytes] = field(default_factory=dict)
 
@@ -99,10 +100,10 @@ class RegionServer:
         """Number of open connections."""
         return self._http.num_open
 
-    def show(self, view: memoryview, owner: object) -> Region:
+    def show(self, view: memoryview, is_there: Callable[[], bool]) -> Region:
         """Begin a generation of this memory."""
         with self._lock:
-            region = Region(next(self._generations), secrets.token_bytes(16), view, owner)
+            region = Region(next(self._generations), secrets.token_bytes(16), view, is_there)
             if self._is_open:
                 self._regions[region.generation] = region
         return region
@@ -211,6 +212,9 @@ class RegionServer:
         """Raise ConnectionAbortedError, which ends the connection, if the region must not be read any more."""
         if self._regions.get(region.generation) is not region or not region.opens(key):
             raise ConnectionAbortedError("fenced, or the lease has ended")
+        # A read of memory that torch has freed would end this process.
+        if not region.is_there():
+            raise ConnectionAbortedError("the memory was moved or freed by its owner")
 
     def _is_allowed(self, region: Region, request: ReadRequest) -> bool:
         is_same = request.endpoint == self.endpoint and request.nbytes == len(region.view)

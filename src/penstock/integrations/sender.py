@@ -3,14 +3,13 @@
 In: this rank's shards, or whole tensors that all ranks gather one after the other. Out: published versions.
 Not here: publishing (`penstock.publisher`); how a framework names its tensors (`verl`, `slime`, `megatron`).
 
-    shards         published where they are; published anew when they were moved, as offloaded parameters are
+    shards         published where they are at each version: offloaded parameters come back to other addresses
     whole tensors  each rank keeps an equal share of each: together one copy of the model, which all ranks publish
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from penstock.lifecycle import Closing
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.shards import Declarable, Shard
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class VersionSender(Closing):
@@ -50,13 +47,12 @@ class VersionSender(Closing):
         self._rank = rank
         self._publisher: Publisher | None = None
         self._version = -1
-        # What is registered: name and address of each tensor.
-        self._addresses: tuple[tuple[str, int], ...] = ()
+        # The tensors of the newest version: the publisher looks for them here.
+        self._params: dict[str, Declarable] = {}
 
     @property
     def latest(self) -> int:
         """Return the newest version that this rank knows of; -1: none yet."""
-        # This rank's own too: a version that no receiver got is lost with the publisher of tensors that were moved.
         return self._version if self._publisher is None else max(self._version, self._publisher.latest)
 
     def publish(
@@ -70,7 +66,7 @@ class VersionSender(Closing):
         """Publish the tensors as they are now. Order: all ranks call this, with the same version.
 
         Args:
-            params: this rank's part; the same names and boxes for all versions.
+            params: this rank's part; the same names and boxes for all versions. The tensors may be others each time.
             version: above all before it; None: the next one.
             mode: see `penstock.publisher`.
             num_receivers: wait for this number of subscribers first: a live version is shown to those that are known.
@@ -78,21 +74,17 @@ class VersionSender(Closing):
         Raises:
             As `penstock.publisher` and `penstock.Publisher.publish`.
         """
-        addresses = tuple(_addresses(params))
-        if self._publisher is not None and addresses != self._addresses:
-            # A publisher registers the memory that receivers read.
-            _LOGGER.info("penstock: the tensors were moved: %s is published anew", self.name)
-            self.close()
+        self._params.clear()
+        self._params.update(params)
         if self._publisher is None:
             self._publisher = api.publisher(
                 self.name,
-                params,
+                self._params,
                 connection=self._connection,
                 mode=mode,
                 transforms=self._transforms,
                 rank=self._rank,
             )
-            self._addresses = addresses
             if self._rank[0] == 0:
                 # A rank that joined after the version would find it with another member, and refuse to publish it.
                 self._publisher.wait_ranks()
@@ -149,15 +141,3 @@ class WholeTensorShares:
             # Too few to share: whole, on one rank.
             return slice(0, None) if number % self._world_size == self._rank else None
         return slice(rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size)
-
-
-def _addresses(params: Mapping[str, Declarable]) -> Iterator[tuple[str, int]]:
-    for name, value in params.items():
-        for part in [value] if isinstance(value, torch.Tensor | Shard) else value:
-            yield name, _local(part.tensor if isinstance(part, Shard) else part).data_ptr()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or the tensor itself."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local

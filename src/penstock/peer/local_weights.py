@@ -18,7 +18,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -38,6 +38,7 @@ from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_rang
 from penstock.segments import Segments
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Lending, Memory, encode
+from penstock.transport.storages import TorchStorage, require_memory
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
@@ -152,6 +153,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
         if not tensor.is_contiguous():
             message = f"a tensor of strides {tensor.stride()} cannot be exchanged: it is not contiguous"
             raise PlanError(message, tensor=name, hint="call .contiguous() on it")
+        require_memory(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
         # torch packs two F4 elements into one; the format counts elements.
@@ -194,6 +196,10 @@ class RowPlacement:
     row_offset: I64
     row_address: I64
 
+    def is_there(self, rows: Iterable[int]) -> bool:
+        """Return whether the memory of these rows is still where it was."""
+        return all(self.regions[i].is_there() for i in set(self.row_region[list(rows)].tolist()) if i >= 0)
+
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
     """Find the regions behind flat uint8 tensors: the arena that they lie in, else their torch storage."""
@@ -217,7 +223,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
         if base not in at:
             at[base] = len(regions)
             device = str(rows[row].device)
-            regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=rows[row]))
+            regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=TorchStorage(storage)))
         row_region[row] = at[base]
     # The last entry is that of rows without bytes, whose region is -1.
     start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
@@ -542,6 +548,9 @@ class LocalWeights:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
                 return False
+            # Torch may have freed the memory since: reading it would end this process.
+            if not self.place.is_there(self.layout.chunks.pieces(chunks).row.tolist()):
+                return True
             got, wanted = self.digest(chunks), self.leaves[self.layout.chunks.leaves_of(chunks)]
         # If the generation changed, the memory was released during the digest and may have another use by now.
         return len(self.differing_chunks(chunks, got, wanted)) > 0 and generation == self.generation
@@ -553,7 +562,7 @@ class LocalWeights:
             f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
             uri=f"penstock:{self.key}",
             tensor=self.layout.table.names[row],
-            hint="call fence() before you change weights; if your code did not write to them, test this host's memory",
+            hint="call fence() before you change, move or free weights; if your code did not, test this host's memory",
         )
         with self.changed:
             self.damage = error

@@ -18,7 +18,7 @@ receivers take from two:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -110,6 +110,18 @@ class Part:
     """The source with which the receiver begins, the others following in their order: one of which it needs much. Where
     there are several, each receiver has another one, so that not all read the first at once. Publishers of earlier
     releases do not send it."""
+    addresses: tuple[str, ...] = ()
+    """The registration of each source that the offsets belong to (`Layout.address`). Publishers of earlier releases do
+    not send it."""
+
+    def moved(self, addresses: Mapping[str, str]) -> list[str]:
+        """Return the sources that have registered their memory again since the plan was made.
+
+        Args:
+            addresses: the address of each source's registration now. Empty: it does not say.
+        """
+        planned = dict(zip(self.sources, self.addresses, strict=False))
+        return [name for name, address in addresses.items() if address and planned.get(name, address) != address]
 
     def turn_of(self, source: I64) -> I64:
         """Return the place of sources in the receiver's order."""
@@ -192,6 +204,8 @@ class SyncPlan:
     num_buckets: int
     num_tensors: int
     sources: tuple[str, ...]
+    addresses: tuple[str, ...]
+    """The registration of each source; see `Layout.address`."""
     receivers: tuple[str, ...]
     unwanted: tuple[str, ...]
     """Tensors that are held and wanted by no receiver."""
@@ -267,6 +281,7 @@ class SyncPlan:
             key=self.key,
             receiver=self.receivers[receiver],
             sources=self.sources,
+            addresses=self.addresses,
             bucket_first=np.searchsorted(bucket[order], np.arange(self.num_buckets + 1)),
             row=self.want_row[want],
             source=source[order],
@@ -381,6 +396,7 @@ def _assembled(
         num_buckets=int(bucket.max(initial=-1)) + 1,
         num_tensors=len(matched.names),
         sources=tuple(layout.member for layout in holdings),
+        addresses=tuple(layout.address for layout in holdings),
         receivers=tuple(layout.member for layout in wants),
         unwanted=matched.unwanted,
         want_first=want_first,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -117,12 +117,14 @@ class Regions(Closing):
             after: events that the device must have passed before it reads the bytes.
 
         Raises:
-            PlanError: a strip lies outside the regions, or crosses the edge between two.
+            PlanError: a strip lies outside the regions, or crosses the edge between two. StaleDescriptor: see
+            `require_there`.
 
         Cost: waits for the device, on a stream of its own; calls of several threads are queued one behind the other.
         """
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
+        self.require_there(np.unique(region).tolist())
         out = np.empty(len(strips), np.uint64)
         for together in self._together(np.unique(region).tolist()):
             base = min((self.memories[i] for i in together), key=lambda memory: memory.address)
@@ -133,6 +135,13 @@ class Regions(Closing):
             here = Strips(at=at, run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch)
             out[mine] = self._digesters[together[0]].digests(base, here, after=after)
         return out
+
+    def require_there(self, regions: Iterable[int]) -> None:
+        """Raise StaleDescriptor if the owner of a region has moved or freed its memory, which must not be read then."""
+        if not all(self.memories[i].is_there() for i in regions):
+            raise StaleDescriptor(
+                "the memory was moved or freed by its owner", hint="the next publish or update registers it again"
+            )
 
     def _together(self, regions: Sequence[int]) -> list[list[int]]:
         """Group regions that are digested by one call: those of a device, whose kernels take addresses."""
@@ -208,6 +217,8 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all rows were ready when the map was made: bytes may be read before their digests are requested."""
     metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
     """Texts that the trainer published with the version."""
+    address: str = ""
+    """The registration that the descriptors belong to (`Layout.address`). A plan of another one has other offsets."""
     pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Most bytes of short runs that it packs for one request (`LocalVersion.pack`); 0: it packs none."""
 
@@ -379,6 +390,7 @@ class LocalVersion:
                 regions=self.regions.descriptors(),
                 is_ready=not self._not_ready[-1] and all(event.query() for event in self._events),
                 metadata=dict(self.metadata),
+                address=self.layout.address,
                 pack_buffer_bytes=0 if self.packer is None else self.packer.buffer_bytes,
             )
 
@@ -430,6 +442,7 @@ class LocalVersion:
         events = self._wait_ready(strips, version, generation, deadline)
         if events is None:
             return PackReply(progress=self._progress(packer))
+        self.regions.require_there(region.tolist())
         memory = self.regions.memories[int(region[0])]
         try:
             buffer = packer.take(memory.device, deadline - time.monotonic())

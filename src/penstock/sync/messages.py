@@ -38,6 +38,8 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of the planner's run that it knows to be withdrawn, the newest ones."""
     is_ahead: bool = False
     """Whether it asks before it reads a version: the part is of the publishers' next one."""
+    is_outdated: bool = False
+    """Whether its part was planned for memory that a source has registered again since."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):

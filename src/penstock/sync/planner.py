@@ -39,7 +39,7 @@ def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> PartR
     return PartReply(version=version, run=run)
 
 
-LayoutToken = tuple[str, str]
+LayoutToken = tuple[str, ...]
 """A member and the digest of its layout."""
 
 
@@ -99,7 +99,8 @@ class Planner:
         # Before anything that may fail: the layout stays known, and the receiver need not send it again.
         if not self._learn(asker, request):
             return PartReply(needs_layout=True)
-        members = self._membership.look(max_age_s=LOOK_S)
+        # A source that registers its memory again reports the new layout first.
+        members = self._membership.look(max_age_s=0.0 if request.is_outdated else LOOK_S)
         run = self._run(members)
         ranks = _ranks(members, run)
         if request.is_ahead and ranks and not _missing(ranks):
@@ -254,7 +255,8 @@ class Planner:
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
-            token = tuple((source.member, source.state.layout) for source, _ in sources)
+            # By the address too: this member's own layout may be newer than the list.
+            token = tuple((source.member, source.state.layout, layout.address) for source, layout in sources)
             plan = self._cached_plan(asker, token, [layout for _, layout in sources], wants)
             if asker not in plan.parts:
                 plan.parts[asker] = encode(plan.plan.part(plan.plan.receivers.index(asker)))

@@ -73,7 +73,7 @@ class HttpHandle:
 
     def _begin(self) -> tuple[Region, Descriptor]:
         at, memory = self.transport, self.memory
-        region = at.server.show(self.view, memory.owner)
+        region = at.server.show(self.view, memory.is_there)
         return region, self._described(region, region.key)
 
     def _described(self, region: Region, key: bytes) -> Descriptor:

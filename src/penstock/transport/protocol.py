@@ -83,9 +83,23 @@ def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload
         raise FormatError(f"malformed {source.transport} descriptor: {error}") from error
 
 
+class Owner(ABC):
+    """An owner that can free or move its bytes while it is alive."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def has(self, address: int, nbytes: int) -> bool:
+        """Return whether the owner has at least `nbytes` bytes at this address now."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Memory:
-    """A run of writable bytes of this process; `owner` is the object that keeps them alive."""
+    """A run of writable bytes of this process.
+
+    Attributes:
+        owner: the object that keeps the bytes alive. An `Owner` is asked where they are before they are used.
+    """
 
     address: int
     nbytes: int
@@ -100,6 +114,10 @@ class Memory:
         if not array.flags.writeable:
             raise ConfigError("memory to register must be writable")
         return cls(address=int(array.ctypes.data), nbytes=array.nbytes, owner=array)
+
+    def is_there(self) -> bool:
+        """Return whether the bytes are still at this address."""
+        return not isinstance(self.owner, Owner) or self.owner.has(self.address, self.nbytes)
 
 
 class Handle(Protocol):

@@ -62,6 +62,8 @@ class BoundaryPlanner:
         # By member: the layouts of all rows, and of the required rows with their digest.
         self._layouts: dict[str, Layout] = {ours.member: ours}
         self._wants: dict[str, tuple[str, Layout]] = {}
+        # By member: the version that it asked for last.
+        self._asked: dict[str, int] = {}
         self._ranks: tuple[SyncMember, ...] = ()
         self._version = -1
         # The reason of a failure of this version; empty: none.
@@ -83,9 +85,10 @@ class BoundaryPlanner:
             self._why = why
 
     def lacking(self) -> list[SyncMember]:
-        """Return the ranks that have not reported their requirements."""
+        """Return the ranks that have not reported their requirements for this version."""
+        # Of this version: a rank whose tensors have moved since the version before reports others.
         with self._lock:
-            return [rank for rank in self._ranks if rank.member not in self._wants]
+            return [rank for rank in self._ranks if self._asked.get(rank.member) != self._version]
 
     def part(self, asker: str, request: PartRequest) -> PartReply:
         """See `Planner.part`.
@@ -102,6 +105,10 @@ class BoundaryPlanner:
                 if request.layout is None:
                     return PartReply(needs_layout=True)
                 self._wants[asker] = request.digest, layout_in(request, asker)
+                # Its tensors have moved, so its rows have too. Rank 0 makes a new planner when its own have.
+                if known is not None and asker != self._membership.member.id:
+                    self._layouts.pop(asker, None)
+            self._asked[asker] = request.version
             if request.version != self._version:
                 return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
             if self._why:
@@ -129,8 +136,10 @@ class BoundaryPlanner:
             # Drop ranks that were replaced since the last version: the token below names the processes.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in members}
             self._wants = {name: want for name, want in self._wants.items() if name in members}
-            wants = [self._wants[name] for name in members if self._wants[name][1].names]
-            token = (*members, *(digest for digest, _ in wants))
+            self._asked = {name: version for name, version in self._asked.items() if name in members}
+            reported = [self._wants[name] for name in members]
+            wants = [want for want in reported if want[1].names]
+            token = (*members, *(digest for digest, _ in reported))
         # Without `_lock`: a request to another rank can take as long as the stall deadline.
         for name in members:
             if name not in self._layouts:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -42,16 +41,17 @@ from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
-from penstock.sync.local_version import LocalVersion, VersionStatus, check_metadata
+from penstock.sync.local_version import VersionStatus, check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
-from penstock.sync.publish.offer import Offer, VersionSnapshot
+from penstock.sync.publish.offer import VersionSnapshot
+from penstock.sync.publish.registered import OfferOptions, Registered
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
-from penstock.sync.shards import Declarable, declared, layout_of, to_arenas
+from penstock.sync.shards import Declarable
 from penstock.sync.together import Laggards, Verdict, refusal
 from penstock.telemetry.journey import Journey
 
@@ -86,26 +86,21 @@ class Publisher(Closing):
         self,
         name: str,
         member: Member,
-        local_version: LocalVersion,
-        snapshot: VersionSnapshot | None,
-        offer: Offer,
+        registered: Registered,
         *,
+        mode: PublishMode,
         rank: int,
         world_size: int,
         stall_s: float,
     ) -> None:
         self.name = name
         self.member = member
-        self.mode: PublishMode = "live" if snapshot is None else "snapshot"
+        self.mode: PublishMode = mode
         self.rank = rank
         self.world_size = world_size
         self.version = -1
-        self._local_version = local_version
-        self._snapshot = snapshot
-        self._offer = offer
+        self._registered = registered
         self._stall_s = stall_s
-        # Computed once: the hub gets the digest with every beat, and the layout never changes.
-        self._digest = local_version.layout.digest()
         self._run = ""
         self._publishing = threading.Lock()
         self._is_closed = False
@@ -117,14 +112,12 @@ class Publisher(Closing):
         self._deciding = ThreadPoolExecutor(1, "penstock-decide")
         self._subscriber_progress = rank_group.SubscriberProgress()
         self._membership = Membership(member, name, stall_s)
-        self.planner = Planner(
-            self._membership, self._version_status, lambda: local_version.layout, terms=self._terms_for
-        )
+        self.planner = Planner(self._membership, self._version_status, lambda: registered.layout, terms=self._terms_for)
         # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
         member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             member.check_grant,
-            local_version=lambda: local_version,
+            local_version=lambda: registered.served,
             version_status=self._version_status,
             planner=self.planner,
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
@@ -144,7 +137,7 @@ class Publisher(Closing):
             # Before the report: once all ranks are seen, rank 0 may publish, and the ranks must start from one number.
             self.latest = self._newest_of_others()
             member.report_now()
-        offer.connect(member, name, rank=rank, world_size=world_size, stall_s=stall_s)
+        registered.connect(name, rank=rank, stall_s=stall_s)
         if rank == 0:
             self.latest = self._newest_of_others()
 
@@ -170,7 +163,7 @@ class Publisher(Closing):
             run=self._run,
             rank=self.rank,
             world_size=self.world_size,
-            layout=self._digest,
+            layout=self._registered.digest,
             version=now.version,
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
@@ -182,7 +175,7 @@ class Publisher(Closing):
     def nbytes(self) -> int:
         """Return the bytes of the rows that this rank holds."""
         # By form first: a model has hundreds of thousands of rows and a handful of forms.
-        layout = self._local_version.layout
+        layout = self._registered.layout
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
 
@@ -197,6 +190,8 @@ class Publisher(Closing):
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
         """Show a version: the parameters as they are now, on every rank.
+
+        Parameters that were moved, cast back, or replaced in the module since the version before are registered again.
 
         Live, it returns once the subscribers known at its start have the version, failed, or made no progress for the
         stall deadline; snapshot, once the copy is made. After it the parameters may change.
@@ -216,13 +211,14 @@ class Publisher(Closing):
                 gets them before it reads a byte. At most 16, of 65,536 characters each.
 
         Raises:
-            ConfigError: an argument is wrong, the version does not grow, or another group publishes the name; nothing
-                was shown.
+            ConfigError: an argument is wrong, the version does not grow, another group publishes the name, or tensors
+                have another dtype or shape than when the publisher was made (names them); nothing was shown.
             VersionRefused: together: the version was withdrawn, and never goes live; says why.
             HubUnavailable: together: the hub did not record the decision; subscribers keep the version before, or learn
                 from the hub that it was committed.
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
             DestinationError: a device failed. A snapshot on the device may have been shown, and its number is used up.
+            PlanError: a tensor cannot be published as it is now: its memory was freed, perhaps. Nothing was shown.
             Cancelled: it was closed.
 
         Order: all ranks call this with the same arguments; `check` counts on rank 0.
@@ -243,16 +239,17 @@ class Publisher(Closing):
             check_metadata(self._metadata)
             # The version before it is read until it is decided.
             self._finish_pending()
+            self._follow()
             self._subscriber_progress.offer_check(version, values)
             # A snapshot is read after this returns, so there is nothing to decide about.
             decision = Decision(is_over=True)
             copy_s = 0.0
-            if self._snapshot is None:
+            snapshot, offer = self._registered.snapshot, self._registered.offer
+            if snapshot is None:
                 decision = self._publish_live(version, terms)
             else:
-                copy_s = self._publish_snapshot(self._snapshot, version, terms)
+                copy_s = self._publish_snapshot(snapshot, version, terms)
             wall_s = self._took_s = time.perf_counter() - begun
-            offer = self._offer
             report = PublishReport(
                 name=self.name,
                 version=version,
@@ -260,7 +257,7 @@ class Publisher(Closing):
                 nbytes=self.nbytes,
                 wall_s=wall_s,
                 copy_s=copy_s,
-                wait_s=0.0 if self._snapshot is not None else wall_s - offer.seconds,
+                wait_s=0.0 if snapshot is not None else wall_s - offer.seconds,
                 transform_s=offer.seconds,
                 transformed_bytes=offer.transformed.nbytes,
                 boundary_bytes=offer.transformed.boundary_bytes,
@@ -290,6 +287,18 @@ class Publisher(Closing):
         else:
             # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
             self._run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
+
+    def _follow(self) -> None:
+        """Register the parameters again if they moved since the version before."""
+        if self._registered.follow(self._end_version):
+            log.info("the parameters of %r were moved: they are registered again", self.name)
+            # Before the announcement: planners find the layout by the digest that the hub lists.
+            self.member.report_now()
+            self._membership.look()
+
+    def _end_version(self) -> None:
+        """End the version before, whose memory is unregistered next."""
+        self._version_status.post(self._run, self.version, is_open=False)
 
     def _terms(
         self, commit: Commit, deadline_s: float | None, laggards: Laggards, *, needs_check: bool
@@ -458,9 +467,9 @@ class Publisher(Closing):
 
     def _begin_live(self, version: int) -> None:
         """Let receivers read the parameters, and the tagged rows once they are filled."""
-        local_version = self._local_version
+        local_version, offer = self._registered.local_version, self._registered.offer
         local_version.begin(version, self._metadata)
-        local_version.ready(self._offer.plain_rows)
+        local_version.ready(offer.plain_rows)
         # A map made while the device still fills the rows calls them not ready, and receivers then request digests
         # before every read.
         local_version.settle(self._stall_s)
@@ -468,7 +477,7 @@ class Publisher(Closing):
         # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
         # waits for no more than its own: the device has written them when `fill` says so.
         ready = partial(local_version.ready, is_written=True)
-        self._offer.fill(version, self._run, ready, stall_s=self._stall_s)
+        offer.fill(version, self._run, ready, stall_s=self._stall_s)
 
     def _publish_snapshot(self, snapshot: VersionSnapshot, version: int, terms: rank_group.Together | None) -> float:
         """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
@@ -484,7 +493,7 @@ class Publisher(Closing):
             raise
 
     def _copy_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
-        offer = self._offer
+        offer = self._registered.offer
         # Host copies have the tagged rows too, so these must be complete before the copy; else they are served from the
         # device, and receivers may read the plain rows meanwhile.
         if offer.is_copied:
@@ -497,7 +506,7 @@ class Publisher(Closing):
             stall_s=self._stall_s,
         )
         if not offer.is_copied:
-            ready = partial(self._local_version.ready, is_written=True)
+            ready = partial(self._registered.local_version.ready, is_written=True)
             offer.fill(version, self._run, ready, stall_s=self._stall_s)
         return copy_s
 
@@ -510,7 +519,7 @@ class Publisher(Closing):
 
     def _withdraw(self) -> None:
         """End the reads of the version from this rank; after a withdrawal, announce the version before again."""
-        self._local_version.fence()
+        self._registered.local_version.fence()
         known, newest, withdrawn = self._decision, self.version, None
         if known is not None and (known.run, known.version, known.outcome) == (self._run, newest, "withdrawn"):
             # Else subscribers that request the newest version would request the withdrawn one.
@@ -562,10 +571,7 @@ class Publisher(Closing):
             self._subscriber_progress.cancel(self.version, "the publisher was closed before the decision")
             wait([self._pending.decision], self._stall_s)
         # The memory first: its owner may free it once this returns, and no peer may read it then.
-        self._offer.close()
-        if self._snapshot is not None:
-            self._snapshot.close()
-        self._local_version.close()
+        self._registered.close()
         self.member.leave(0.0)
         self._membership.close()
         # Another rank asks rank 0 for the decision: closing the connections ends that.
@@ -590,7 +596,8 @@ def publisher(
 
     Args:
         name: of the sync; one group of ranks publishes it.
-        params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank.
+        params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank. It is kept:
+            each version has the tensors that are in it then.
         connection: see `join`.
         mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more (`replica`), and
             `publish` waits for the copy alone. `live`: they read the parameters themselves, and `publish` waits for
@@ -628,20 +635,25 @@ def publisher(
     if 0 < pack_budget < LEAST_PACK_BYTES:
         message = f"pack_bytes={pack_budget} leaves no buffer that a reader would gain by"
         raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
-    if arena:
-        to_arenas(params)
-    rows = declared(params)
+    options = OfferOptions(
+        copies=copies,
+        transforms=transforms,
+        keep_plain=keep_plain,
+        arena=arena,
+        memory_bytes=budget,
+        pack_bytes=pack_budget,
+        world_size=world_size,
+    )
+    registered = Registered(params, options)
     # One rank of several may have no part of the model; subscribers find out if no rank has any.
-    if not rows and world_size == 1:
+    if registered.is_empty and world_size == 1:
         raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict that has tensors")
-    offer = Offer(rows, transforms, keep_plain=keep_plain, world_size=world_size, copies=copies, memory_bytes=budget)
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
-        local_version, snapshot = _serve(stack, offer, member, copies, pack_budget)
-        # Here and not when a receiver first asks: engines would wait for it, and a live publish for them.
-        local_version.regions.warm_up()
+        stack.callback(registered.close)
+        registered.register(member)
         this_rank = Publisher(
-            name, member, local_version, snapshot, offer, rank=trainer_rank, world_size=world_size, stall_s=stall_s
+            name, member, registered, mode=mode, rank=trainer_rank, world_size=world_size, stall_s=stall_s
         )
         # From here on `close` ends the registrations and leaves.
         stack.pop_all()
@@ -654,29 +666,3 @@ def _copies(name: str, mode: str, replica: str) -> str | None:
         message = f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}"
         raise ConfigError(message, hint="it has a name, mode live or snapshot, and replica device or cpu")
     return replica if mode == "snapshot" else None
-
-
-def _serve(
-    stack: contextlib.ExitStack, offer: Offer, member: Member, copies: str | None, pack_bytes: int
-) -> tuple[LocalVersion, VersionSnapshot | None]:
-    """Return the memory that readers see, registered until the stack is left: the offer's own, or a copy."""
-    memories = (*offer.memories, *offer.filled)
-    layout = layout_of(offer.rows, member.id, "", memories)
-    # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
-    address = secrets.token_hex(8)
-    stack.callback(offer.close)
-    if copies is None:
-        local_version = LocalVersion(replace(layout, address=address), memories, member.links, pack_bytes=pack_bytes)
-        stack.callback(local_version.close)
-        return local_version, None
-    snapshot = VersionSnapshot(
-        layout,
-        offer.memories,
-        member.links,
-        address=address,
-        on_host=copies == "cpu",
-        filled=offer.filled,
-        pack_bytes=pack_bytes,
-    )
-    stack.callback(snapshot.close)
-    return snapshot.local_version, snapshot

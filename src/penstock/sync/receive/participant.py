@@ -21,8 +21,9 @@ from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest
+from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
-from penstock.sync.receive.update import Staged, UpdateLoop
+from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.together import MAX_REASON_CHARS, Reply, Undecided, learn, refusal
 
 ASK_S = 1.0

@@ -32,8 +32,9 @@ from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
 from penstock.sync.digester import digesters_of
+from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
-from penstock.sync.receive.update import Staged, UpdateLoop
+from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.layout import cut
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable, Row, declared
@@ -231,11 +232,11 @@ class ReleasedVersion:
             error: why no member of the sync supplied a version.
         """
         begun = time.perf_counter()
-        requirements = update_loop.requirements
-        if requirements is None:
+        if update_loop.checkpoint is None:
             raise error
-        is_same = stored.version == self.version and bool(self.proven)
+        is_same = stored.version == self.version and bool(self.proven) and not update_loop.follow()
         buffers = update_loop.allocate_again(self.proven if is_same else [])
+        requirements = buffers.wanted
         device = torch.device(next((memory.device for memory in buffers.memories), "cpu"))
         nbytes = fill(requirements, stored.tensors(device))
         read_s = time.perf_counter() - begun
@@ -266,7 +267,7 @@ class ReleasedVersion:
         if not self.digests.is_same():
             message = f"the engine did not bring version {self.version} of {self.name!r} back as it was"
             raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
-        if update_loop.requirements is not None:
+        if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
         return Staged(version=self.version, run=self.run, part=None, begun=begun, attempts=1, sources={})
 

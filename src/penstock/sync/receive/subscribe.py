@@ -17,10 +17,10 @@ from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.hub.client import resolve_connection
 from penstock.sync.membership import joined, rank_of
 from penstock.sync.receive.hooks import Hooks
+from penstock.sync.receive.staged import Options
 from penstock.sync.receive.subscriber import Subscriber
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.transfer import LEAST_BYTES
-from penstock.sync.receive.update import Options
 from penstock.sync.recording.layout import Load
 from penstock.sync.report import UpdateMode
 from penstock.sync.shards import to_arenas

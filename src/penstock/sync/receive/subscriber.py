@@ -46,8 +46,9 @@ from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, ReleasedVersion, StoredVersion
 from penstock.sync.receive.serving import Serving
+from penstock.sync.receive.staged import Options, Staged
 from penstock.sync.receive.target import Target
-from penstock.sync.receive.update import Options, Staged, UpdateLoop
+from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
@@ -261,7 +262,8 @@ class Subscriber(Closing):
 
         Raises:
             PlanError: names, dtypes or shapes of the two sides differ (lists them); nothing was touched.
-            ConfigError: the version is not above the live one. StaleDescriptor: it is past, and no member has it now.
+            ConfigError: the version is not above the live one; or weights were moved while the update ran: nothing was
+                touched. StaleDescriptor: the version is past, and no member has it now.
             SourceError, PeerLost, IntegrityError: no source could supply it. Staged: the version before is still live.
                 Direct: `mutated` says whether the target was touched; if so, it is dirty.
             VersionRefused: its check failed, or the fleet withdrew it; the version before is still live.
@@ -478,6 +480,8 @@ class Subscriber(Closing):
             # that peers may be reading.
             self._serving.withdraw(self._run, self.version)
             try:
+                # After the hook, which may bring weights back that were offloaded.
+                self._update_loop.require_in_place()
                 if buffers.staging_copy.flip(staged.part, stall_s=self._stall_s):
                     self._update_loop.note_exchange()
                 installed = time.perf_counter()
@@ -524,6 +528,8 @@ class Subscriber(Closing):
                 # After the hook: if it raises, nothing is paused or touched.
                 paused.append(at)
                 self._serving.withdraw(self._run, self.version)
+                # The hook may have brought weights back that were offloaded.
+                self._update_loop.require_in_place()
 
         try:
             staged = self._receive(version, timeout_s, pause)

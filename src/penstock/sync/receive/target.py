@@ -121,13 +121,26 @@ def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
     return False
 
 
+def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[str, Declarable]:
+    """Return the module or the tensors to fill; new tensors for an empty dict, and those that a function returns."""
+    if isinstance(target, MutableMapping) and not target:
+        return _new_tensors(table)
+    return target if isinstance(target, torch.nn.Module | Mapping) else target(_published(table))
+
+
 def wanted_of(
-    target: Target, table: TensorTable, load: Load | None, *, strict: bool, tags: Mapping[str, str] | None = None
+    target: torch.nn.Module | Mapping[str, Declarable],
+    table: TensorTable,
+    load: Load | None,
+    *,
+    strict: bool,
+    tags: Mapping[str, str] | None = None,
 ) -> Requirements:
     """Return the target's requirements of the checkpoint.
 
     Args:
-        target, load, strict: see `subscriber`.
+        target: from `tensors_of`.
+        load, strict: see `subscriber`.
         table: names, dtypes and shapes.
         tags: the tags of the names that are read under a tag.
 
@@ -151,14 +164,9 @@ def wanted_of(
         if not requirements.rows:
             raise PlanError(f"no published tensor fills any of the module: {names_text(table.names)}")
         return requirements
-    # A receiver that does not know the checkpoint before it is published makes its tensors now.
-    if isinstance(target, MutableMapping) and not target:
-        tensors: Mapping[str, Declarable] = _new_tensors(table)
-    else:
-        tensors = target if isinstance(target, Mapping) else target(_published(table))
-    rows = declared(tensors)
-    if not tensors:
+    if not target:
         raise _no_tensors()
+    rows = declared(target)
     if not strict:
         published = set(table.names)
         rows = tuple(row for row in rows if row.name in published)

@@ -27,7 +27,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -38,7 +38,7 @@ from penstock.digest.strip import Strips
 from penstock.engine.run import Item, Run
 from penstock.engine.threads import KeptThreads
 from penstock.engine.trace import Trace
-from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError
+from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError, StaleDescriptor
 from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
@@ -59,6 +59,12 @@ from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6
 """Time to select some strips of a step: about twenty numpy calls."""
+
+
+def require_planned(part: Part, links: Iterable[SourceLink]) -> None:
+    """Raise StaleDescriptor if a source has registered its memory again: its offsets are not those of the plan."""
+    if moved := part.moved({link.member: link.map.address for link in links}):
+        raise StaleDescriptor("the source has registered its memory again", uri=f"penstock:{moved[0]}")
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
@@ -261,6 +267,7 @@ class Transfer:
         if missing:
             raise PlanError(f"{self.part.receiver}: no link to {', '.join(missing)}")
         links = [sources[self.part.sources[i]] for i in used]
+        require_planned(self.part, links)
         if len({link.map.version for link in links}) > 1:
             versions = ", ".join(f"{link.member}: {link.map.version}" for link in links)
             raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")

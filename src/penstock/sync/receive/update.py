@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -34,17 +33,26 @@ from penstock.errors import (
 )
 from penstock.hub.messages import FleetDecision, SyncMember, layout_digest
 from penstock.plan.layout import decode, encode
-from penstock.plan.sync import WATERMARK_BYTES, Part
+from penstock.plan.sync import Part
 from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.receive.ahead import SplitTransfer
+from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
-from penstock.sync.receive.target import ReceiveBuffers, Target, shown, wanted_of
+from penstock.sync.receive.staged import Options, Staged, nothing_read
+from penstock.sync.receive.target import ReceiveBuffers, Shown, Target, shown
 from penstock.sync.receive.tied import TiedRows
-from penstock.sync.receive.transfer import Delta, Transfer, report, reporting_progress, tell_failed
-from penstock.sync.recording.layout import Load
+from penstock.sync.receive.transfer import (
+    Delta,
+    Transfer,
+    report,
+    reporting_progress,
+    require_planned,
+    tell_failed,
+)
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.together import MAX_REASON_CHARS, refusal
+from penstock.transport.storages import RegisteredStorages
 from penstock.types import U64
 
 TRIES = 8
@@ -63,73 +71,15 @@ _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A version, read and verified."""
-
-    version: int
-    run: str
-    part: Part | None
-    """The strips that were received; None: the version is live already, and nothing was read."""
-    begun: float
-    attempts: int
-    nbytes: int = 0
-    """Bytes read: fewer than the version has, where the receiver had some of them already."""
-    version_bytes: int = 0
-    delta: str = ""
-    ahead_bytes: int = 0
-    """Direct: bytes that were staged before the pause."""
-    packed_bytes: int = 0
-    """Bytes of short runs that were packed at their sources."""
-    staging_bytes: int = 0
-    """Memory in addition to the target's own."""
-    plan_s: float = 0.0
-    wire_s: float = 0.0
-    path: str = ""
-    """The share of bytes per transport and source, as text."""
-    sources: Mapping[str, int]
-    nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
-    """Path (`shm <- MEMBER`) -> bytes."""
-    why: tuple[str, ...] = ()
-    decide_by: float | None = None
-    """The version is published together: the time of its decision at the latest. None: it may go live at once."""
-    check: bytes = b""
-    """The trainer's values for a check, encoded."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """The texts that were published with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options for filling a target; see `subscriber`."""
-
-    staged: bool
-    load: Load | None
-    strict: bool
-    transforms: str | Sequence[str] | None
-    serve: bool
-    memory_bytes: int | None
-    ahead_bytes: int = 0
-    """Direct: bytes that are staged before the pause."""
-    has_check: bool = False
-    """Whether versions are checked before they go live; the caller then reports the outcome."""
-    accept: Callable[[int, Mapping[str, str]], object] | None = None
-    """Passed a version and its metadata before a byte of it is read; it refuses the version by raising."""
-
-    @property
-    def watermark_bytes(self) -> int:
-        """Return the most bytes read and not yet verified."""
-        # Staged, `memory_bytes` bounds the staging copy itself, which is checked when it is allocated.
-        return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
-
-
 class UpdateLoop:
     """See the module. One thread at a time updates; the server's threads read the attributes.
 
     Attributes:
         buffers: the memory that receives versions; None before `prepare` and the first update, and other buffers once a
             run has another checkpoint.
-        requirements: of the target; None before `prepare` and the first update. They outlive `buffers`.
+        requirements: of the target; None before `prepare` and the first update, and after the target has moved. They
+            outlive `buffers`.
+        is_elsewhere: whether the target has moved since a version became live, so that it may not have the version.
         checkpoint: the checkpoint's table from the planner; None before `prepare` and the first update.
         is_touched: whether a transfer wrote to the target itself, since this was set to False.
         decisions: the decisions of the fleet that are known here, by run and version, the oldest first.
@@ -154,6 +104,11 @@ class UpdateLoop:
         self._before_free = before_free
         self._membership = membership
         self._target = target
+        self._followed = FollowedTarget(target, options.load, strict=options.strict)
+        self._storages = RegisteredStorages(())
+        self.is_elsewhere = False
+        # Whether the part was planned for memory that a source has registered again since.
+        self._is_outdated = False
         self._options = options
         self._stall_s = stall_s
         # From version to version: those of a version take milliseconds to start.
@@ -191,6 +146,8 @@ class UpdateLoop:
         local_version = None if buffers is None else buffers.local_version
         if local_version is None or local_version.version is None:
             return True
+        if not self._storages.are_there():
+            return False
         return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
 
     def note_decision(self, decision: FleetDecision) -> None:
@@ -211,6 +168,7 @@ class UpdateLoop:
         """Note that the version of the last transfer is live now."""
         # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
+        self.is_elsewhere = False
 
     def altered(self) -> list[str]:
         """Return the names of the staged tensors that have changed since they were verified; see `ReceiveBuffers`."""
@@ -276,6 +234,7 @@ class UpdateLoop:
         Raises:
             NotFound: no publisher is known yet, or some of its ranks are missing. Others as `receive`.
         """
+        self.follow()
         lost: dict[str, PenstockError] = {}
         while True:
             # A trainer that was restarted is listed beside its former process, which does not answer.
@@ -308,11 +267,14 @@ class UpdateLoop:
             NotFound: nothing can be read yet. Other errors as `Subscriber.update`.
         """
         begun = time.perf_counter()
+        self.follow()
+        # A target that has moved may have any values: the live version is read again.
+        is_dirty = is_dirty or self.is_elsewhere
         # Without a request: the answer is known, and a planner need not be there.
         if version is not None and version <= live[1]:
             wanted = PartReply(version=version, run=live[0])
             if _is_live(wanted, live, is_dirty=is_dirty):
-                return _nothing_read(wanted, begun, 0)
+                return nothing_read(wanted, begun, 0)
         self._asking = None
         try:
             return self._attempts(version, live, is_dirty=is_dirty, before_read=before_read, begun=begun)
@@ -344,7 +306,7 @@ class UpdateLoop:
                     self._asking = planner.member, reply.version
                     if _is_live(reply, live, is_dirty=is_dirty):
                         self._tell_withdrawn(reply)
-                        return _nothing_read(reply, begun, attempt)
+                        return nothing_read(reply, begun, attempt)
                     return self._read(planner, buffers, reply, requests, begun, attempt, before_read)
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
@@ -399,31 +361,62 @@ class UpdateLoop:
                 self.buffers = self._allocate(self.requirements)
             return self.buffers
         checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
-        options = self._options
-        model = self._target if isinstance(self._target, torch.nn.Module) else None
-        seen = shown(checkpoint, options.transforms, model)
+        seen = self._shown(checkpoint)
         key = layout_digest(seen.table), seen.tags
         buffers = self.buffers
         if buffers is None or key != self._table:
             requirements = self.requirements
             if requirements is None or key != self._table:
                 # Before anything is given up: names or shapes may not match, and the live version is served on.
-                requirements = wanted_of(self._target, seen.table, options.load, strict=options.strict, tags=seen.tags)
+                requirements = self._followed.requirements(seen.table, seen.tags)
             # Free the old staging copy first: a device rarely has room for two.
-            if buffers is not None:
-                self._before_free()
-                buffers.close()
-                self.buffers = buffers = None
-            # Its part and its stored digests are of the old buffers, which it would keep.
-            self._forget_transfer()
-            # The memory that these strips lie in may be another.
-            self._live_proven = []
+            self._give_up_buffers()
             buffers = self._allocate(requirements)
             self.buffers, self.requirements = buffers, requirements
         self._table = key
         self._run = planner.state.run
         self.checkpoint = checkpoint
         return buffers
+
+    def _shown(self, checkpoint: TableReply) -> Shown:
+        model = self._target if isinstance(self._target, torch.nn.Module) else None
+        return shown(checkpoint, self._options.transforms, model)
+
+    def follow(self) -> list[str]:
+        """Give up what was made for tensors that have moved since; return the names of those that were replaced.
+
+        The next update makes it for the tensors as they are then. Order: before anything is read.
+        """
+        moved = [] if self.requirements is None else self._followed.moved()
+        if moved:
+            self.requirements = None
+        # Freed or moved by torch: the tensors are the same, so the requirements are too.
+        if moved or (self.buffers is not None and not self._storages.are_there()):
+            self.is_elsewhere = True
+            self._give_up_buffers()
+        return moved
+
+    def require_in_place(self) -> None:
+        """Raise ConfigError if tensors have moved since the version was planned or staged for their memory."""
+        moved = [] if self.requirements is None else self._followed.moved()
+        if not moved and self._storages.are_there():
+            return
+        some = f"{len(moved)} tensors of the target have" if moved else "memory of the target has"
+        raise ConfigError(
+            f"{some} moved since the update began",
+            tensor=moved[0] if moved else None,
+            hint="move weights before stage() or update(), not between them and the flip; then call it again",
+        )
+
+    def _give_up_buffers(self) -> None:
+        if self.buffers is not None:
+            self._before_free()
+            self.buffers.close()
+            self.buffers = None
+        # Its part and its stored digests are of the old buffers, which it would keep.
+        self._forget_transfer()
+        # The memory that these strips lie in may be another.
+        self._live_proven = []
 
     def _link_requests(
         self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
@@ -464,6 +457,7 @@ class UpdateLoop:
                 if known.run == planner.state.run and known.outcome == "withdrawn"
             ),
             is_ahead=is_ahead,
+            is_outdated=self._is_outdated,
         )
         reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
         # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.
@@ -502,6 +496,13 @@ class UpdateLoop:
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
             links = requests.take(tied.sources, reply.version)
+            # Before the engine pauses: the next request gets a new plan.
+            self._is_outdated = True
+            try:
+                require_planned(part, links.values())
+            except StaleDescriptor as error:
+                raise SourceFailed(planner.member, error) from error
+            self._is_outdated = False
             metadata = _metadata_of(links)
             if self._options.accept is not None:
                 self._options.accept(reply.version, metadata)
@@ -587,7 +588,7 @@ class UpdateLoop:
 
     def _allocate(self, requirements: Requirements) -> ReceiveBuffers:
         member, options = self._membership.member, self._options
-        return ReceiveBuffers(
+        buffers = ReceiveBuffers(
             requirements,
             member.id,
             member.links,
@@ -595,6 +596,8 @@ class UpdateLoop:
             serve=options.serve,
             memory_bytes=options.memory_bytes,
         )
+        self._storages = RegisteredStorages(buffers.memories)
+        return buffers
 
     def free(self) -> list[tuple[Strips, U64]]:
         """End the registrations and free the staging memory; return the live version's strips and their digests.
@@ -613,10 +616,17 @@ class UpdateLoop:
 
         Order: after `free`, when the target has memory again.
         """
-        assert self.requirements is not None
+        assert self.checkpoint is not None
+        if self.follow():
+            # The strips of the digests are those of the former memory.
+            proven = []
+        if self.requirements is None:
+            seen = self._shown(self.checkpoint)
+            self.requirements = self._followed.requirements(seen.table, seen.tags)
         if self.buffers is None:
             self.buffers = self._allocate(self.requirements)
         self._live_proven = proven
+        self.is_elsewhere = False
         return self.buffers
 
     def close(self) -> None:
@@ -652,10 +662,6 @@ def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool
         return True
     message = f"version {reply.version} is not above {version}, which is live"
     raise ConfigError(message, hint="versions grow, over restarts of the trainer too: number on from Publisher.latest")
-
-
-def _nothing_read(reply: PartReply, begun: float, attempt: int) -> Staged:
-    return Staged(version=reply.version, run=reply.run, part=None, begun=begun, attempts=attempt, sources={})
 
 
 def _path_of(report: TransferReport) -> str:

@@ -288,6 +288,14 @@ class Requirements:
         """Return the names of the required checkpoint tensors."""
         return tuple(dict.fromkeys(row.name for row in self.rows))
 
+    def storages(self) -> frozenset[int] | None:
+        """Return the storages that an update writes to; None: not known, because the loader itself fills tensors."""
+        if self.unrecorded:
+            return None
+        steps = [step.target for mine in (*self._steps.values(), self._last) for step in mine]
+        filled = [*(row.tensor for row in self.rows), *steps, *(target for target, _ in self._constants)]
+        return frozenset(tensor.untyped_storage()._cdata for tensor in filled)
+
     def why(self) -> tuple[str, ...]:
         """Return the report's text about unrecorded tensors; () if every tensor is recorded."""
         if not self.unrecorded:

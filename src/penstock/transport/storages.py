@@ -1,0 +1,68 @@
+"""Torch storages as owners of registered memory.
+
+Torch frees or moves the bytes of a storage that lives on: `resize_`, and `share_memory_`, which `spawn` applies to
+arguments. A tensor does not hold its storage either: an assignment to `.data` gives it another one. So the owner of
+registered memory is the storage itself, and it is asked for its address before the bytes are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.transport.protocol import Memory, Owner
+
+
+class TorchStorage(Owner):
+    """A torch storage as the owner of registered memory, which it keeps alive."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    def has(self, address: int, nbytes: int) -> bool:
+        """See `Owner.has`."""
+        return self.storage.data_ptr() == address and self.storage.nbytes() >= nbytes
+
+
+class RegisteredStorages:
+    """The storages behind registered memory, which are compared all at once.
+
+    Args:
+        memories: memory of any owner. Only torch storages can move.
+    """
+
+    def __init__(self, memories: Iterable[Memory]) -> None:
+        held = [(memory, memory.owner.storage) for memory in memories if isinstance(memory.owner, TorchStorage)]
+        self._storages = [storage for _, storage in held]
+        self._addresses = [memory.address for memory, _ in held]
+        self._sizes = [memory.nbytes for memory, _ in held]
+
+    def are_there(self) -> bool:
+        """Return whether all of them still have their bytes. Cost: 1.5 ms for 30,000 storages."""
+        # Loops in C: a model may have one storage for each of its tensors.
+        return (
+            list(map(torch.UntypedStorage.data_ptr, self._storages)) == self._addresses
+            and list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes
+        )
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that the storage of a strided tensor reaches to its last element.
+
+    Raises:
+        PlanError: the storage was freed or made smaller, so an access would end the process.
+    """
+    if not tensor.numel():
+        return
+    last = sum((num - 1) * step for num, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    nbytes = tensor.untyped_storage().nbytes()
+    if nbytes < needed:
+        message = f"its storage has {nbytes} bytes, and the tensor ends at byte {needed}: the memory was freed"
+        raise PlanError(
+            message, tensor=name, hint="give the tensor its memory back first, as offloaded parameters get it"
+        )
