@@ -302,3 +302,18 @@ def test_folder_of_many_files_is_named_once(tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", **TOLD)
     assert report.left_out == (str(source / "b" / "c"),)
     assert (tmp_path / "out" / "a" / "7.txt").exists()
+
+
+def test_tilde_is_home_in_sources_and_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    write(tmp_path / "home" / "source")
+    report = convert("~/source", "~/out", trace="~/trace.json", **TOLD)
+    assert report.uri == str(tmp_path / "home" / "out")
+    assert penstock.load("~/out").keys() == penstock.load(Path("~/source")).keys()
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"source", "out", "trace.json"}
+    assert not (tmp_path / "~").exists()
+    # No user has this name, so it is a name.
+    convert("~/source", "~no-such-user-x", **TOLD)
+    assert (tmp_path / "~no-such-user-x").is_dir()

@@ -248,9 +248,8 @@ def write_report(report: ConvertReport, format: Format) -> None:
             "tensors": f"{report.num_tensors}, {bytes_text(report.nbytes)}",
             "sources": f"{'verified' if report.verified else 'not verified'}: {report.why}; "
             f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
-            "tasks": f"{report.num_tasks}, of them {report.num_resumed} done before, {report.num_stolen} reassigned, "
-            f"{report.num_twice} duplicated",
-            "read": f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches",
+            "tasks": _tasks(report),
+            "read": _read(report),
             "time": f"{report.wall_s:.2f} s, of them {report.start_s:.2f} to start and {report.end_s:.2f} to end; "
             f"{report.gb_per_s:.2f} GB/s read",
             "moving": _moving(report),
@@ -272,6 +271,28 @@ def write_report(report: ConvertReport, format: Format) -> None:
         for worker in report.workers
     ]
     write_columns(["worker", "device", "tasks", *(f"{name} s" for name in _EXECUTORS), "end"], rows)
+
+
+def _tasks(report: ConvertReport) -> str:
+    """Return the number of tasks, and how many had to be moved because workers were lost."""
+    lost = sum(worker.end != "finished" for worker in report.workers)
+    parts = [f"{report.num_tasks}, of them {report.num_resumed} done before"]
+    if lost:
+        moved = f"{report.num_stolen} reassigned, {report.num_twice} duplicated"
+        parts.append(f"{moved}, {lost} {'worker was' if lost == 1 else 'workers were'} lost")
+    return ", ".join(parts)
+
+
+def _read(report: ConvertReport) -> str:
+    """Return where the bytes came from, and why more were read than the tasks need."""
+    parts = [f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches"]
+    # Idle workers run the last tasks of others a second time, so that one slow worker does not hold up the end.
+    if report.num_twice and report.fetched_bytes > report.read_bytes:
+        tasks = "1 task" if report.num_twice == 1 else f"{report.num_twice} tasks"
+        parts.append(
+            f"{bytes_text(report.read_bytes)} are needed: idle workers ran {tasks} a second time, to end sooner"
+        )
+    return "; ".join(parts)
 
 
 def _moving(report: ConvertReport) -> str:

@@ -107,6 +107,7 @@ def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]],
                 events += [{**event, "ph": "B"}, {**event, "ph": "E", "ts": (stop - origin) * 1e6}]
             else:
                 events.append({**event, "ph": "X", "dur": (stop - start) * 1e6, "args": {"bytes": nbytes}})
+    path = text_of(path)
     with typed(Path(path)):
         document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
         Path(path).write_bytes(msgspec.json.encode(document))

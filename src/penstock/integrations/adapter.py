@@ -35,6 +35,7 @@ from penstock.loader.tensor import dtype_of
 from penstock.loader.verify import InspectReport
 from penstock.net.unix_sockets import private_directory
 from penstock.plan.tasks import Spec, lay_out
+from penstock.storage import text_of
 from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.output import OutputSet
 from penstock.sync.publish.publisher import Publisher
@@ -298,7 +299,7 @@ class AdapterDirectory(Closing):
             raise ConfigError(f"keep is {keep}", hint="at least the newest version stays")
         self._received = received
         self._keep = keep
-        self._root = None if root is None else Path(root)
+        self._root = None if root is None else Path(text_of(root))
         self._own: Path | None = None
         self._versions: list[Path] = []
 

@@ -508,7 +508,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
 def _staging_path(job: Job, place: Place | None, scratch: str | os.PathLike[str] | None) -> Path:
     """Return the staging directory: next to the destination, so that a rename publishes it; or in `scratch`."""
     if place is None:
-        return Path(tempfile.gettempdir() if scratch is None else scratch) / f"penstock-{job.key[:12]}"
+        return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
     with typed(place.path):
         place.path.parent.mkdir(parents=True, exist_ok=True)
     return place.staging(job.key[:12])

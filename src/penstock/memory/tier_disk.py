@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, DestinationError, IntegrityError
+from penstock.storage import text_of
 from penstock.storage.files import FileSource
 from penstock.storage.local import address_of, reserve
 from penstock.storage.write import typed
@@ -129,7 +130,7 @@ class SpillTier:
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(text_of(directory))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))

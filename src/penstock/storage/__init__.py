@@ -59,7 +59,7 @@ _READABLE = "this user needs the right to read it, and to enter every directory 
 
 
 def text_of(uri: object) -> str:
-    """Return the text of a path or URI that a user gave.
+    """Return the text of a path or URI that a user gave, with `~` expanded as a shell does.
 
     Raises:
         ConfigError: it is neither a string nor a path, it is empty, or the system cannot have a file of that name.
@@ -77,7 +77,8 @@ def text_of(uri: object) -> str:
         is_name = False
     if not is_name:
         raise ConfigError(f"no file can have this name: {text[:200]!r}")
-    return text
+    # Shells leave it in Python strings and in `--out=~/x`, and a directory called `~` is dangerous to remove.
+    return os.path.expanduser(text) if text.startswith("~") else text
 
 
 def is_remote(uri: str) -> bool:

@@ -15,6 +15,7 @@ A block belongs to the rank that holds its first element, so every block is quan
 
 from __future__ import annotations
 
+import difflib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -119,10 +120,43 @@ def _registration_fault(form: Format) -> str | None:
 def format_of(tag: str) -> Format:
     """Return the format of a tag, registered here or by an installed package. ConfigError: there is none."""
     if not is_format(tag):
-        hint = f"one of {', '.join(FORMATS)}; workers and the command line are other processes: they find a format of"
-        hint += f" another package by an entry point of {ENTRY_POINTS}"
+        # A format of another package is not known here unless an entry point names it.
+        hint = f"one of {', '.join(FORMATS)}, or one that a package names under the entry points {ENTRY_POINTS}"
+        if meant := _meant(tag):
+            hint = f"did you mean {meant!r}? It is {hint}"
         raise ConfigError(f"no transform is called {tag!r}", hint=hint)
     return _formats[tag]
+
+
+_OTHER_NAMES = {
+    "fp8": "fp8-block128",
+    "float8": "fp8-block128",
+    "fp8-block": "fp8-block128",
+    "fp8-dynamic": "fp8-channel",
+    "fp4": "nvfp4",
+    "nvfp4a16": "nvfp4",
+    "fp16": "cast:F16",
+    "half": "cast:F16",
+    "float16": "cast:F16",
+    "bfloat16": "cast:BF16",
+    "float32": "cast:F32",
+    "fp32": "cast:F32",
+    "float": "cast:F32",
+    "float64": "cast:F64",
+    "fp64": "cast:F64",
+    "float8-e4m3fn": "cast:F8_E4M3",
+    "float8-e5m2": "cast:F8_E5M2",
+    "q8-0": "gguf:Q8_0",
+}
+"""What users call a format -> its tag."""
+
+
+def _meant(tag: str) -> str:
+    """Return the tag that a user may have meant; empty: none is near."""
+    asked = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
+    tags = {name.lower().removeprefix("cast:").replace("_", "-"): name for name in FORMATS} | _OTHER_NAMES
+    near = difflib.get_close_matches(asked, tags, n=1, cutoff=0.75)
+    return tags[near[0]] if near else ""
 
 
 def is_format(tag: str) -> bool:

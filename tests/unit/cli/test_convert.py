@@ -14,7 +14,7 @@ from penstock.cli.main import run
 from penstock.cli.terminal import Format
 from penstock.errors import ConfigError
 from penstock.jobs.operations.spec import operation_spec
-from penstock.jobs.report import ConvertReport
+from penstock.jobs.report import ConvertReport, WorkerStats
 from penstock.plan.cluster import CPU_RATES, to_json
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
@@ -29,6 +29,7 @@ def report(**more: Any) -> ConvertReport:
         "busy_s": {"fetch": 2.0},
         "workers": (),
         "left_out": (),
+        "why_left_out": {},
     }
     told |= {"verified": False, "why": "no manifest at m", "read_bytes": 3_000_000, "verified_bytes": 1_000_000}
     told |= {
@@ -40,6 +41,25 @@ def report(**more: Any) -> ConvertReport:
         "predicted_by": "nothing is known",
     }
     return ConvertReport(**told | more)
+
+
+def test_healthy_report_hides_moved_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    healthy = WorkerStats(worker="0", device="cpu")
+    told = {"num_tasks": 9, "num_stolen": 2, "num_twice": 1, "fetched_bytes": 4_000_000, "workers": (healthy,)}
+    write_report(report(**told), Format.human)
+    text = capsys.readouterr().out
+    assert "reassigned" not in text and "duplicated" not in text
+    assert "3.00 MB are needed: idle workers ran 1 task a second time, to end sooner" in text
+    lost = WorkerStats(worker="1", device="cpu", end="signal 9")
+    write_report(report(**{**told, "workers": (healthy, lost)}), Format.human)
+    assert "2 reassigned, 1 duplicated, 1 worker was lost" in capsys.readouterr().out
+
+
+def test_left_out_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    why = {f"m/onnx/{i}": "another format" for i in range(7)} | {"m/x.bin": "weights"}
+    write_report(report(left_out=tuple(why), why_left_out=why), Format.human)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(lines) == 2 and "m/onnx/4 and 2 more: another format" in lines[0] and "m/x.bin: weights" in lines[1]
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,24 @@ def test_what_a_format_does_not_take(tag: str, dtype: DType, shape: tuple[int, .
         outputs(format_of(tag), "w", dtype, shape, Box.full(shape))
     with pytest.raises(ConfigError, match="fp8-block128"):
         format_of("int8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("fp8", "fp8-block128"),
+        ("FP8", "fp8-block128"),
+        ("bf16", "cast:BF16"),
+        ("torch.bfloat16", "cast:BF16"),
+        ("cast:bf16", "cast:BF16"),
+        ("fp16", "cast:F16"),
+        ("fp32", "cast:F32"),
+        ("nvfp4a16", "nvfp4"),
+        ("fp8_block128", "fp8-block128"),
+        ("mxfp-8", "mxfp8"),
+    ],
+)
+def test_common_name_of_format_is_suggested(asked: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        format_of(asked)
+    assert str(caught.value.hint).startswith(f"did you mean '{meant}'?")

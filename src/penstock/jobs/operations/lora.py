@@ -136,6 +136,12 @@ class LoraMerge:
             shown = ", ".join(sorted(unused)[:_SHOWN])
             message = f"{len(unused)} tensors of the adapter have no place in the base: {shown}"
             hint = "is it of this base? `penstock inspect` shows the names of both"
+            # PEFT cannot merge these either: a layer without a bias has no place for one.
+            bare = [name for name, change in changes.items() if change.bias is not None and name not in base | added]
+            layers = [name for name in bare if f"{name.removesuffix('.bias')}.weight" in base]
+            if layers and len(layers) == len(unused):
+                message = f"the adapter has a bias (lora_bias) for {len(layers)} layers without one: {layers[0]}"
+                hint = "it cannot be merged: serve the adapter beside its base, or train it without lora_bias"
             if any(_FUSED_EXPERTS.search(name) for name in unused):
                 hint = "adapters of fused experts (target_parameters) are not supported: merge it with PEFT"
             raise PlanError(message, hint=hint)

@@ -264,6 +264,11 @@ def test_adapters_that_do_not_fit_are_refused():
         LoraMerge({}).recipes(tables)
     with pytest.raises(PlanError, match="do not fit"):
         LoraMerge({}).recipes([table_of(BASE), table_of(adapter(8, 600, 65, "model.layers.0.q_proj"))])
+    biased = {**adapter(8, 600, 64, "model.layers.0.q_proj")}
+    name = next(name for name in biased if "lora_B" in name).replace(".weight", ".bias")
+    with pytest.raises(PlanError, match=r"lora_bias\) for 1 layers without one: .*q_proj.bias") as caught:
+        LoraMerge({}).recipes([table_of(BASE), table_of({**biased, name: torch.zeros(600)})])
+    assert "without lora_bias" in str(caught.value.hint)
     packed = {"w.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
     with pytest.raises(PlanError, match="cannot be added to F8_E4M3"):
         LoraMerge({}).recipes([table_of(packed), table_of(adapter(2, 8, 8, "w"))])
