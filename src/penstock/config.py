@@ -377,6 +377,42 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkEnvironment:
+    """The variables by which other tools find their way to servers; see `http.network`.
+
+    Attributes:
+        proxies: by scheme (`http`, `https`, `all`): the variable's name, and its value.
+        no_proxy: hosts that are reached directly.
+        bundles: names and values of the variables for certificates.
+    """
+
+    proxies: Mapping[str, tuple[str, str]]
+    no_proxy: str
+    bundles: tuple[tuple[str, Path], ...]
+
+
+def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvironment:
+    """Read the variables of proxies and certificates. An empty one in lower case hides the one in upper case."""
+    environ = os.environ if environ is None else environ
+
+    def either(name: str) -> tuple[str, str]:
+        name = name if name in environ else name.upper()
+        return name, environ.get(name, "").strip()
+
+    proxies = {scheme: either(f"{scheme}_proxy") for scheme in ("http", "https", "all")}
+    # A CGI program's caller sets HTTP_PROXY by a header of its request. Source: CVE-2016-5385, httpoxy.
+    if "REQUEST_METHOD" in environ and proxies["http"][0] == "HTTP_PROXY":
+        del proxies["http"]
+    # requests reads the second only without the first.
+    names = [name for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if environ.get(name)]
+    return NetworkEnvironment(
+        proxies={scheme: proxy for scheme, proxy in proxies.items() if proxy[1]},
+        no_proxy=either("no_proxy")[1],
+        bundles=tuple((name, Path(environ[name])) for name in names[:1]),
+    )
+
+
 _UCX = {
     # Our errors report their failures.
     "NIXL_LOG_LEVEL": "ERROR",

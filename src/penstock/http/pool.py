@@ -14,12 +14,12 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote
 
 from penstock import waits
 from penstock.errors import ConfigError
 from penstock.http.client import ClientConnection, Reply, open_tcp
+from penstock.http.network import Bundle, Proxy, proxy_of, read_bundle
 from penstock.lifecycle import let_go_in_children
 from penstock.net.listener import cut
 
@@ -39,16 +39,16 @@ class PooledConnection(ClientConnection):
     Args:
         sock: connected.
         silence_s: seconds that a head, and each read of the body, may be silent.
-        is_forwarded: a proxy reads the requests, so they name the whole URL.
+        forwarded_by: a proxy that reads the requests, so they name the whole URL; None: the origin reads them.
 
     Attributes:
         was_used: an answer came over it before, so the server may have closed it since.
         idle_since_s: when the pool got it back.
     """
 
-    def __init__(self, sock: socket.socket, *, silence_s: float, is_forwarded: bool) -> None:
+    def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:
         super().__init__(sock, pace_s=silence_s)
-        self._is_forwarded = is_forwarded
+        self._forwarded_by = forwarded_by
         self.was_used = False
         self.idle_since_s = 0.0
         self._scope: waits.Scope | None = None
@@ -79,10 +79,12 @@ class PooledConnection(ClientConnection):
         target = quote(url.path or "/", safe=_TARGET_SAFE)
         if url.query:
             target += "?" + quote(url.query, safe=_TARGET_SAFE)
-        if self._is_forwarded:
+        fields = [("Host", _authority(url))]
+        if self._forwarded_by is not None:
             target = f"http://{_authority(url)}{target}"
+            fields += self._forwarded_by.headers
         # Ranges of a compressed answer are ranges of other bytes than those of the object.
-        fields = [("Host", _authority(url)), ("Accept-Encoding", "identity"), ("Accept", "*/*"), *headers.items()]
+        fields += [("Accept-Encoding", "identity"), ("Accept", "*/*"), *headers.items()]
         reply = self.request("GET", target, fields, wait_s=self.pace_s)
         self.was_used = True
         return reply
@@ -92,12 +94,12 @@ class Pool:
     """Kept-alive connections to any number of origins. Thread-safe; a forked child starts with none.
 
     Args:
-        ca_file: PEM bundle trusted besides the system's roots.
+        trusted: bundles of certificates trusted besides the system's roots.
         silence_s: seconds a connect, a head or a read may be silent.
     """
 
-    def __init__(self, *, ca_file: Path | None, silence_s: float) -> None:
-        self._ca_file = ca_file
+    def __init__(self, *, trusted: tuple[Bundle, ...] = (), silence_s: float) -> None:
+        self._trusted = trusted
         self._silence_s = silence_s
         self._tls: ssl.SSLContext | None = None
         self._idle: dict[tuple[str, str], list[PooledConnection]] = {}
@@ -171,28 +173,23 @@ class Pool:
             raise ConfigError("a URL without a host")
         is_tls = url.scheme == "https"
         port = url.port or (443 if is_tls else 80)
-        proxy = _proxy(url)
+        proxy = proxy_of(url)
         try:
             # Also the name that only a proxy resolves: `wrap_socket` would leave its socket open at a name of no use.
             url.hostname.encode("idna")
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
-        try:
-            where = (proxy.hostname or "", proxy.port or 80) if proxy else (url.hostname, port)
-            where[0].encode("idna")
-        except ValueError as error:
-            raise ConfigError(f"the environment's proxy for {url.scheme}:// has no valid address: {error}") from error
+        where = (proxy.host, proxy.port) if proxy else (url.hostname, port)
         sock = open_tcp(*where, self._silence_s)
         try:
             with waits.ended_by(partial(cut, sock)):
                 if is_tls:
                     if proxy:
                         host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-                        _open_tunnel(sock, f"{host}:{port}", wait_s=self._silence_s)
+                        _open_tunnel(sock, proxy, f"{host}:{port}", wait_s=self._silence_s)
                         sock.settimeout(self._silence_s)
                     sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
-            is_forwarded = proxy is not None and not is_tls
-            return PooledConnection(sock, silence_s=self._silence_s, is_forwarded=is_forwarded)
+            return PooledConnection(sock, silence_s=self._silence_s, forwarded_by=None if is_tls else proxy)
         except BaseException:
             sock.close()
             raise
@@ -201,11 +198,12 @@ class Pool:
         with self._lock:
             if self._tls is None:
                 self._tls = ssl.create_default_context()
-                if self._ca_file is not None:
+                for bundle in self._trusted:
                     try:
-                        self._tls.load_verify_locations(self._ca_file)
+                        self._tls.load_verify_locations(cadata=read_bundle(bundle).decode("ascii", "ignore"))
                     except OSError as error:
-                        raise ConfigError(f"ca_file {self._ca_file} does not load: {error}") from error
+                        self._tls = None
+                        raise ConfigError(f"{bundle.name} {bundle.path} does not load: {error}") from error
             return self._tls
 
 
@@ -214,29 +212,27 @@ def _authority(url: SplitResult) -> str:
     return url.netloc.rpartition("@")[2]
 
 
-def _proxy(url: SplitResult) -> SplitResult | None:
-    """Return the proxy that the environment names for `url` (`http_proxy`, `https_proxy`, `no_proxy`), if any."""
-    # Imported here: it brings the standard library's own client, which processes that read no URL need not wait for.
-    from urllib.request import getproxies, proxy_bypass
-
-    named = getproxies().get(url.scheme)
-    if not named or proxy_bypass(url.hostname or ""):
-        return None
-    return urlsplit(named if "://" in named else f"http://{named}")
-
-
-def _open_tunnel(sock: socket.socket, authority: str, *, wait_s: float) -> None:
-    """Ask a proxy for a tunnel. OSError when it refuses."""
+def _open_tunnel(sock: socket.socket, proxy: Proxy, authority: str, *, wait_s: float) -> None:
+    """Ask a proxy for a tunnel. OSError, or ConfigError for its user, when it refuses."""
     # The connection object is dropped, not closed: TLS goes on over the same socket.
-    reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, [("Host", authority)], wait_s=wait_s)
+    fields = [("Host", authority), *proxy.headers]
+    reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, fields, wait_s=wait_s)
+    if reply.status == 407:
+        raise wrong_proxy_user()
     if reply.status != 200:
         raise OSError(f"the proxy refused a tunnel: {reply.status}")
 
 
+def wrong_proxy_user() -> ConfigError:
+    """Return the error for a proxy's answer 407."""
+    hint = "write HTTPS_PROXY, HTTP_PROXY or ALL_PROXY as http://user:password@host:port"
+    return ConfigError("the proxy asks for another user and password (HTTP 407)", hint=hint)
+
+
 _pools: weakref.WeakSet[Pool] = let_go_in_children(lambda pool: pool.after_fork())
-_shared: weakref.WeakValueDictionary[tuple[Path | None, float], Pool] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[tuple[tuple[Bundle, ...], float], Pool] = weakref.WeakValueDictionary()
 
 
-def shared_pool(*, ca_file: Path | None, silence_s: float) -> Pool:
+def shared_pool(*, trusted: tuple[Bundle, ...], silence_s: float) -> Pool:
     """Return the process's pool for these options, so that the shards of one checkpoint share their connections."""
-    return _shared.setdefault((ca_file, silence_s), Pool(ca_file=ca_file, silence_s=silence_s))
+    return _shared.setdefault((trusted, silence_s), Pool(trusted=trusted, silence_s=silence_s))

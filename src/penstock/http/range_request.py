@@ -40,7 +40,8 @@ from penstock.errors import (
 )
 from penstock.http.client import Reply
 from penstock.http.head import MalformedMessage
-from penstock.http.pool import Pool, PooledConnection
+from penstock.http.network import CERTIFICATE_HINT
+from penstock.http.pool import Pool, PooledConnection, wrong_proxy_user
 from penstock.lifecycle import is_of_handler
 from penstock.totals import Total
 
@@ -426,6 +427,8 @@ class Exchange:
     def _error(self) -> Exception:
         """Return the error for the answer's status: one of ours, or `Failed` where another attempt may help."""
         status = self.reply.status
+        if status == 407:
+            return wrong_proxy_user()
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
         where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
@@ -476,7 +479,7 @@ def _failing(uri: str) -> Iterator[None]:
         raise SourceUnavailable(
             f"the server's certificate does not verify: {error.verify_message}",
             uri=uri,
-            hint="set ca_file to the PEM bundle that signs it",
+            hint=CERTIFICATE_HINT,
         ) from error
     except OSError as error:
         if is_of_handler(error):

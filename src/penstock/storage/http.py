@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
+from penstock.http.network import Bundle, bundles
 from penstock.http.pool import Pool, shared_pool
 from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
 from penstock.storage.source import Source, read_whole, span
@@ -120,16 +121,25 @@ class HttpSource:
         address: where it is.
         seen: what it was when first seen.
         settings: `retries`, `stall_s`, `ca_file`.
+        trusted: certificates; None: see `network.bundles`.
     """
 
-    def __init__(self, uri: str, address: Address, seen: Validators, *, settings: Settings) -> None:
+    def __init__(
+        self,
+        uri: str,
+        address: Address,
+        seen: Validators,
+        *,
+        settings: Settings,
+        trusted: tuple[Bundle, ...] | None = None,
+    ) -> None:
         self.uri = uri
         self.nbytes = seen.nbytes
         self.identity = seen.identity
         self._address = address
         self._seen = seen
         self._settings = settings
-        self._pool = _hold_pool(settings)
+        self._pool = _hold_pool(settings, bundles(settings) if trusted is None else trusted)
         self._arrivals = Arrivals()
         self._is_capped = False
         self._open = True
@@ -188,8 +198,8 @@ class HttpSource:
         self._pool.drop()
 
 
-def _hold_pool(settings: Settings) -> Pool:
-    pool = shared_pool(ca_file=settings.ca_file, silence_s=settings.stall_s / ATTEMPTS_PER_STALL)
+def _hold_pool(settings: Settings, trusted: tuple[Bundle, ...]) -> Pool:
+    pool = shared_pool(trusted=trusted, silence_s=settings.stall_s / ATTEMPTS_PER_STALL)
     pool.hold()
     return pool
 
@@ -213,7 +223,7 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 def open_address(uri: str, address: Address, make: Callable[[Validators], S], *, settings: Settings) -> S:
     """Return the source that `make` makes of what is at `address` now. Raises as `open_http`; `uri` is for errors."""
-    pool = _hold_pool(settings)
+    pool = _hold_pool(settings, bundles(settings))
     try:
         return make(_probe(uri, address, pool, settings))
     finally:

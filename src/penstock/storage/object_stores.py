@@ -13,17 +13,18 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from penstock.config import Settings, ecosystem
+from penstock.config import Settings, ecosystem, network_environment
 from penstock.entry_points import install_hint
 from penstock.errors import (
     ConfigError,
@@ -35,7 +36,10 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
+from penstock.http.network import CERTIFICATE_HINT, NOBODY, Bundle, bundles, exclusions, proxy_of, read_bundle
+from penstock.http.pool import wrong_proxy_user
 from penstock.http.range_request import ATTEMPTS_PER_STALL
+from penstock.storage.aws_config import AwsProfile, read_profile
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3CredentialProvider
@@ -47,7 +51,26 @@ _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 # Stores that stay, with their connections and credentials: more buckets than one process reads from at a time.
 _STORES = 32
 # In an error's text: the last place credentials are looked for, the instance's metadata, has none.
-_NO_CREDENTIALS = "169.254.169.254"
+_NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
+# In the text of a failed handshake. Source: rustls, `Error::InvalidCertificate`.
+_CERTIFICATE = "InvalidCertificate("
+# A short answer, such as a page of a listing, may take this many times `stall_s` as a whole.
+_WHOLE_ANSWER = 2
+# The main options, by scheme, for hints.
+_NAMES = {
+    "s3": "access_key_id, secret_access_key, session_token, endpoint, region, profile, skip_signature",
+    "gs": "service_account_path, application_credentials, base_url, skip_signature",
+    "az": "account_name, account_key, sas_key, endpoint, skip_signature",
+}
+# What gives credentials, by scheme.
+_HINTS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options (access_key_id...); "
+    "skip_signature=true reads public buckets",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to a file of credentials, or storage_options "
+    "(service_account_path...); skip_signature=true reads public buckets",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_KEY), or storage_options "
+    "(account_name...); az://container@account.blob.core.windows.net/ names the account too",
+}
 # Seconds that obstore keeps an idle connection; its own 90 would take up descriptors long after a load.
 _IDLE_S = 15.0
 # What the kinds of obstore's HTTP errors mean. Source: `HttpErrorKind` of the object_store crate.
@@ -61,7 +84,18 @@ _HEADERS = {
     "MissingContentLength": "the answer tells no Content-Length",
     "MissingLastModified": "the answer tells no Last-Modified",
     "MissingEtag": "the answer tells no ETag",
+    "BareRedirect": "the server redirects, and does not say where",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """The settings of obstore's own HTTP client: certificates, patience, and a proxy with the hosts without it."""
+
+    trusted: tuple[Bundle, ...]
+    stall_s: float
+    retries: int
+    proxy: tuple[str, str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +104,17 @@ class ObjectKey:
 
     uri: str
     store: Store
+    """For short answers: each has a deadline as a whole."""
+    streaming: Callable[[], Store]
+    """Returns the store for reads and writes of large objects."""
     root: str
     key: str
     anonymous: bool
     """Whether requests go without credentials."""
     unsignable: str | None
     """Why reads cannot go by signed URL, if so."""
+    trusted: tuple[Bundle, ...]
+    """The certificates that reads by signed URL trust."""
 
 
 def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -> ObjectKey:
@@ -109,32 +148,55 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         bucket, _, account = bucket.partition("@")
         account = account.partition(".")[0]
     environ = ecosystem(prefix)
-    client = (settings.ca_file, settings.stall_s, settings.retries)
+    _check_options(scheme, options)
     _check_endpoints((*options.items(), *environ.items()))
+    profile = None
+    if prefix == "AWS_":
+        profile = read_profile(options.get("profile"), environ)
+        options = _with_profile(profile, options, environ)
+    trusted = _trusted(prefix, settings, environ, profile)
+    client = Client(
+        trusted=trusted,
+        stall_s=settings.stall_s,
+        retries=settings.retries,
+        proxy=_proxy(_endpoint(prefix, bucket, options, environ)),
+    )
+    made_of = (prefix, bucket, account, _frozen(options), _frozen(environ), client, profile)
     try:
-        store = _store(prefix, bucket, account, _frozen(options), _frozen(environ), client)
+        store = _store(*made_of)
     except PenstockError:
         # MissingExtra must not become a plain ConfigError.
         raise
+    except exceptions.UnknownConfigurationKeyError as error:
+        raise ConfigError(_brief(error), uri=uri, hint=f"the main options are {_NAMES[scheme]}") from error
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        raise ConfigError(_brief(error), uri=uri) from error
+        raise ConfigError(_brief(error), uri=uri, hint=_HINTS[scheme]) from error
     anonymous = _is_on(
         options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     )
     return ObjectKey(
-        uri=uri, store=store, root=root, key=key, anonymous=anonymous, unsignable=_unsignable(prefix, options, environ)
+        uri=uri,
+        store=store,
+        streaming=partial(_store, *made_of, is_streaming=True),
+        root=root,
+        key=key,
+        anonymous=anonymous,
+        unsignable=_unsignable(prefix, options, environ),
+        trusted=trusted,
     )
 
 
 def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
     """Return a store that signs with made-up credentials: its URLs without query are an anonymous reader's URLs."""
-    named = {name: value for name, value in options.items() if not name.endswith("skip_signature")}
+    environ = ecosystem("AWS_")
+    options = _with_profile(read_profile(options.get("profile"), environ), options, environ)
+    named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
-    environ = {name: value for name, value in ecosystem("AWS_").items() if name != "AWS_PROFILE"}
     bucket = place.root.removesuffix("/").rpartition("/")[2]
-    client = (settings.ca_file, settings.stall_s, settings.retries)
+    # It signs, and sends nothing.
+    client = Client(trusted=(), stall_s=settings.stall_s, retries=settings.retries, proxy=None)
     with mapped(place.uri):
-        return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client)
+        return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client, None)
 
 
 def _check_endpoints(named: Iterable[tuple[str, str]]) -> None:
@@ -183,37 +245,39 @@ def _store(
     account: str,
     options: tuple[tuple[str, str], ...],
     environ: tuple[tuple[str, str], ...],
-    client: tuple[Path | None, float, int],
+    client: Client,
+    profile: AwsProfile | None,
+    *,
+    is_streaming: bool = False,
 ) -> Store:
     """Make a store, or return the one that these options made before."""
     config: dict[str, Any] = dict(options)
-    ca_file, stall_s, retries = client
+    stall_s = client.stall_s
     endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
     client_options: ClientConfig = {
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        # Of a whole answer, which may take hours: it is silence that `read_timeout` bounds.
-        "timeout": timedelta(days=1),
+        # Of a whole answer. An object may take hours, and `read_timeout` bounds its silence. A page of a listing that
+        # comes a byte at a time would never end by that.
+        "timeout": timedelta(days=1) if is_streaming else timedelta(seconds=_WHOLE_ANSWER * stall_s),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
-    if ca_file is not None:
-        try:
-            client_options["root_certificate"] = ca_file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"ca_file {ca_file} does not load: {error.strerror}") from error
-    retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=stall_s)}
+    if client.trusted:
+        client_options["root_certificate"] = b"\n".join(map(read_bundle, client.trusted))
+    if client.proxy is not None:
+        client_options["proxy_url"], client_options["proxy_excludes"] = client.proxy
+    retry: RetryConfig = {"max_retries": client.retries, "retry_timeout": timedelta(seconds=stall_s)}
     if prefix == "GOOGLE_":
         return GCSStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
     if prefix == "AZURE_":
         if account:
             config.setdefault("account_name", account)
         return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
-    profile = _profile(config, dict(environ))
-    provider = None if profile is None else _profile_credentials(profile, config)
-    # Once more, since a profile may name the endpoint.
-    if str(config.get("endpoint", "")).lower().startswith("http://"):
-        client_options["allow_http"] = True
+    config.pop("profile", None)
+    provider = None
+    if profile is not None and _asks_profile(profile, options, environ):
+        provider = _profile_credentials(profile.name)
     return S3Store(
         bucket,
         config=config,  # type: ignore[arg-type]
@@ -223,28 +287,35 @@ def _store(
     )
 
 
-def _profile(config: dict[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Return the AWS profile that gives the credentials, in boto3's order of precedence; None if none does."""
-    if "profile" in config:
-        return str(config.pop("profile"))
-    options = {name.lower().removeprefix("aws_") for name in (*config, *environ)}
-    if {"access_key_id", "skip_signature"} & options:
-        return None
-    if "AWS_PROFILE" in environ:
-        return environ["AWS_PROFILE"]
-    # obstore uses a web identity by itself, and in boto3's order it comes before the credentials file.
-    if "web_identity_token_file" in options:
-        return None
-    file = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
-    try:
-        # Without a default profile the instance's role is next, which obstore asks for by itself.
-        return "default" if "[default]" in file.read_text() else None
-    except (OSError, UnicodeError):
-        return None
+def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the options, with a profile's region and endpoint where neither caller nor environment has one."""
+    given = {name.lower().removeprefix("aws_") for name in (*options, *environ)}
+    named = dict(options)
+    if profile.region and not {"region", "default_region"} & given:
+        named["region"] = profile.region
+    # AWS' own endpoints follow from the region.
+    if profile.endpoint and not {"endpoint", "endpoint_url", "endpoint_url_s3"} & given:
+        _check_endpoints([("endpoint_url", profile.endpoint)])
+        named["endpoint"] = profile.endpoint
+    return named
 
 
-def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialProvider:
-    """Return the credentials of an AWS profile through boto3; set its region and endpoint in `config`."""
+def _asks_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], environ: Iterable[tuple[str, str]]) -> bool:
+    """Return whether credentials are a profile's, in boto3's order of precedence."""
+    if any(name == "profile" for name, _ in options):
+        return True
+    given = {name.lower().removeprefix("aws_") for name, _ in (*options, *environ)}
+    if {"access_key_id", "skip_signature"} & given:
+        return False
+    if profile.is_named:
+        return True
+    # obstore uses a web identity by itself, and in boto3's order it comes before the files. Without a default profile
+    # the instance's role is next, which obstore asks for by itself, too.
+    return profile.gives_credentials and "web_identity_token_file" not in given
+
+
+def _profile_credentials(profile: str) -> S3CredentialProvider:
+    """Return the credentials of an AWS profile through boto3."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -252,17 +323,68 @@ def _profile_credentials(profile: str, config: dict[str, Any]) -> S3CredentialPr
         raise MissingExtra(f"AWS profile {profile!r} needs boto3", hint=install_hint("aws")) from error
     boto_error: type[Exception] = importlib.import_module("botocore.exceptions").BotoCoreError
     try:
-        session = boto3.Session(profile_name=profile)
-        provider = Boto3CredentialProvider(session)
-        endpoint = session.client("s3").meta.endpoint_url
+        return Boto3CredentialProvider(boto3.Session(profile_name=profile))
     except (boto_error, ValueError) as error:
         raise ConfigError(f"AWS profile {profile!r} gives no credentials: {error}") from error
-    if session.region_name:
-        config.setdefault("region", session.region_name)
-    # AWS' own endpoints follow from the region; only one that the profile names has to be passed on.
-    if ".amazonaws.com" not in endpoint:
-        config.setdefault("endpoint", endpoint)
-    return provider
+
+
+def _endpoint(prefix: str, bucket: str, options: Mapping[str, str], environ: Mapping[str, str]) -> SplitResult:
+    """Return the address that requests go to, as far as a choice of proxy needs it."""
+    named = {name.lower().removeprefix("aws_"): value for name, value in (*environ.items(), *options.items())}
+    for name in ("endpoint_url_s3", "endpoint_url", "endpoint", "google_base_url", "base_url", "azure_endpoint"):
+        if name in named:
+            return urlsplit(named[name])
+    region = named.get("region") or named.get("default_region") or "us-east-1"
+    host = {
+        "AWS_": f"{bucket}.s3.{region}.amazonaws.com",
+        "GOOGLE_": "storage.googleapis.com",
+        "AZURE_": f"{bucket}.blob.core.windows.net",
+    }[prefix]
+    return urlsplit(f"https://{host}")
+
+
+def _proxy(endpoint: SplitResult) -> tuple[str, str] | None:
+    """Return a proxy and the hosts reached without it, as obstore takes them; None: no variable names a proxy."""
+    proxy = proxy_of(endpoint)
+    if proxy is not None:
+        return proxy.url, exclusions()
+    # If obstore were told of no proxy, it would read the environment itself, by rules that differ from ours.
+    return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
+
+
+def _trusted(
+    prefix: str, settings: Settings, environ: Mapping[str, str], profile: AwsProfile | None
+) -> tuple[Bundle, ...]:
+    """Return the certificates trusted besides the system's."""
+    trusted = bundles(settings)
+    if prefix != "AWS_":
+        return trusted
+    name, path = "AWS_CA_BUNDLE", environ.get("AWS_CA_BUNDLE", "")
+    if not path and profile is not None and profile.ca_bundle:
+        name, path = f"ca_bundle of the AWS profile {profile.name}", profile.ca_bundle
+    return (*trusted, Bundle(name=name, path=Path(path).expanduser())) if path else trusted
+
+
+_FSSPEC = {
+    "key": "access_key_id",
+    "secret": "secret_access_key",
+    "anon": "skip_signature",
+    "client_kwargs": "endpoint and region",
+    "config_kwargs": "virtual_hosted_style_request",
+}
+"""Options of fsspec's file systems, and the options of obstore that do the same."""
+
+
+def _check_options(scheme: str, options: Mapping[str, object]) -> None:
+    """Refuse options by fsspec's names, and values that are no text. ConfigError."""
+    for name, value in options.items():
+        if name in _FSSPEC:
+            fault, use = f"storage_options[{name!r}] is an option of fsspec", f"write {_FSSPEC[name]}"
+        elif not isinstance(value, str | bool | int):
+            fault, use = f"storage_options[{name!r}] is a {type(value).__name__}, not a str", "give a str"
+        else:
+            continue
+        raise ConfigError(fault, hint=f"{use}; the main options for {scheme}:// are {_NAMES[scheme]}")
 
 
 _first_pid: int | None = None
@@ -317,12 +439,11 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
     text = str(error)
     match = re.search(r"status code: (\d{3})", text)
     status = int(match[1]) if match else 0
-    if _NO_CREDENTIALS in text:
+    if any(place in text for place in _NO_CREDENTIALS):
         return PermissionDenied(
             "no credentials found",
             uri=uri,
-            hint="set AWS_ACCESS_KEY_ID..., AWS_PROFILE (or the store's own variables) or storage_options; "
-            "skip_signature=true reads public buckets",
+            hint=_HINTS.get(uri.partition("://")[0]),
         )
     # The text is searched because obstore gives these statuses no type of their own. 400 is S3's answer to HEAD for an
     # expired token or another region, without a word of explanation.
@@ -335,8 +456,15 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
     if not status and "kind: Timeout" in text:
         hint = "raise stall_s if the source is only slow"
         return SourceStalled(_KINDS["Timeout"], uri=uri, byte_range=byte_range, hint=hint)
-    # 301 and 307: S3's answers for a bucket of another region.
-    region = "the bucket may be in another region: set AWS_REGION" if status in {301, 307} else None
+    if _CERTIFICATE in text:
+        why = re.search(r"InvalidCertificate\(\s*(\w+)", text)
+        message = f"the server's certificate does not verify{f': {why[1]}' if why else ''}"
+        return SourceUnavailable(message, uri=uri, byte_range=byte_range, hint=CERTIFICATE_HINT)
+    if "ProxyAuthRequired" in text or status == 407:
+        return wrong_proxy_user()
+    # 301 and 307: S3's answers for a bucket of another region. Its API sends them without a Location.
+    is_elsewhere = status in {301, 307} or "BareRedirect" in text
+    region = "the bucket may be in another region: set AWS_REGION" if is_elsewhere else None
     return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=region)
 
 

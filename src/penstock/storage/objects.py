@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from email.utils import format_datetime
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
 
+from penstock import waits
 from penstock.config import Settings
 from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Address, Arrivals, Patience, Validators
@@ -46,6 +48,11 @@ Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202
 # Least that obstore hands over at once: each piece costs a turn of the interpreter.
 _PIECE_BYTES = MIB
 
+# A listing of one directory may take this many times `stall_s`: obstore returns all of its pages at once.
+_LISTING = 20
+
+T = TypeVar("T")
+
 # Seconds a signed URL is valid; a new one is made at half of that. Session credentials last longer.
 _SIGNED_S = 3600
 
@@ -67,9 +74,7 @@ class SignedAddress:
         # One attribute for both, read once: another thread may renew it in between.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
-            check_process()
-            with mapped(self._place.uri):
-                signed = obstore.sign(self._place.store, "GET", self._place.key, timedelta(seconds=_SIGNED_S))
+            signed = _signed(self._place.uri, self._place.store, self._place.key)
             current = self._current = (urlsplit(signed), time.monotonic())
         return current[0]
 
@@ -138,7 +143,9 @@ class StoreSource:
             before = offset
             try:
                 with mapped(self.uri, (offset, stop)):
-                    for piece in self._pieces(offset, stop, piece_bytes):
+                    pieces = self._pieces(offset, stop, piece_bytes)
+                    # Another thread waits for a piece: obstore's waits cannot be ended.
+                    while (piece := waits.in_helper(partial(next, pieces, None))) is not None:
                         offset += piece.nbytes
                         at = 0
                         for buffer in take(left, piece.nbytes):
@@ -162,7 +169,7 @@ class StoreSource:
         # If-Match compares strongly (RFC 9110, 13.1.1): a weak ETag would never match.
         if self.identity and not self.identity.startswith("W/"):
             options["if_match"] = self.identity
-        result = obstore.get(self._place.store, self._place.key, options=options)
+        result = obstore.get(self._place.streaming(), self._place.key, options=options)
         if result.meta["size"] != self.nbytes or (result.meta["e_tag"] or "") != self.identity:
             raise SourceChanged("the object is not the one first seen", uri=self.uri, byte_range=(start, stop))
         if result.range != (start, stop):
@@ -195,8 +202,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     place = locate_object(uri, settings=settings, options=options)
     if not place.key or place.key.endswith("/"):
         raise NotFound("names a bucket or prefix, not an object", uri=uri)
-    with mapped(uri):
-        meta = obstore.head(place.store, place.key)
+    meta = _ask(uri, obstore.head, place.store, place.key)
     address, why = _address(place, settings=settings, options=options)
     if address is None:
         return StoreSource(place, meta, settings=settings, why=why)
@@ -205,7 +211,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
         last_modified=format_datetime(meta["last_modified"], usegmt=True),
         nbytes=meta["size"],
     )
-    return HttpSource(uri, address, seen, settings=settings)
+    return HttpSource(uri, address, seen, settings=settings, trusted=place.trusted)
 
 
 def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
@@ -215,17 +221,16 @@ def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]
     if place.anonymous:
         if not place.root.startswith("s3"):
             return None, "anonymous"
-        with mapped(place.uri):
-            # A signed URL without its query is the bare one, which obstore has no call for.
-            signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
-            url = obstore.sign(signing_store, "GET", place.key, timedelta(seconds=_SIGNED_S))
+        # A signed URL without its query is the bare one, which obstore has no call for.
+        signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
+        url = _signed(place.uri, signing_store, place.key)
         return AnonymousAddress(urlsplit(url)._replace(query="")), ""
     address = SignedAddress(place)
     if place.root.startswith("s3"):
         return address, ""
     # Other stores sign only with a key at hand, which a token or an instance's role is not.
     try:
-        obstore.sign(place.store, "GET", place.key, timedelta(seconds=_SIGNED_S))
+        waits.in_helper(partial(obstore.sign, place.store, "GET", place.key, timedelta(seconds=_SIGNED_S)))
     except BaseError as error:
         return None, f"cannot sign URLs: {str(error).partition(chr(10))[0][:200]}"
     return address, ""
@@ -250,12 +255,16 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     glob = GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
-    with mapped(uri):
-        # All keys below the prefix only where the glob needs them: a bucket may have millions.
-        if nested:
-            metas = [meta for page in obstore.list(place.store, prefix or None, chunk_size=1000) for meta in page]
-        else:
-            metas = list(obstore.list_with_delimiter(place.store, prefix or None)["objects"])
+    # All keys below the prefix only where the glob needs them: a bucket may have millions.
+    metas: list[ObjectMeta] = []
+    if nested:
+        pages = _ask(uri, obstore.list, place.store, prefix or None, chunk_size=1000)
+        # Each page has the deadline of its request.
+        while (page := _ask(uri, next, pages, None)) is not None:
+            metas += page
+    else:
+        wait_s = _LISTING * settings.stall_s
+        metas += _ask(uri, obstore.list_with_delimiter, place.store, prefix or None, wait_s=wait_s)["objects"]
     # A console's "folder" is an empty object named as the prefix.
     keys = [meta["path"] for meta in metas if meta["path"] != prefix]
     if glob:
@@ -269,8 +278,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 def _exists(place: ObjectKey) -> bool:
     """Return whether there is an object of this key."""
     try:
-        with mapped(place.uri):
-            obstore.head(place.store, place.key)
+        _ask(place.uri, obstore.head, place.store, place.key)
     except NotFound:
         return False
     return True
@@ -298,9 +306,8 @@ def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: M
         ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
     """
     place = locate_object(uri, settings=settings, options=storage_options or {})
-    with mapped(uri):
-        # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
-        obstore.put(place.store, place.key, data, use_multipart=False)
+    # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
+    _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
 
 
 def upload_file(
@@ -312,8 +319,31 @@ def upload_file(
         ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
     """
     place = locate_object(uri, settings=settings, options=storage_options or {})
-    with mapped(uri), open(path, "rb") as file:
-        obstore.put(place.store, place.key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS)
+
+    def put() -> None:
+        with open(path, "rb") as file:
+            obstore.put(
+                place.streaming(),
+                place.key,
+                file,
+                use_multipart=True,
+                chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS,
+            )
+
+    _ask(uri, put)
+
+
+def _signed(uri: str, store: Store, key: str) -> str:
+    """Return a signed URL. It may take requests: for the credentials of an instance's role, say."""
+    return _ask(uri, obstore.sign, store, "GET", key, timedelta(seconds=_SIGNED_S))
+
+
+def _ask(uri: str, call: Callable[..., T], *args: Any, wait_s: float | None = None, **options: Any) -> T:
+    """Return the result of a call of obstore, which no signal and no error of another thread can end."""
+    check_process()
+    with mapped(uri):
+        return waits.in_helper(partial(call, *args, **options), wait_s=wait_s)
 
 
 class ObjectStorage:

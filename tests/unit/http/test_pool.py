@@ -20,7 +20,7 @@ EVIL = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nEVIL!"
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    made = Pool(ca_file=None, silence_s=5.0)
+    made = Pool(silence_s=5.0)
     made.hold()
     yield made
     made.drop()

@@ -1,0 +1,164 @@
+"""The way to a server as the environment says it: proxies, hosts without one, and certificates.
+
+In: the variables that curl, requests, boto3 and huggingface_hub read (`config.network_environment`), a URL. Out: its
+proxy, or none; the files of certificates to trust.
+Not here: connections (`pool`), obstore, which is told the same (`storage.object_stores`); Penstock's hubs and members,
+which are reached directly.
+
+    proxy         `HTTP_PROXY`, `HTTPS_PROXY` by the URL's scheme, else `ALL_PROXY`; lower case wins
+    no proxy      `NO_PROXY`: `*`, a host with its subdomains, the end of an address, `host:port`, a network
+    certificates  the system's, `PENSTOCK_CA_FILE`, `REQUESTS_CA_BUNDLE`, else `CURL_CA_BUNDLE`
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from penstock.config import Settings, network_environment
+from penstock.errors import ConfigError
+
+CERTIFICATE_HINT = (
+    "set PENSTOCK_CA_FILE (or ca_file) to the PEM bundle of the authority that signs it; "
+    "SSL_CERT_FILE, REQUESTS_CA_BUNDLE and, for object stores, AWS_CA_BUNDLE are read too"
+)
+
+NOBODY = "*,0.0.0.0/0,::/0"
+"""Exclusions that fit every host, for obstore: its `*` fits names and no addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxy:
+    """A proxy that requests go through.
+
+    Attributes:
+        host, port: its address.
+        authorization: the value of `Proxy-Authorization`; empty: it asks for no user.
+        url: as the environment has it, with user and password.
+    """
+
+    host: str
+    port: int
+    authorization: str
+    url: str
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """The header fields that the proxy reads."""
+        return [("Proxy-Authorization", self.authorization)] if self.authorization else []
+
+
+def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Proxy | None:
+    """Return the proxy for a URL; None: it is reached directly.
+
+    Args:
+        environ: the environment; None: this process's.
+
+    Raises:
+        ConfigError: the proxy cannot be used: SOCKS, TLS to the proxy, or no address.
+    """
+    found = network_environment(environ)
+    name, named = found.proxies.get(url.scheme) or found.proxies.get("all") or ("", "")
+    if not named or _is_excluded(url, found.no_proxy):
+        return None
+    return _parsed(name, named)
+
+
+def exclusions(environ: Mapping[str, str] | None = None) -> str:
+    """Return the hosts without a proxy in the form that obstore reads; those with a port have none."""
+    entries = re.split(r"[,\s]+", network_environment(environ).no_proxy)
+    return ",".join(entry.strip("[]") for entry in entries if entry and not _has_port(entry))
+
+
+def _parsed(name: str, named: str) -> Proxy:
+    # The messages leave the value out, for there may be a password in it.
+    hint = f"write {name} as http://host:port, or http://user:password@host:port with special characters as %40"
+    scheme, _, rest = named.rpartition("://")
+    scheme = scheme.lower() or "http"
+    if scheme.startswith("socks"):
+        message = f"{name} names a SOCKS proxy, which is not supported"
+        raise ConfigError(message, hint=f"set {name} to an HTTP proxy, or NO_PROXY to the hosts reached without it")
+    if scheme != "http":
+        raise ConfigError(f"{name} names a proxy by {scheme}://, and only http:// is supported", hint=hint)
+    try:
+        parts = urlsplit(f"http://{rest.removeprefix('//')}")
+        host, port = parts.hostname or "", parts.port or 80
+        host.encode("idna")
+    except ValueError as error:
+        raise ConfigError(f"{name} has no valid address", hint=hint) from error
+    if not host:
+        raise ConfigError(f"{name} has no valid address", hint=hint)
+    pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    authorization = "" if pair == ":" else "Basic " + base64.b64encode(pair.encode()).decode()
+    return Proxy(host=host, port=port, authorization=authorization, url=parts.geturl())
+
+
+def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
+    """Return whether `NO_PROXY` names a URL's host."""
+    host = (url.hostname or "").rstrip(".").lower()
+    port = url.port or (443 if url.scheme == "https" else 80)
+    address = _address(host)
+    for entry in re.split(r"[,\s]+", no_proxy.lower()):
+        if entry == "*":
+            return True
+        scheme, _, name = entry.rpartition("://")
+        if not name or scheme not in {"", "all", url.scheme}:
+            continue
+        if _has_port(name):
+            name, _, number = name.rpartition(":")
+            if number != str(port):
+                continue
+        name = name.strip("[]").removeprefix("*").strip(".")
+        if address is not None:
+            with contextlib.suppress(ValueError):
+                if address in ipaddress.ip_network(name, strict=False):
+                    return True
+        # Also for an address: the other libraries compare its text, too.
+        if name and (host == name or host.endswith(f".{name}")):
+            return True
+    return False
+
+
+def _has_port(entry: str) -> bool:
+    # An IPv6 address has colons, and a port only behind brackets.
+    return re.fullmatch(r"(\[[^\]]*\]|[^:]*):\d+", entry.rpartition("://")[2]) is not None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """A file or directory of certificates, and the name of the variable or argument that it comes from."""
+
+    name: str
+    path: Path
+
+
+def bundles(settings: Settings, environ: Mapping[str, str] | None = None) -> tuple[Bundle, ...]:
+    """Return the certificates that are trusted besides the system's, for every server but Penstock's hubs."""
+    found = network_environment(environ)
+    own = () if settings.ca_file is None else (Bundle(name="ca_file (PENSTOCK_CA_FILE)", path=settings.ca_file),)
+    return own + tuple(Bundle(name=name, path=path) for name, path in found.bundles)
+
+
+def read_bundle(bundle: Bundle) -> bytes:
+    """Return the certificates of a bundle as PEM. ConfigError: they cannot be read."""
+    try:
+        files = sorted(bundle.path.iterdir()) if bundle.path.is_dir() else [bundle.path]
+        pem = b"\n".join(file.read_bytes() for file in files if file.is_file())
+    except OSError as error:
+        raise ConfigError(f"{bundle.name} {bundle.path} does not load: {error.strerror}") from error
+    if b"-----BEGIN" not in pem:
+        raise ConfigError(f"{bundle.name} {bundle.path} does not load: it has no certificate in PEM")
+    return pem
