@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -142,13 +143,184 @@ def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
             publisher.publish(1)
         bases.publish(4)
         publisher.publish(1)
-        with pytest.raises(ps.BaseMismatch, match="for the base 'base:4', and the base here is 'none'"):
+        with pytest.raises(ps.BaseMismatch, match=r"for the base 'base:4 run=.*', and the base here is 'none'"):
             subscriber.update()
         report = here.update()
-        assert base_identity(report) == base_identity(here) == base_identity(bases) == "base:4"
+        assert base_identity(report) == base_identity(here) == base_identity(bases)
+        assert base_identity(here).startswith("base:4 run=")
         assert subscriber.update().version == 1
     with pytest.raises(ps.ConfigError, match="base is 7"):
         base_identity(7)  # type: ignore[arg-type]
+
+
+def test_base_of_restarted_trainer_is_another(host: Host) -> None:
+    trained, served = model(1), model(2)
+    base = {"w": torch.zeros(4)}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(ps.publisher("base", base, mode="snapshot"))
+        first.publish(4)
+        here = stack.enter_context(ps.subscriber("base", {"w": torch.ones(4)}))
+        here.update()
+        old = base_identity(first)
+        publisher = stack.enter_context(adapter_publisher("a", trained, base=lambda: old))
+        by_object = stack.enter_context(adapter_subscriber("a", served, base=here))
+        by_text = stack.enter_context(adapter_subscriber("a", model(2), base="base:4"))
+        publisher.publish(1)
+        assert by_object.update().version == by_text.update().version == 1
+    with contextlib.ExitStack() as stack:
+        second = stack.enter_context(ps.publisher("base", base, mode="snapshot"))
+        report = second.publish(4)
+        assert base_identity(report) == base_identity(second) != old
+        publisher = stack.enter_context(adapter_publisher("a", trained, base=second))
+        publisher.publish(2)
+        receiver = stack.enter_context(adapter_subscriber("a", served, base=lambda: old))
+        with pytest.raises(ps.BaseMismatch) as caught:
+            receiver.update()
+        assert (caught.value.expected, caught.value.found) == (base_identity(second), old)
+
+
+def merge_one_layer(made: Any) -> None:
+    next(layer for layer in made.modules() if hasattr(layer, "lora_A")).merge()
+
+
+def scale(made: Any, factor: float = 2.0) -> None:
+    next(layer for layer in made.modules() if hasattr(layer, "lora_A")).scale_layer(factor)
+
+
+def replace_adapter(made: Any) -> None:
+    made.set_adapter("other")
+    made.delete_adapter("default")
+    made.add_adapter("default", peft.LoraConfig(r=8, lora_alpha=16, target_modules=MODULES))
+    made.set_adapter("default")
+
+
+def move(made: Any) -> None:
+    parameter = next(one for name, one in made.named_parameters() if "lora_A" in name)
+    parameter.data = parameter.data.clone()
+
+
+CHANGES: dict[str, Any] = {
+    "merged": lambda made: made.merge_adapter(),
+    "merged safely": lambda made: made.merge_adapter(safe_merge=True),
+    "one layer merged": merge_one_layer,
+    "another merged": lambda made: made.merge_adapter(["other"]),
+    "scaled": scale,
+    "replaced": replace_adapter,
+    "moved": move,
+    "unloaded": lambda made: made.merge_and_unload(),
+    "configured": lambda made: setattr(made.peft_config["default"], "lora_alpha", 99),
+}
+UNUSED: dict[str, Any] = {
+    "disabled": lambda made: made.base_model.disable_adapter_layers(),
+    "another active": lambda made: made.set_adapter("other"),
+    "two active": lambda made: made.base_model.set_adapter(["default", "other"]),
+}
+
+
+def model_of_two(seed: int) -> Any:
+    made = model(seed)
+    made.add_adapter("other", peft.LoraConfig(r=8, target_modules=MODULES))
+    return made
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("publish", [adapter_publisher, merged_publisher])
+def test_changed_layers_are_not_published(host: Host, publish: Any, change: Any) -> None:
+    trained = model_of_two(1)
+    options = {"base": "b1"} if publish is adapter_publisher else {}
+    with publish("a", trained, **options) as publisher:
+        publisher.publish(1)
+        change(trained)
+        with pytest.raises(ps.PlanError) as caught:
+            publisher.publish(2)
+        assert not caught.value.mutated and publisher.publisher.version == 1
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize("change", [*CHANGES.values(), *UNUSED.values()], ids=[*CHANGES, *UNUSED])
+def test_receiver_with_changed_layers_refuses(host: Host, change: Any, mode: Any) -> None:
+    trained, served = model(1), model_of_two(2)
+    with (
+        adapter_publisher("a", trained, base="b1") as publisher,
+        adapter_subscriber("a", served, base="b1", mode=mode) as subscriber,
+    ):
+        publisher.publish(1)
+        subscriber.update()
+        change(served)
+        before = logits(served)
+        fill(trained, 3)
+        publisher.publish(2)
+        with pytest.raises(ps.PlanError) as caught:
+            subscriber.update()
+        assert not caught.value.mutated and subscriber.version == 1
+        assert torch.equal(logits(served), before)
+
+
+def test_layers_changed_back_are_updated(host: Host) -> None:
+    trained, served = model(1), model_of_two(2)
+    whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
+    with (
+        adapter_publisher("a", trained, base="b1") as publisher,
+        merged_publisher("m", trained) as source,
+        ps.subscriber("m", whole) as merged,
+        adapter_subscriber("a", served, base="b1") as subscriber,
+    ):
+        for made in (trained, served):
+            made.merge_adapter()
+            made.unmerge_adapter()
+            scale(made, 2.0)
+            scale(made, 0.5)
+        served.set_adapter("other")
+        served.set_adapter("default")
+        publisher.publish(1)
+        source.publish(1)
+        subscriber.update()
+        merged.update()
+        assert torch.allclose(logits(served), logits(trained), atol=1e-4)
+
+
+def test_staged_version_is_refused_after_merge(host: Host) -> None:
+    trained, served = model(1), model(2)
+    with (
+        adapter_publisher("a", trained, base="b1") as publisher,
+        adapter_subscriber("a", served, base="b1") as subscriber,
+    ):
+        publisher.publish(1)
+        subscriber.stage()
+        served.merge_adapter()
+        with pytest.raises(ps.PlanError, match="merged default"):
+            subscriber.commit()
+        served.unmerge_adapter()
+        subscriber.update()
+        assert torch.allclose(logits(served), logits(trained), atol=1e-4)
+
+
+def test_scaled_model_is_refused_at_once(host: Host) -> None:
+    made = model(1)
+    scale(made)
+    for make in (adapter_publisher, adapter_subscriber):
+        with pytest.raises(ps.PlanError, match="scaled by 4"):
+            make("a", made, base="b1")
+    with pytest.raises(ps.PlanError, match="scaled by 4"):
+        merged_publisher("a", made)
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_other_rank_after_restart_is_refused_first(host: Host, mode: Any) -> None:
+    with (
+        adapter_subscriber("a", model(2), base="b1", mode=mode) as subscriber,
+        plain_subscriber("a", base="b1", mode=mode) as other,
+    ):
+        with adapter_publisher("a", model(1), base="b1") as publisher:
+            publisher.publish(1)
+            subscriber.update()
+            other.update()
+        # The former process is listed for a while, and other receivers still have its version.
+        with adapter_publisher("a", model(1, r=4), base="b1") as publisher:
+            publisher.publish(2)
+            with pytest.raises(ps.PlanError, match="lora_A"):
+                subscriber.update()
+            assert subscriber.version == 1 and other.update().version == 2
 
 
 def test_directories_are_those_of_peft_and_never_change(host: Host, tmp_path: Path) -> None:

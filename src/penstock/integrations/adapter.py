@@ -52,6 +52,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 """Files of an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
 _NONE = "none"
+_RUN = " run="
+"""What precedes the run in the identity of a base that is synced."""
 
 
 @runtime_checkable
@@ -72,8 +74,9 @@ def base_identity(base: Base) -> str:
     """Return the text by which the two sides compare their bases.
 
     Args:
-        base: the `Publisher` or `Subscriber` that the base itself is synced by, or a report of it: `NAME:VERSION`, of
-            the version at the time of this call. A report of `load`, `inspect`, `verify` or `fetch`: its revision. A
+        base: the `Publisher` or `Subscriber` that the base itself is synced by, or a report of it: `NAME:VERSION
+            run=RUN`, of the version at the time of this call. A trainer that was started again with the same number is
+            another run, and has another base. A report of `load`, `inspect`, `verify` or `fetch`: its revision. A
             text, or a function that returns one: that text.
 
     Raises:
@@ -83,7 +86,8 @@ def base_identity(base: Base) -> str:
         identity = base
     elif isinstance(base, Publisher | Subscriber | PublishReport | UpdateReport):
         is_whole = base.version >= 0 and not getattr(base, "is_dirty", False)
-        identity = f"{base.name}:{base.version}" if is_whole else _NONE
+        run = base.revision.rpartition(":")[0]
+        identity = f"{base.name}:{base.version}{_RUN}{run}" if is_whole else _NONE
     elif isinstance(base, InspectReport):
         identity = base.manifest.revision
     elif isinstance(base, Revised):
@@ -95,6 +99,13 @@ def base_identity(base: Base) -> str:
     if not isinstance(identity, str) or not identity:
         raise wrong("base", base, "a text, a report with a revision, or the Publisher or Subscriber of the base")
     return identity
+
+
+def is_same_base(expected: str, found: str) -> bool:
+    """Return whether two identities are of one base. The run counts where both sides know it: vLLM shows none."""
+    if _RUN in expected and _RUN in found:
+        return expected == found
+    return expected.partition(_RUN)[0] == found.partition(_RUN)[0]
 
 
 def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
@@ -144,11 +155,18 @@ class AdapterSubscriber(Closing):
         tensors: the adapter's tensors by PEFT's names: of the live version, except during an update.
     """
 
-    def __init__(self, base: Base, check: Callable[[Mapping[str, Any]], None] | None, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        base: Base,
+        check: Callable[[Mapping[str, Any]], None] | None,
+        hooks: Hooks,
+        check_target: Callable[[], None] | None = None,
+    ) -> None:
         self.subscriber: Subscriber
         self.tensors: Mapping[str, torch.Tensor] = {}
         self._base = base
         self._check = check
+        self._check_target = check_target
         self._hooks = hooks
         # The base of the version under way.
         self._expected = ""
@@ -200,21 +218,24 @@ class AdapterSubscriber(Closing):
     def _before_read(self, version: int, metadata: Mapping[str, str]) -> None:
         config = _config_of(self.name, version, metadata)
         self._expected = metadata[BASE]
-        self._check_base(version)
+        self._check_here(version)
         if self._check is not None:
             self._check(config)
         if self._hooks.before_read is not None:
             self._hooks.before_read(version, metadata)
 
     def _before_pause(self, version: int) -> None:
-        # Again: the base is synced by others, and may have moved since the version was staged.
-        self._check_base(version)
+        # Again: the base is synced by others, and may have moved since the version was staged. So may the target.
+        self._check_here(version)
         if self._hooks.before_pause is not None:
             self._hooks.before_pause(version)
 
-    def _check_base(self, version: int) -> None:
+    def _check_here(self, version: int) -> None:
+        """Raise unless this receiver's base and target are those that the version is for."""
+        if self._check_target is not None:
+            self._check_target()
         found = base_identity(self._base)
-        if found != self._expected:
+        if not is_same_base(self._expected, found):
             raise BaseMismatch(
                 f"version {version} of the adapter {self.name!r} is for the base {self._expected!r}, and the base here "
                 f"is {found!r}",
@@ -234,6 +255,7 @@ def adapter_subscriber(
     base: Base,
     target: Target | None = None,
     check: Callable[[Mapping[str, Any]], None] | None = None,
+    check_target: Callable[[], None] | None = None,
     hooks: Hooks | None = None,
     connection: ConnectionSettings | str | None = None,
     mode: UpdateMode = "staged",
@@ -248,6 +270,7 @@ def adapter_subscriber(
         base: this receiver's base; compared with that of each version, at the time of the update.
         target: the tensors to fill, by PEFT's names; None: `AdapterSubscriber.tensors` are made of what is published.
         check: called with the configuration before a byte is read; it refuses the version by raising.
+        check_target: called before a byte is read, and again before a version goes live; it refuses by raising.
         hooks, connection, mode, rank, serve: see `penstock.subscriber`.
         device: of the tensors that are made.
 
@@ -256,7 +279,7 @@ def adapter_subscriber(
     """
     require_name("name", name)
     base_identity(base)
-    received = AdapterSubscriber(base, check, hooks or Hooks())
+    received = AdapterSubscriber(base, check, hooks or Hooks(), check_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         # Called again when the trainer's adapter has other tensors, as after a restart with another rank.

@@ -153,10 +153,14 @@ class MergedTensors:
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
         from penstock.integrations.peft import adapter_config, adapter_tensors
+        from penstock.integrations.peft_layers import AdapterState
 
         self.published: dict[str, Declarable] = {}
         self._adapter = adapter_tensors(model, adapter)
         base = dict(_base_tensors(model))
+        self._state = AdapterState(
+            model, adapter, lambda: {**dict(_base_tensors(model)), **adapter_tensors(model, adapter)}
+        )
         self._merge = AdapterMerge(adapter_config(model, adapter), base, self._adapter, tied=_tied(model))
         self._made: list[_Made] = []
         for name, tensor in base.items():
@@ -172,7 +176,15 @@ class MergedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the adapter's present values into the buffers. Order: all ranks call this."""
+        """Merge the adapter's present values into the buffers.
+
+        Raises:
+            PlanError: PEFT has merged an adapter already; or layers were replaced, moved, disabled, or scaled otherwise
+                than the configuration says. The buffers are as they were.
+
+        Order: all ranks call this.
+        """
+        self._state.require_same(is_used=True)
         # Collective for DTensors: the factors are small, and a rank needs rows of them that others have.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
@@ -193,6 +205,9 @@ class MergedPublisher(Closing):
 
     def publish(self, version: int, *, metadata: Mapping[str, str] | None = None) -> PublishReport:
         """Merge the adapter's present values, and publish a version. See `penstock.Publisher.publish`.
+
+        Raises:
+            PlanError: as `MergedTensors.refresh`; nothing is published. Others as `penstock.Publisher.publish`.
 
         Order: all ranks call this.
         """

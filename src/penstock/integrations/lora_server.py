@@ -28,7 +28,14 @@ import msgspec
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import MALFORMED, BaseMismatch, ConfigError, DestinationError
 from penstock.http.control import ControlConnection, MalformedAnswer, over_tcp
-from penstock.integrations.adapter import AdapterDirectory, AdapterSubscriber, Base, adapter_subscriber, base_identity
+from penstock.integrations.adapter import (
+    AdapterDirectory,
+    AdapterSubscriber,
+    Base,
+    adapter_subscriber,
+    base_identity,
+    is_same_base,
+)
 from penstock.lifecycle import Closing
 from penstock.sync.report import UpdateReport
 
@@ -241,7 +248,7 @@ class ServedAdapter(Closing):
 
         Order: call this after the engine's base was updated, before it serves requests again.
         """
-        if not self.loaded or base_identity(self._base) == self._loaded_base:
+        if not self.loaded or is_same_base(self._loaded_base, base_identity(self._base)):
             return True
         self.unload()
         return False

@@ -22,6 +22,7 @@ from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError, PlanError
 from penstock.integrations.adapter import AdapterSubscriber, Base, adapter_metadata, base_identity
 from penstock.integrations.adapter import adapter_subscriber as _subscriber
+from penstock.integrations.peft_layers import AdapterState
 from penstock.lifecycle import Closing
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.receive.hooks import Hooks
@@ -90,10 +91,11 @@ class AdapterPublisher(Closing):
         publisher: the publisher of the sync.
     """
 
-    def __init__(self, publisher: Publisher, config: Mapping[str, Any], base: Base) -> None:
+    def __init__(self, publisher: Publisher, config: Mapping[str, Any], base: Base, state: AdapterState) -> None:
         self.publisher = publisher
         self._config = config
         self._base = base
+        self._state = state
 
     @property
     def name(self) -> str:
@@ -114,10 +116,15 @@ class AdapterPublisher(Closing):
         """Publish the adapter's present values, for the present version of the base. See `penstock.Publisher.publish`.
 
         Raises:
-            ConfigError: also if the base has no version yet. Others as `penstock.Publisher.publish`.
+            ConfigError: also if the base has no version yet.
+            PlanError: an adapter is merged into the base; or this adapter's layers were replaced, moved, or scaled
+                otherwise than the configuration says. Nothing is published.
+            Others as `penstock.Publisher.publish`.
 
         Order: all ranks call this.
         """
+        # Which adapters are active does not matter here: this one is published by its name.
+        self._state.require_same(is_used=False)
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
@@ -156,8 +163,9 @@ def adapter_publisher(
     """
     base_identity(base)
     tensors, config = adapter_tensors(model, adapter), adapter_config(model, adapter)
+    state = AdapterState(model, adapter, lambda: adapter_tensors(model, adapter))
     publisher = api.publisher(name, tensors, connection=connection, mode=mode, rank=rank, replica=replica)
-    return AdapterPublisher(publisher, config, base)
+    return AdapterPublisher(publisher, config, base, state)
 
 
 def adapter_subscriber(
@@ -175,7 +183,8 @@ def adapter_subscriber(
     """Receive the versions of an adapter into the parameters of a `PeftModel`.
 
     The model's own adapter must be of the same kind: an update raises PlanError, before a byte is read, if an option
-    that changes what the model computes differs (`lora_alpha`, `use_rslora`, ...), or a tensor's name or shape.
+    that changes what the model computes differs (`lora_alpha`, `use_rslora`, ...), or a tensor's name or shape. So does
+    an update of a model whose layers would not compute the version: merged, disabled, replaced, or scaled otherwise.
 
     Args:
         name: of the sync.
@@ -188,11 +197,13 @@ def adapter_subscriber(
         ConfigError: as `adapter_tensors`. Others as `penstock.subscriber`.
     """
     own = adapter_config(model, adapter)
+    state = AdapterState(model, adapter, lambda: adapter_tensors(model, adapter))
     return _subscriber(
         name,
         base=base,
         target=adapter_tensors(model, adapter),
         check=lambda published: _check_alike(published, own),
+        check_target=lambda: state.require_same(is_used=True),
         hooks=hooks,
         connection=connection,
         mode=mode,

@@ -27,6 +27,8 @@ class PublishReport(Summarised):
 
     name: str
     version: int
+    revision: str
+    """The run of the publishers and the version: equal revisions are equal bytes."""
     mode: PublishMode
     nbytes: int
     """Bytes of the tensors on this rank."""

@@ -172,6 +172,11 @@ class Publisher(Closing):
         )
 
     @property
+    def revision(self) -> str:
+        """Return the run of the publishers and the newest version; empty: none is published."""
+        return f"{self._run}:{self.version}" if self.version >= 0 else ""
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the rows that this rank holds."""
         # By form first: a model has hundreds of thousands of rows and a handful of forms.
@@ -253,6 +258,7 @@ class Publisher(Closing):
             report = PublishReport(
                 name=self.name,
                 version=version,
+                revision=self.revision,
                 mode=self.mode,
                 nbytes=self.nbytes,
                 wall_s=wall_s,

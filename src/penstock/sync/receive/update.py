@@ -296,6 +296,8 @@ class UpdateLoop:
     ) -> Staged:
         """Try to read a version until it succeeds or `TRIES` is used up, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
+        # The runs that a lost member may have been needed for.
+        damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
             planner = self._choose_planner(lost)
             try:
@@ -314,13 +316,15 @@ class UpdateLoop:
                 # Not from a source, which `_read` would have named: from the planner itself.
                 member, error = planner.member, failed
             except (PlanError, StaleDescriptor):
-                if not lost:
+                # A trainer that was restarted is whole, whatever its former process does.
+                if planner.state.run not in damaged:
                     raise
                 # The remaining members cannot supply the version: the reason is the member that was lost.
                 raise next(reversed(lost.values())) from None
             # A source that fenced its version is healthy: it serves the next one, and must not be left out.
             if not isinstance(error, StaleDescriptor):
                 lost[member] = error
+                damaged.add(planner.state.run)
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
             time.sleep(_PAUSE_S)
@@ -340,10 +344,11 @@ class UpdateLoop:
         return zeros + having
 
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        candidates = [member for member in self._planners() if member.member not in lost]
-        # All known planners are lost: look at the hub again, for a process that was started in their place.
-        if not candidates and lost:
-            candidates = [member for member in self._planners(max_age_s=0.0) if member.member not in lost]
+        # After a loss look at the hub again: a process may have been started in place of the one that was lost, and
+        # receivers that still answer know only its earlier versions.
+        candidates = [
+            member for member in self._planners(max_age_s=0.0 if lost else _LOOK_S) if member.member not in lost
+        ]
         if not candidates:
             if lost:
                 raise next(reversed(lost.values()))
