@@ -92,6 +92,7 @@ if TYPE_CHECKING:
         status,
         stream,
         subscriber,
+        tensor_parallel,
         verify,
         why,
     )
@@ -180,6 +181,7 @@ __all__ = [
     "status",
     "stream",
     "subscriber",
+    "tensor_parallel",
     "verify",
     "why",
 ]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.loader.start import Loading, start_loading
     from penstock.loader.verify import InspectReport, ManifestReport, VerifyReport, inspect, manifest, verify
     from penstock.phases import phase
+    from penstock.plan.tensor_parallel import tensor_parallel
     from penstock.sync.check import StagedVersion, log_prob_check
     from penstock.sync.publish.publisher import Publisher, publisher
     from penstock.sync.receive.hooks import Hooks
@@ -86,6 +87,7 @@ _ROOMS = {
     "status": "hub.client",
     "stream": "loader.load",
     "subscriber": "sync.receive.subscribe",
+    "tensor_parallel": "plan.tensor_parallel",
     "verify": "loader.verify",
     "why": "hub.client",
 }
@@ -137,6 +139,7 @@ __all__ = [
     "status",
     "stream",
     "subscriber",
+    "tensor_parallel",
     "verify",
     "why",
 ]

@@ -96,9 +96,12 @@ def bits_to_bytes(num_elements: int, dtype: DType) -> int:
     return bits // 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned region of a global tensor: per dim `[start, stop)`, in elements."""
+    """An axis-aligned region of a global tensor: per dim `[start, stop)`, in elements.
+
+    `Box((0, 2), (4, 6))` and `Box.of(slice(0, 4), slice(2, 6))` are the same box.
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -111,6 +114,14 @@ class Box:
         for a, b in zip(self.start, self.stop, strict=True):
             if a < 0 or b < a:
                 raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
+
+    @classmethod
+    def of(cls, *slices: slice) -> Box:
+        """Return the box of a slice for each dim. ValueError: one has no stop, or a step other than 1."""
+        for one in slices:
+            if one.stop is None or one.step not in {None, 1}:
+                raise ValueError(f"{one} is not a part [start, stop) of a dim whose size is not known here")
+        return cls(tuple(one.start or 0 for one in slices), tuple(one.stop for one in slices))
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:

@@ -26,16 +26,18 @@ from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled, ConfigError
 from penstock.lifecycle import Closing, paused_gc
+from penstock.loader.boxes import Boxes, Wanted, joined
 from penstock.loader.progress import ProgressOption
+from penstock.loader.regions import Regions
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.run import LoadRun
-from penstock.loader.session import Batch, Boxes, Options, Session, resolve_device
+from penstock.loader.session import Batch, Options, Session, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.report import bytes_text, pre
 from penstock.storage import Source
 from penstock.storage.weight_set import Names, Uris
 from penstock.telemetry.journey import Journey
-from penstock.types import Manifest
+from penstock.types import Box, Manifest, TensorTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,8 +206,10 @@ def load(
         device: `"cpu"`, `"cuda"`, `"cuda:N"`.
         names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or
             a predicate of the name; None: all.
-        boxes: the regions to load, by name or by a function of (name, shape); only their bytes are read, and small gaps
-            between them.
+        boxes: the regions to load, as a `Box` or slices (`numpy.s_[0:4, :]`), by name or by a function of name and
+            shape, or `tensor_parallel(rank=, size=)`. Where there are digests, whole leaves of 256 KiB are read and
+            compared, and the regions are cut from them. Otherwise, and with `verify=False`, only the regions and small
+            gaps between them are read.
         verify: compare with the manifest's leaf digests; None: if there are any; True: fail without them; False: never.
         group: a torch.distributed group whose ranks all call this; each reads its part once, and all get everything.
         copy: on the CPU, read into memory of its own; by default local files are mapped (private pages).
@@ -343,7 +347,11 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, some in batches for name, tensor in zip(names, some, strict=True)}
         return tensors, sum(tensor.nbytes for tensor in tensors.values())
-    plan, place, begin = _prepare(session, all_at_once=True)
+    wanted = _wanted(session)
+    if regions := _regions_of(session, wanted):
+        tensors = dict(_yielding_regions(session, wanted, regions))
+        return tensors, sum(tensor.nbytes for tensor in tensors.values())
+    plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=True)
     session.phases.enter("allocate")
     is_on_host = isinstance(place, HostPlace)
     # Host memory is allocated slab by slab, when its first bytes arrive.
@@ -373,7 +381,11 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
         for names, tensors in _exchanged(session, group):
             yield from zip(names, tensors, strict=True)
         return
-    plan, place, begin = _prepare(session, all_at_once=False)
+    wanted = _wanted(session)
+    if regions := _regions_of(session, wanted):
+        yield from _yielding_regions(session, wanted, regions)
+        return
+    plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=False)
     run = begin(session.settings.memory_bytes)
     session.enter_move()
     with session.progress() as progress:
@@ -386,15 +398,82 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
                 yield pairs.popleft()
 
 
+def _wanted(session: Session) -> Wanted:
+    """Enter the phase `plan`, and return the rows wanted with their boxes."""
+    session.phases.enter("plan")
+    return session.wanted(session.table())
+
+
+def _regions_of(session: Session, wanted: Wanted) -> Regions | None:
+    """Return the rows to read where boxes are cut from leaves, or joined; None: the boxes are read as they are."""
+    regions = session.regions(wanted.table, wanted.boxes)
+    return Regions(wanted.table, wanted.boxes) if regions is None and wanted.num_boxes is not None else regions
+
+
+def _yielding_regions(
+    session: Session, wanted: Wanted, regions: Regions
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield each tensor when its bytes have arrived, and each region when the leaves that have it were compared."""
+    device = session.options.device
+    # Whole rows on the CPU are read straight into their places. Boxes pass through staging, where reads cross gaps.
+    is_exact = device.type == "cpu" and regions.boxes.count(None) == len(regions.boxes)
+    plan = session.make_plan(regions.table, regions.boxes, pack=True, exact=is_exact)
+    place: Any = place_on(device, plan.slab_nbytes.tolist())
+    checker = session.checker(plan, place, regions.leaves)
+    cut_bytes = regions.cut_bytes()
+    index = dict(zip(cut_bytes, range(len(cut_bytes)), strict=True))
+    cut: Any = place_on(device, list(cut_bytes.values()))
+    run = session.begin(plan, place, checker=checker, window_bytes=session.settings.memory_bytes)
+    session.enter_move()
+    row, names, dims = 0, wanted.table.names, wanted.dims
+    open_parts: list[torch.Tensor] = []
+    with session.progress() as progress:
+        for _, batch in session.batches(plan, run.slabs(), place.take):
+            progress.show(run.ticket)
+            arrived = deque(batch)
+            # No reference may stay here: a tensor that the caller drops must free its memory at once.
+            del batch
+            while arrived:
+                done = deque(
+                    regions.arrived(row, arrived.popleft(), lambda line: torch.as_tensor(cut.take(index[line])))
+                )
+                row += 1
+                while done:
+                    line, tensor = done.popleft()
+                    if names[line] in dims:
+                        open_parts.append(tensor)
+                        del tensor
+                        if line + 1 < len(names) and names[line + 1] == names[line]:
+                            continue
+                        tensor = joined(open_parts, dims[names[line]])
+                        open_parts.clear()
+                    yield names[line], tensor
+                    del tensor
+
+
 def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
     """Plan on this rank, and return the group's exchange of all tensors."""
     from penstock.loader.group import exchange
 
-    session.phases.enter("plan")
     with reports_failure(group, session.options, session.settings.stall_s):
-        table = session.table()
-        boxes = session.boxes(table)
-    return exchange(session, group, table, boxes)
+        wanted = _wanted(session)
+        table, boxes, several = wanted.table, wanted.boxes, wanted.of_several()
+        if several:
+            # Whole, so that every rank has the same rows. The boxes are cut and joined afterwards.
+            table = session.table()
+            single = dict(zip(wanted.table.names, wanted.boxes, strict=True))
+            boxes = tuple(None if name in several else single[name] for name in table.names)
+    batches = exchange(session, group, table, boxes)
+    return _joining(batches, several) if several else batches
+
+
+def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Batch]:
+    """Yield batches of whole tensors with the parts `(dim, start, length)` of some of them, joined along the dim."""
+    for names, tensors in batches:
+        for at, name in enumerate(names):
+            if parts := several.get(name):
+                tensors[at] = joined([tensors[at].narrow(*part) for part in parts], parts[0][0])
+        yield names, tensors
 
 
 def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
@@ -405,19 +484,19 @@ def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tens
     return tensors
 
 
-def _prepare(session: Session, *, all_at_once: bool) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
+def _prepare(
+    session: Session, table: TensorTable, boxes: Sequence[Box | None], *, all_at_once: bool
+) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 
     Args:
         session: opened.
+        table, boxes: of `_wanted`.
         all_at_once: the caller gets nothing before everything has arrived.
 
     Returns:
         The function takes the most bytes that reads may be ahead of the caller; 0: no bound.
     """
-    session.phases.enter("plan")
-    table = session.table()
-    boxes = session.boxes(table)
     place: Any
     sources: Sequence[Source] | None = None
     if session.maps_files(boxes):

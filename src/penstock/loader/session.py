@@ -22,16 +22,17 @@ import numpy as np
 import torch
 
 from penstock import lifecycle
-from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Place, registrar_of
 from penstock.engine.threads import start_thread
 from penstock.engine.trace import open_trace
-from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, PlanError
+from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError
 from penstock.lifecycle import Closing
+from penstock.loader.boxes import Boxes, Wanted, wanted_regions
 from penstock.loader.progress import Progress, ProgressOption
+from penstock.loader.regions import Regions
 from penstock.loader.report import FilePath, LoadReport
 from penstock.loader.run import LoadRun
 from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
@@ -45,7 +46,7 @@ from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
 from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, open_weights
-from penstock.types import MIB, Box, DType, Manifest, TensorTable
+from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 
 MIN_CHUNK_BYTES = 64 << 10
 """Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""
@@ -210,16 +211,12 @@ def _local_nbytes(uri: Uris) -> int:
         return 0
 
 
-Boxes = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None] | None
-"""Regions wanted, by tensor name, or asked of a function of name and shape; None: all of every tensor."""
-
 MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes read rather than skipped between two wanted ones, in a local file: about what one more call costs."""
 
 MAX_GAP_REMOTE_BYTES = MIB
 """The same for an object store, where a request costs a round trip."""
 
-_BOXES = 'boxes by tensor name: {"w": penstock.Box(start=(0, 0), stop=(2, 4))}'
 _DEVICES = 'use "cpu", "cuda" or "cuda:N"'
 
 
@@ -362,21 +359,11 @@ class Session(Closing):
                 torch_shape(dtype, shape)
         return table
 
-    def boxes(self, table: TensorTable) -> tuple[Box | None, ...]:
-        """Return the region wanted of each row. PlanError for a box of a tensor that is not there."""
-        boxes = self.options.boxes
-        if boxes is None:
-            return (None,) * len(table)
-        if callable(boxes):
-            pairs = zip(table.names, table.shapes, strict=True)
-            return tuple(_box(name, boxes(name, shape)) for name, shape in pairs)
-        require_type("boxes", boxes, Mapping, _BOXES)
-        for name, box in boxes.items():
-            _box(name, box)
-        unknown = sorted(map(str, set(boxes) - set(table.names)))
-        if unknown:
-            raise PlanError(f"boxes for tensors that are not there: {', '.join(unknown[:5])}")
-        return tuple(boxes.get(name) for name in table.names)
+    def wanted(self, table: TensorTable) -> Wanted:
+        """Return the rows of a table with the regions that the caller wants; see `wanted_regions`."""
+        # The first file and not the URI: configurations are next to the files that were found.
+        uri = self.weights.sources[0].uri if self.weights.sources else self.weights.uri
+        return wanted_regions(self.options.boxes, table, uri, self.settings, self.options.storage_options)
 
     def make_plan(
         self,
@@ -468,8 +455,26 @@ class Session(Closing):
         ticket = self.run.ticket
         self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
-    def checker(self, plan: LoadPlan, place: Any) -> Checker | None:
+    def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> Regions | None:
+        """Return the rows to read for boxes, widened to whole leaves; None where there are no boxes or no digests."""
+        manifest = self.manifest
+        if self.options.verify is False or manifest.leaves is None or boxes.count(None) == len(boxes):
+            return None
+        return Regions(table, boxes, self._leaves_of(table), manifest.leaf_bytes)
+
+    def _leaves_of(self, table: TensorTable) -> U64 | None:
+        """Return the manifest's digests of these rows, row after row."""
+        manifest = self.manifest
+        row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
+        return leaves_of(manifest, np.fromiter(map(row_of.__getitem__, table.names), np.int64, len(table)))
+
+    def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
         """Return a checker of slabs of `place`, or None with the reason in `why`.
+
+        Args:
+            plan: of the rows.
+            place: of the slabs.
+            leaves: of the plan's rows, where those are parts of the manifest's.
 
         Raises:
             IntegrityError: `verify=True` was given and there is nothing to verify against.
@@ -485,10 +490,9 @@ class Session(Closing):
             if requested:
                 raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
             return None
-        regions = len(plan.boxes) - plan.boxes.count(None)
-        row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
-        rows = np.fromiter(map(row_of.__getitem__, plan.table.names), np.int64, len(plan.table))
-        leaves = leaves_of(manifest, rows)
+        # Regions that are not widened to leaves. A region without bytes needs no digest.
+        regions = sum(box is not None and box.num_elements > 0 for box in plan.boxes)
+        leaves = self._leaves_of(plan.table) if leaves is None else leaves
         assert leaves is not None
         expected = Expected(plan, leaves, manifest.leaf_bytes, [source.uri for source in self.weights.sources])
         where = "CPU" if self.options.device.type == "cpu" else "device"
@@ -638,12 +642,6 @@ class Session(Closing):
             why=self.why,
             revision=self.manifest.revision,
         )
-
-
-def _box(name: object, box: Box | None) -> Box | None:
-    """Return a region unchanged. ConfigError where it is no Box."""
-    require_type(f"the box of {name!r}", box, (Box, type(None)), _BOXES)
-    return box
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:

@@ -14,7 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from penstock.arguments import require_type
 from penstock.errors import ConfigError, PlanError
 from penstock.types import Box
 
@@ -40,6 +42,7 @@ FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
 _OF_HEADS = ("q", "kv", "heads")
 _SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
 _FP8_BLOCK = 128
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +222,78 @@ class TensorParallel:
             boxes.append(Box(start=tuple(start), stop=tuple(stop)))
             begin += int(length)
         return tuple(boxes)
+
+
+def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
+    # Models of several modalities keep the language model's numbers in a configuration of its own.
+    text = config.get("text_config") or config
+    queries = text.get("num_attention_heads")
+    keys = text.get("num_key_value_heads") or queries
+    # Some models have other numbers in each layer, as a list: then the rules know of none.
+    return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelRank:
+    """One rank of tensor parallelism, as `boxes=` of a load takes it. Made by `tensor_parallel`."""
+
+    rank: int
+    size: int
+    rules: tuple[tuple[str, str], ...]
+    heads: tuple[int, ...] | None
+
+    def boxes(self, shapes: Mapping[str, Sequence[int]], heads: tuple[int, ...] = ()) -> dict[str, tuple[Box, ...]]:
+        """Return the boxes of each tensor that this rank has, to be joined along the dim in which they differ.
+
+        Args:
+            shapes: of the whole tensors, by name.
+            heads: what the model's configuration says, where the caller of `tensor_parallel` gave none.
+
+        Raises:
+            PlanError: a tensor has no rule, or cannot be split by it.
+        """
+        parallel = TensorParallel(self.rules, heads if self.heads is None else self.heads)
+        if unknown := [name for name, shape in shapes.items() if shape and parallel.how(name) is None]:
+            more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+            shown = ", ".join(unknown[:_SHOWN]) + more
+            hint = f"give tensor_parallel(rules=), each a pattern and one of: {FORMS}"
+            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {shown}", hint=hint)
+        for name, shape in shapes.items():
+            parallel.check(name, shape, parallel.rule_of(name, shape), shapes, to=self.size)
+        return {name: parallel.boxes(name, shape, self.rank, self.size) for name, shape in shapes.items()}
+
+
+def tensor_parallel(
+    *,
+    rank: int,
+    size: int,
+    rules: Sequence[tuple[str, str]] = (),
+    heads: Sequence[int] | None = None,
+) -> TensorParallelRank:
+    """Return the part of a model that one rank of tensor parallelism has, for `boxes=` of `load` and `stream`.
+
+    The rules are those of the conversion `reshard`.
+
+    Args:
+        rank: this rank, from 0.
+        size: number of ranks.
+        rules: used before the built-in ones: pairs of a pattern that is found in names, and `replicate`, a dim, or
+            `dim:parts` for fused tensors (`0:4,1,1`).
+        heads: numbers of query heads and of key heads; None: those of `config.json` next to the weights. If there are
+            fewer key heads than ranks, several ranks have the same head.
+
+    Raises:
+        ConfigError: an argument has no valid value.
+    """
+    for name, number in (("rank", rank), ("size", size)):
+        require_type(name, number, int, "a whole number")
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size} ranks", hint="ranks are numbered from 0 to size - 1")
+    pairs = tuple((str(pattern), str(how)) for pattern, how in rules)
+    numbers = None if heads is None else tuple(heads)
+    if numbers and (len(numbers) != 2 or min(numbers) < 1):
+        raise ConfigError(f"heads {numbers}", hint="heads=(query heads, key heads)")
+    # Checked here, where the caller can see which rule is malformed.
+    TensorParallel(pairs, numbers or ())
+    return TensorParallelRank(rank=rank, size=size, rules=pairs, heads=numbers)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from penstock.config import Settings
-from penstock.errors import NotFound
+from penstock.errors import NotFound, PermissionDenied
 from penstock.report import bytes_text
 from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
@@ -256,6 +256,23 @@ def _too_large(
     return {
         name: f"{bytes_text(nbytes)}, and at most {bytes_text(_MAX_BYTES)} are copied" for name, nbytes in large.items()
     }
+
+
+def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
+    """Return a file that is next to a source's weights; None: there is none."""
+    path, _, query = uri.partition("?") if uri.startswith(("http://", "https://")) else (uri, "", "")
+    # The query of a URL is of one object, a signature for example.
+    if query:
+        return None
+    directory = path.rpartition("/")[0] if path.endswith((".safetensors", ".gguf", INDEX_SUFFIX)) else path.rstrip("/")
+    where = f"{directory}/{name}" if directory else name
+    try:
+        return read_small(where, settings=settings, storage_options=storage_options)
+    except PermissionDenied:
+        # What stores answer for an absent object to a user who may not list.
+        if is_remote(where):
+            return None
+        raise
 
 
 def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 import torch
@@ -24,15 +23,13 @@ from penstock.arguments import require_type
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
+from penstock.memory.local_shards import local_parts
 from penstock.memory.rehome import rehome
 from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
 from penstock.transport.storages import require_memory
 from penstock.types import Box, DType
-
-Runs = list[tuple[int, int]]
-"""The index ranges `[start, stop)` of one dim that a rank has, in the order in which they lie in its memory."""
 
 
 # `eq=False`, here and below: rows compare by identity, because torch compares tensors element by element.
@@ -139,26 +136,6 @@ def form_of(
     return form
 
 
-def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
-    """Return the index ranges of a dim of `num` that a rank has after repeated cuts, as by DTensor's placements.
-
-    Args:
-        parts: for each mesh axis that shards the dim, in the mesh's order: its size, this rank's coordinate, and the
-            split factor: 1 for a plain shard; with factor k the dim is cut into k pieces, and the shard is this rank's
-            chunk of each, joined.
-    """
-    # Each mesh axis cuts what the axes before it have left, as DTensor applies its placements.
-    runs: Runs = [(0, num)]
-    for size, coordinate, split_factor in parts:
-        total = sum(stop - start for start, stop in runs)
-        mine: Runs = []
-        for first, last in _chunks(0, total, split_factor):
-            low, high = _chunks(first, last, size)[coordinate]
-            mine += _select(runs, low, high)
-        runs = mine
-    return runs
-
-
 def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
     """Return the memory behind rows: the arena that a row lies in, else its torch storage.
 
@@ -257,68 +234,7 @@ def _rows(name: str, value: Declarable) -> Iterator[Row]:
         for shard in value:
             yield from _rows(name, shard)
     elif isinstance(value, DTensor):
-        yield from _sharded(name, value)
+        for box, part in local_parts(name, value):
+            yield row_of(name, part, value.shape, box.start)
     else:
         yield row_of(name, value, value.shape, (0,) * value.ndim)
-
-
-def _sharded(name: str, value: DTensor) -> Iterator[Row]:
-    """Yield the rows of a DTensor: the boxes of this rank by mesh and placements, as views of its local tensor."""
-    with torch.no_grad():
-        local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-    shape = tuple(value.shape)
-    coordinate = value.device_mesh.get_coordinate()
-    # This rank is not in the mesh: other ranks have the tensor.
-    if coordinate is None:
-        return
-    # For each dim, the mesh axes that shard it: size, this rank's coordinate, split factor.
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    for axis, placement in enumerate(value.placements):
-        if placement.is_replicate():
-            continue
-        if placement.is_partial() or not hasattr(placement, "dim"):
-            hint = "reduce it first: tensor.redistribute(placements=...)"
-            raise PlanError(f"it is {placement} on mesh axis {axis}: no rank has its values", tensor=name, hint=hint)
-        # Only strided shards have a split factor; torch keeps the class private, so ask for the attribute.
-        cuts[placement.dim].append(
-            (value.device_mesh.size(axis), coordinate[axis], int(getattr(placement, "split_factor", 1)))
-        )
-    runs = [local_runs(num, cut) for num, cut in zip(shape, cuts, strict=True)]
-    extent = tuple(sum(stop - start for start, stop in dim) for dim in runs)
-    # Torch's own rule for uneven shards is repeated above: where the two differ, a declared box would be wrong.
-    if extent != tuple(local.shape):
-        raise PlanError(
-            f"its local tensor has shape {list(local.shape)}, and its placements say {list(extent)}", tensor=name
-        )
-    for box in product(*(_placed(dim) for dim in runs)):
-        part = local[tuple(slice(at, at + stop - start) for start, stop, at in box)] if box else local
-        # A rank without elements has nothing to declare; but a tensor that is empty everywhere keeps its name.
-        if part.numel() or 0 in shape:
-            yield row_of(name, part, shape, tuple(start for start, _, _ in box))
-
-
-def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Return each run and its start in memory; one empty run where there are no runs."""
-    # The empty run keeps the product over dims from vanishing: a tensor without elements still has a row.
-    placed, at = [], 0
-    for start, stop in runs or [(0, 0)]:
-        placed.append((start, stop, at))
-        at += stop - start
-    return placed
-
-
-def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """Cut `[start, stop)` as `torch.chunk` does, with empty chunks after the last."""
-    width = -(-(stop - start) // count)
-    return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
-
-
-def _select(runs: Runs, low: int, high: int) -> Runs:
-    """Return the elements `[low, high)` of the joined runs, as runs."""
-    selected, at = [], 0
-    for start, stop in runs:
-        first, last = max(low - at, 0), min(high - at, stop - start)
-        if first < last:
-            selected.append((start + first, start + last))
-        at += stop - start
-    return selected

@@ -39,11 +39,14 @@ class Load:
         self.place = Place(self.steps.append)
         self.begun: Callable[[], None] = lambda: None
         plan = SimpleNamespace(nbytes=1, table=range(num_tensors))
-        monkeypatch.setattr(load, "_prepare", lambda session, **options: (plan, self.place, self._begin))
+        monkeypatch.setattr(load, "_prepare", lambda *args, **options: (plan, self.place, self._begin))
         monkeypatch.setattr(load, "_views", lambda session, plan, place: {"views": self.steps.append("views")})
         self.session: Any = SimpleNamespace(
             phases=SimpleNamespace(enter=lambda name: None),
             settings=SimpleNamespace(stall_s=1.0),
+            table=lambda: None,
+            wanted=lambda table: SimpleNamespace(table=table, boxes=(), num_boxes=None),
+            regions=lambda table, boxes: None,
             enter_move=lambda: None,
             progress=lambda: nullcontext(SimpleNamespace(follow=self._follow)),
         )

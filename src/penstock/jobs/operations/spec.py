@@ -26,7 +26,7 @@ from blake3 import blake3
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
-from penstock.errors import ConfigError, OperationFailed, PenstockError, PermissionDenied, PlanError
+from penstock.errors import ConfigError, OperationFailed, PenstockError, PlanError
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
@@ -41,10 +41,10 @@ from penstock.jobs.operations.operation import (
     whole,
 )
 from penstock.plan.tasks import Output, Recipe
-from penstock.storage import is_remote, read_small
+from penstock.plan.tensor_parallel import heads_of
+from penstock.storage.beside import read_sibling
 from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
-from penstock.storage.locate import INDEX_SUFFIX
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
 from penstock.transform.stored import CODES, declared, find
@@ -277,19 +277,19 @@ def completed(
     # The first operation reads all sources; a later one works on its result, and only needs to know how to dequantise.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
-        raw = _read_sibling(places[1], "adapter_config.json", settings, options)
+        raw = read_sibling(places[1], "adapter_config.json", settings, options)
         if raw is None:
             hint = "give adapter_config=..."
             raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
         first["adapter_config"] = _json(raw, sources[1].uri)
     if op == "lora-merge" and "tied" not in first and sources:
-        raw = _read_sibling(places[0], "config.json", settings, options)
+        raw = read_sibling(places[0], "config.json", settings, options)
         first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
     if op == "reshard" and len(sources) > 1:
         _check_ranks(sources)
     if op == "reshard" and "heads" not in first and sources:
-        raw = _read_sibling(places[0], "config.json", settings, options)
-        first["heads"] = _heads(_json(raw, sources[0].uri)) if raw is not None else []
+        raw = read_sibling(places[0], "config.json", settings, options)
+        first["heads"] = list(heads_of(_json(raw, sources[0].uri))) if raw is not None else []
     elif op in {"delta", "delta-apply"}:
         if len(sources) != 2:
             raise PlanError(f"{op} takes two sources, not {len(sources)}")
@@ -354,7 +354,7 @@ def _quantised(source: WeightSet, place: str, settings: Settings, options: Optio
 
 def _quantization(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the `quantization_config` of a source; None: it has none."""
-    raw = _read_sibling(place, "config.json", settings, options)
+    raw = read_sibling(place, "config.json", settings, options)
     config = None if raw is None else declared(_json(raw, source.uri))
     if config is not None:
         return dict(config)
@@ -365,7 +365,7 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
     # AutoGPTQ, AutoAWQ, quanto and ModelOpt write files of their own. A source that has only these must be refused by
     # name: without a quantization_config its codes would be copied as if they were plain weights.
     for name in ("quantize_config.json", "quant_config.json", "quantization_map.json", "hf_quant_config.json"):
-        if _read_sibling(place, name, settings, options) is not None:
+        if read_sibling(place, name, settings, options) is not None:
             return {"quant_method": f"of {name}"}
     return None
 
@@ -377,23 +377,6 @@ def _comfy_formats(text: str) -> set[str]:
         return {str(layer.get("format")) for layer in layers} - {"float8_e4m3fn", "float8_e5m2"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {"unknown"}
-
-
-def _read_sibling(uri: str, name: str, settings: Settings, options: Options) -> bytes | None:
-    """Return a file that is next to a source's weights; None: there is none."""
-    path, _, query = uri.partition("?") if uri.startswith(("http://", "https://")) else (uri, "", "")
-    # The query of a URL is of one object, a signature for example.
-    if query:
-        return None
-    directory = path.rpartition("/")[0] if path.endswith((".safetensors", ".gguf", INDEX_SUFFIX)) else path.rstrip("/")
-    where = f"{directory}/{name}" if directory else name
-    try:
-        return read_small(where, settings=settings, storage_options=options)
-    except PermissionDenied:
-        # What stores answer for an absent object to a user who may not list.
-        if is_remote(where):
-            return None
-        raise
 
 
 def _json(raw: bytes, uri: str) -> dict[str, Any]:
@@ -426,16 +409,6 @@ def _check_ranks(sources: Sequence[WeightSet]) -> None:
         seen[revision] = source.uri
 
 
-def _heads(config: dict[str, Any]) -> list[int]:
-    """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
-    # Models of several modalities keep the language model's numbers in a configuration of its own.
-    text = config.get("text_config") or config
-    queries = text.get("num_attention_heads")
-    keys = text.get("num_key_value_heads") or queries
-    # Some models have other numbers in each layer, as a list: then the rules know of none.
-    return [queries, keys] if queries and isinstance(queries, int) and isinstance(keys, int) else []
-
-
 def _tied(config: dict[str, Any]) -> bool | None:
     """Return whether a transformers configuration ties embedding and head; None if it does not say."""
     text = config.get("text_config")
@@ -461,7 +434,7 @@ def _read_delta(base: Manifest, delta: WeightSet, *, place: str, settings: Setti
     """Return the description that lies next to the weights of a delta. PlanError if it is of another base."""
     from penstock.jobs.operations.delta import FILE, decoded
 
-    raw = _read_sibling(place, FILE, settings, options)
+    raw = read_sibling(place, FILE, settings, options)
     if raw is None:
         raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
     changes = decoded(raw)

@@ -1,0 +1,211 @@
+"""Regions of tensors, verified: whole leaves are read and compared with their digests, then the region is cut out.
+
+In: rows of a table with boxes, and the digests of the rows. Out: the rows that a plan reads; the tensor of each box.
+Not here: which region a rank needs (`plan.tensor_parallel`, `memory.local_shards`), the plan and the run (`session`).
+
+    row [a][b][c][d], box in b and d   --> plan rows [b] [d], compared as any row   --> box, cut from both
+
+Without digests a box is read by itself, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.digest.leaf import num_leaves
+from penstock.errors import PlanError
+from penstock.loader.tensor import as_tensor
+from penstock.plan.layout import Runs, box_runs
+from penstock.types import I64, U64, Box, DType, TensorTable
+
+Memory = Callable[[int], torch.Tensor]
+"""Returns the memory for a box that is cut, flat uint8, by its line."""
+
+
+class _Cut(NamedTuple):
+    """A box that is cut from pieces of its row."""
+
+    line: int
+    runs: Runs
+
+
+class _Group:
+    """The boxes of one row, and the pieces of the row that have them. Each piece is a run of whole leaves."""
+
+    def __init__(self, cuts: Sequence[_Cut], nbytes: int, leaf_bytes: int) -> None:
+        self.cuts = cuts
+        self._leaf_bytes = leaf_bytes
+        ranges = np.concatenate([_ranges(cut.runs, leaf_bytes) for cut in cuts])
+        leaves = np.stack([ranges[:, 0] // leaf_bytes, -(-ranges[:, 1] // leaf_bytes)], axis=1)
+        leaves = leaves[np.argsort(leaves[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(leaves[:, 1])
+        # A new piece begins where no range before reaches.
+        first = np.flatnonzero(np.concatenate([[True], leaves[1:, 0] > reach[:-1]]))
+        self.first_leaf: I64 = leaves[first, 0]
+        self.stop_leaf: I64 = reach[np.concatenate([first[1:], [len(reach)]]) - 1]
+        self.start: I64 = self.first_leaf * leaf_bytes
+        self.stop: I64 = np.minimum(self.stop_leaf * leaf_bytes, nbytes)
+        self._pieces: list[torch.Tensor] = []
+
+    def add(self, piece: torch.Tensor) -> bool:
+        """Take the next piece, flat uint8; return whether all of them are there."""
+        self._pieces.append(piece)
+        return len(self._pieces) == len(self.start)
+
+    def copy(self, cut: _Cut, into: torch.Tensor) -> None:
+        """Copy the bytes of a box into flat uint8 memory."""
+        runs, at = cut.runs, 0
+        run = runs.run_bytes
+        for first, stop, begin in _rectangles(runs, self._leaf_bytes, self.start):
+            number = int(np.searchsorted(self.start, begin, side="right")) - 1
+            piece, rows = self._pieces[number], stop - first
+            offset = int(piece.storage_offset()) + begin - int(self.start[number])
+            source = piece.as_strided((rows, run), (runs.pitch_bytes, 1), offset)
+            into[at : at + rows * run].view(rows, run).copy_(source)
+            at += rows * run
+
+    def drop(self) -> None:
+        """Forget the pieces, whose memory is that of a staging slab."""
+        self._pieces.clear()
+
+
+def _ranges(runs: Runs, leaf_bytes: int) -> I64:
+    """Return the byte ranges that a box needs, `[n, 2]`: of each run, or of each rectangle if its gaps hold no leaf."""
+    if runs.pitch_bytes <= leaf_bytes or runs.num_rows == 1:
+        length = (runs.num_rows - 1) * runs.pitch_bytes + runs.run_bytes
+        return np.stack([runs.offsets, runs.offsets + length], axis=1)
+    start = (runs.offsets[:, None] + np.arange(runs.num_rows) * runs.pitch_bytes).reshape(-1)
+    return np.stack([start, start + runs.run_bytes], axis=1)
+
+
+def _rectangles(runs: Runs, leaf_bytes: int, starts: I64) -> Iterator[tuple[int, int, int]]:
+    """Yield `(first row, stop row, first byte)` of the rows of each rectangle that lie in one piece."""
+    for offset in runs.offsets.tolist():
+        if runs.pitch_bytes <= leaf_bytes or runs.num_rows == 1:
+            yield 0, runs.num_rows, offset
+            continue
+        at = offset + np.arange(runs.num_rows) * runs.pitch_bytes
+        piece = np.searchsorted(starts, at, side="right")
+        edges = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), runs.num_rows]
+        for first, stop in pairwise(edges):
+            yield first, stop, offset + first * runs.pitch_bytes
+
+
+class Regions:
+    """The rows that a plan reads for rows with boxes, and the tensors that become of them.
+
+    Args:
+        table: the rows wanted, in file order. A row may stand there several times, with another box each.
+        boxes: the region of each; None: all of it.
+        leaves: the digests of the rows, row after row; None: boxes are read as they are, and not verified.
+        leaf_bytes: bytes of a leaf.
+
+    Attributes:
+        table, boxes, leaves: of the plan's rows, in the order that the plan keeps.
+
+    Raises:
+        PlanError: a box lies outside its tensor.
+    """
+
+    def __init__(
+        self, table: TensorTable, boxes: Sequence[Box | None], leaves: U64 | None = None, leaf_bytes: int = 1
+    ) -> None:
+        self._wanted = table
+        self._boxes = boxes
+        self._rows: list[int | _Group] = []
+        """By plan row: the line that it is, or the group of lines that it is a piece for."""
+        first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
+        lines: list[int] = []
+        offset, nbytes, kept = [], [], list[U64]()
+        keys = list(zip(table.file_index.tolist(), table.offset.tolist(), table.names, strict=True))
+        for _, same in groupby(range(len(table)), key=keys.__getitem__):
+            group = list(same)
+            start, size = int(table.offset[group[0]]), int(table.nbytes[group[0]])
+            mine = None if leaves is None else leaves[first_leaf[group[0]] :][: -(-size // leaf_bytes)]
+            cuts = [] if mine is None else self._cuts(group)
+            # Whole rows, boxes of no bytes, and boxes without digests are rows of the plan as they are.
+            for line in sorted(set(group) - {cut.line for cut in cuts}):
+                self._rows.append(line)
+                lines.append(line)
+                offset.append(start)
+                nbytes.append(size)
+                kept += [] if mine is None else [mine]
+            if cuts and mine is not None:
+                pieces = _Group(cuts, size, leaf_bytes)
+                for low, high, a, b in np.stack(
+                    [pieces.start, pieces.stop, pieces.first_leaf, pieces.stop_leaf], axis=1
+                ).tolist():
+                    self._rows.append(pieces)
+                    lines.append(group[0])
+                    offset.append(start + low)
+                    nbytes.append(high - low)
+                    kept.append(mine[a:b])
+        is_piece = [isinstance(row, _Group) for row in self._rows]
+        self.table = TensorTable(
+            names=tuple(table.names[line] for line in lines),
+            dtypes=tuple(
+                DType.U8 if piece else table.dtypes[line] for piece, line in zip(is_piece, lines, strict=True)
+            ),
+            shapes=tuple(
+                (size,) if piece else table.shapes[line]
+                for piece, line, size in zip(is_piece, lines, nbytes, strict=True)
+            ),
+            file_index=table.file_index[lines] if lines else table.file_index[:0],
+            offset=np.array(offset, np.int64),
+            nbytes=np.array(nbytes, np.int64),
+        )
+        self.boxes = [None if piece else boxes[line] for piece, line in zip(is_piece, lines, strict=True)]
+        self.leaves: U64 | None = None if leaves is None else np.concatenate([np.zeros(0, np.uint64), *kept])
+
+    def _cuts(self, group: Sequence[int]) -> list[_Cut]:
+        """Return the boxes of a row that have bytes."""
+        cuts = []
+        for line in group:
+            box = self._boxes[line]
+            if box is None:
+                continue
+            try:
+                runs = box_runs(self._wanted.shapes[line], box, self._wanted.dtypes[line].bits)
+            except PlanError as error:
+                error.tensor = self._wanted.names[line]
+                raise
+            if runs.nbytes:
+                cuts.append(_Cut(line, runs))
+        return cuts
+
+    def line_of(self, row: int) -> int | None:
+        """Return the line that a plan row is by itself; None if lines are cut from it."""
+        found = self._rows[row]
+        return None if isinstance(found, _Group) else found
+
+    def cut_bytes(self) -> dict[int, int]:
+        """Return the bytes of each line that is cut."""
+        groups = {id(group): group for group in self._rows if isinstance(group, _Group)}
+        return {cut.line: cut.runs.nbytes for group in groups.values() for cut in group.cuts}
+
+    def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the next row of the plan, complete and compared; yield the lines that are complete by it.
+
+        Args:
+            row: of the plan; every row once, in order within each row of the table.
+            tensor: its tensor.
+            memory: where a box that is cut goes.
+        """
+        found = self._rows[row]
+        if not isinstance(found, _Group):
+            yield found, tensor
+            return
+        if not found.add(tensor):
+            return
+        for cut in found.cuts:
+            flat = memory(cut.line)
+            found.copy(cut, flat)
+            box = self._boxes[cut.line]
+            assert box is not None
+            yield cut.line, as_tensor(flat, self._wanted.dtypes[cut.line], box.shape)
+        found.drop()
