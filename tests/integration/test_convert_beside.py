@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.truth import by_safetensors
 
 import penstock
-from penstock.errors import DiskFull, FormatError, OperationFailed, SourceChanged, SourceTruncated
+from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated
 from penstock.jobs.convert import convert
 from penstock.jobs.operations.operation import Copy
 from penstock.jobs.result import Journal
@@ -317,3 +318,28 @@ def test_tilde_is_home_in_sources_and_destinations(tmp_path: Path, monkeypatch: 
     # No user has this name, so it is a name.
     convert("~/source", "~no-such-user-x", **TOLD)
     assert (tmp_path / "~no-such-user-x").is_dir()
+
+
+def test_metadata_of_files_stays_while_it_is_true(tmp_path: Path) -> None:
+    source = tmp_path / "flux.safetensors"
+    layers = json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})
+    told = {
+        "modelspec.title": "x",
+        "_quantization_metadata": layers,
+        "penstock.dcp.bytes": "{}",
+        "DCP_SHARDING_INFO": "{}",
+    }
+    codes = torch.full((128, 128), 8.0).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale": torch.tensor(0.5), "b": torch.ones(4)}, source, metadata=told)
+    for into, given in (("copy", {}), ("cast", {"to": "cast:BF16"}), ("values", {"operations": "dequantise"})):
+        convert(source, tmp_path / into, **TOLD, **given)
+        with safe_open(tmp_path / into / "flux.safetensors", "pt") as file:
+            found = file.metadata()
+        wanted = {"format": "pt", "modelspec.title": "x"} | (
+            {} if into == "values" else {"_quantization_metadata": layers}
+        )
+        assert found == wanted, into
+    told["_quantization_metadata"] = json.dumps({"layers": {"a": {"format": "mxfp8"}}})
+    save_file({"a.weight": codes, "a.weight_scale": torch.ones(128, 4, dtype=torch.uint8)}, source, metadata=told)
+    with pytest.raises(PlanError, match="_quantization_metadata: mxfp8"):
+        convert(source, tmp_path / "refused", operations="dequantise", **TOLD)

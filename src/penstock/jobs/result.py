@@ -39,6 +39,7 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.jobs.job import Job
+from penstock.jobs.operations.formats import keeps_codes
 from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Attested, Operation
 from penstock.storage import is_remote, local_path, read_small
@@ -52,10 +53,13 @@ from penstock.storage.output import Content, OutputRegion, OutputSet
 from penstock.storage.place import STAMP
 from penstock.storage.weight_set import WeightSet
 from penstock.storage.write import typed
-from penstock.types import U64, FileEntry, Manifest, TensorTable
+from penstock.transform.stored import QUANTIZATION_METADATA
+from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
 METADATA = {"format": "pt"}
 """Metadata in the header of every file, which transformers asks for."""
+_MAX_METADATA = MIB
+"""Most characters of a source's metadata that its result has. Reason: every shard has it again."""
 CONFIG = "config.json"
 """Name of the configuration, which an operation changes."""
 
@@ -369,12 +373,27 @@ def output_of(job: Job, sources: Sequence[WeightSet], directory: Path) -> Output
     table, body_nbytes, groups = job.files.table, job.files.body_nbytes, job.files.groups
     stored = gguf_of(job.operation)
     if stored is None:
-        return OutputSet(directory, table, body_nbytes, METADATA, groups, stem=job.stem)
+        metadata = _metadata_of(job, sources[job.small_from].manifest.files)
+        return OutputSet(directory, table, body_nbytes, metadata, groups, stem=job.stem)
     if groups != ("",):
         raise ConfigError(f"{job.operation.name} gives several weight sets, and a GGUF file is one")
     # Read again: a manifest has no tokenizer. The first part of a split model has the metadata of all.
     source = gguf_header(sources[0].sources[0]) if sources[0].sources else None
     return OutputSet(directory, table, body_nbytes, groups=groups, gguf_header=stored.header(table, source))
+
+
+def _metadata_of(job: Job, files: Sequence[FileEntry]) -> dict[str, str]:
+    """Return the metadata of every file: that in which the source's files agree, with `METADATA`."""
+    if not files or not all(file.name.endswith(".safetensors") for file in files):
+        return METADATA
+    first, *others = (file.metadata for file in files)
+    kept = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    # Both describe how DCP laid out these very files.
+    kept = {key: value for key, value in kept.items() if not key.startswith(("DCP", "penstock."))}
+    if not keeps_codes(job.operation):
+        kept.pop(QUANTIZATION_METADATA, None)
+    is_small = sum(len(key) + len(value) for key, value in kept.items()) <= _MAX_METADATA
+    return (kept if is_small else {}) | METADATA
 
 
 def check_unchanged(weights: WeightSet) -> None:

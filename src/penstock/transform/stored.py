@@ -55,6 +55,8 @@ _BLOCKS: tuple[Block, ...] = ((1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 128), 
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of a configuration that say how weights are quantised. The last is MLX's, in which nothing is read."""
 
+QUANTIZATION_METADATA = "_quantization_metadata"
+"""Key of a file's metadata in which ComfyUI says how each layer is quantised."""
 _MARKERS = re.compile(r"(^|\.)(comfy_quant|scaled_fp8)$")
 """Names of ComfyUI's tensors that say that a file or a layer is quantised. They hold no weights."""
 _ACTIVATIONS = re.compile(

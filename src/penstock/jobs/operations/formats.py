@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operations.operation import all_of, copy_recipe, only_source, specs_of, whole
+from penstock.jobs.operations.operation import (
+    Chain,
+    Copy,
+    Operation,
+    all_of,
+    copy_recipe,
+    only_source,
+    specs_of,
+    whole,
+)
 from penstock.plan.tasks import Output, Recipe, Spec
 from penstock.storage.foreign_json import write_object
 from penstock.transform.formats import Format, alignment, fault, format_of, outputs
@@ -70,6 +79,11 @@ class Store:
         self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
         # Set by `recipes`, for `config`: the configuration lists the modules that are left as they are.
         self._selection: Selection | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Return whether the format has no scales."""
+        return self._form.scaling == "none"
 
     @property
     def name(self) -> str:
@@ -196,6 +210,13 @@ class Store:
         return {**without_declared(config), "quantization_config": quantization_config(self._form, self._selection)}
 
 
+def keeps_codes(operation: Operation) -> bool:
+    """Return whether an operation leaves quantised tensors as they are, so that what describes them stays true."""
+    if isinstance(operation, Chain):
+        return all(map(keeps_codes, operation.operations))
+    return isinstance(operation, Copy) or (isinstance(operation, Store) and operation.is_cast)
+
+
 def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
     """Quantise a few rows at a time, so that intermediate values stay in the processor's cache."""
     import torch
@@ -233,7 +254,10 @@ def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     """
     name = _CONFIG_DTYPES[dtype]
     changed = _with_dtype(config, name)
-    return changed if any(key in changed for key in _DTYPE_KEYS) else {**changed, "torch_dtype": name}
+    # Components of diffusers have no dtype in their configuration.
+    if "_class_name" in changed or any(key in changed for key in _DTYPE_KEYS):
+        return changed
+    return {**changed, "torch_dtype": name}
 
 
 def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
-from penstock.transform.stored import CODES, declared, find
+from penstock.transform.stored import CODES, QUANTIZATION_METADATA, declared, find
 from penstock.types import Manifest, TensorTable
 
 if TYPE_CHECKING:
@@ -360,8 +360,8 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
         return dict(config)
     # ComfyUI says in a file's header how each layer is quantised. FP8 can be told by its scales too.
     for file in source.manifest.files:
-        if layers := _comfy_formats((file.metadata or {}).get("_quantization_metadata", "")):
-            return {"quant_method": f"of _quantization_metadata: {', '.join(sorted(layers))}"}
+        if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
+            return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
     # AutoGPTQ, AutoAWQ, quanto and ModelOpt write files of their own. A source that has only these must be refused by
     # name: without a quantization_config its codes would be copied as if they were plain weights.
     for name in ("quantize_config.json", "quant_config.json", "quantization_map.json", "hf_quant_config.json"):
