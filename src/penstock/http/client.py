@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-from penstock import waits
+from penstock import descriptors, waits
 from penstock.http.connection import HttpConnection
 from penstock.http.head import MalformedMessage, MessageParser, ResponseHead, request_head
 from penstock.lifecycle import is_of_handler
@@ -231,7 +231,7 @@ def open_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in waits.in_helper(resolve) if is_name else resolve():
-        sock = socket.socket(family, kind, protocol)
+        sock = descriptors.retried(partial(socket.socket, family, kind, protocol))
         try:
             sock.settimeout(timeout_s)
             with waits.ended_by(partial(cut, sock)):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from urllib.parse import SplitResult, quote
 
-from penstock import waits
+from penstock import descriptors, waits
 from penstock.errors import ConfigError
 from penstock.http.client import ClientConnection, Reply, open_tcp
 from penstock.http.network import Bundle, Proxy, proxy_of, read_bundle
@@ -180,7 +180,7 @@ class Pool:
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
         where = (proxy.host, proxy.port) if proxy else (url.hostname, port)
-        sock = open_tcp(*where, self._silence_s)
+        sock = descriptors.opened(partial(open_tcp, *where, self._silence_s), _authority(url))
         try:
             with waits.ended_by(partial(cut, sock)):
                 if is_tls:

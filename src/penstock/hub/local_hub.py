@@ -27,7 +27,7 @@ from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import LivedClock, MemoryStore
 from penstock.lifecycle import Closing, let_go_in_children
-from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory
+from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
 BEAT_S = 0.5
 """On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""
@@ -50,13 +50,14 @@ class LocalEndpoint:
         directory: None: the user's own, see `config.runtime_dir`.
 
     Raises:
-        ConfigError: the directory is another's, open to others, or its path too long for a socket.
+        ConfigError: the directory is another's, open to others, cannot be written, or its path too long for a socket.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = private_directory(directory)
         self._lock = threading.RLock()
-        self._members = _File(self._directory / "members.lock")
+        with runtime_files(self._directory):
+            self._members = _File(self._directory / "members.lock")
         self._is_member = False
         self._hosting: _Hosting | None = None
         # Whether the socket's file proves nothing: no hub was reached through it yet, or the last request failed.
@@ -75,13 +76,15 @@ class LocalEndpoint:
 
         Raises:
             HubUnavailable: a thread of this process or another process holds the lock and does not listen.
+        ConfigError: the runtime directory cannot be written, or is full.
         """
         began = time.monotonic()
         deadline = began + within_s
         # By looking again and again: a file that another process makes brings no event to wait for.
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
-                path = self._look()
+                with runtime_files(self._directory):
+                    path = self._look()
             finally:
                 self._lock.release()
             if path is not None:
@@ -89,7 +92,8 @@ class LocalEndpoint:
             if time.monotonic() > deadline:
                 break
             if time.monotonic() - began > PASS_S:
-                self._pass_over_stopped()
+                with runtime_files(self._directory):
+                    self._pass_over_stopped()
             time.sleep(0.01)
         where = self._directory / f"hub-{_generation(self._directory)}.sock"
         raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
@@ -119,7 +123,7 @@ class LocalEndpoint:
 
     def failed(self, url: str, *, silent: bool) -> None:
         """Replace a hub whose process is stopped or hung; one that ended is hosted again by the next `reach`."""
-        with self._lock:
+        with self._lock, runtime_files(self._directory):
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
             number = _generation(self._directory)
@@ -232,13 +236,14 @@ def find_hub(directory: Path | None = None) -> str | None:
         ConfigError: as `LocalEndpoint`.
     """
     directory = private_directory(directory)
-    number = _generation(directory)
-    path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
-    if not path.exists() or not lock.exists():
-        return None
-    # A lock that can be taken is no longer held by a hub: its process died, and left the socket's file behind.
-    with _File(lock) as lock_file:
-        return None if lock_file.lock(fcntl.LOCK_SH) else f"unix://{path}"
+    with runtime_files(directory):
+        number = _generation(directory)
+        path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
+        if not path.exists() or not lock.exists():
+            return None
+        # A lock that can be taken is no longer held by a hub: its process died, and left the socket's file behind.
+        with _File(lock) as lock_file:
+            return None if lock_file.lock(fcntl.LOCK_SH) else f"unix://{path}"
 
 
 def own_address() -> str:

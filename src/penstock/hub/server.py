@@ -24,12 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock import descriptors
 from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.lifecycle import let_go_in_children
-from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit, raise_descriptor_limit
+from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 from penstock.net.unix_sockets import connect_unix
 
@@ -287,7 +288,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
 def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
     """Serve an app until a signal, as `run_hub` says."""
     bound = bind(listen, auth)
-    limits = ConnectionLimits.for_descriptors(raise_descriptor_limit(), idle_s=_KEEP_ALIVE_S)
+    limits = ConnectionLimits.for_descriptors(descriptors.raise_limit(), idle_s=_KEEP_ALIVE_S)
     url = url_of(bound, auth)
     listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
     try:
@@ -347,7 +348,7 @@ class HubThread:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
         # Half of the descriptors: the rest of this process needs some, too.
-        limits = limits or ConnectionLimits.for_descriptors(descriptor_limit() // 2, idle_s=_KEEP_ALIVE_S)
+        limits = limits or ConnectionLimits.for_descriptors(descriptors.limit() // 2, idle_s=_KEEP_ALIVE_S)
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
         try:

@@ -22,9 +22,10 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.descriptors import limit as descriptor_limit
 from penstock.engine.trace import Span
 from penstock.errors import MALFORMED, FormatError, PeerLost, PlanError
-from penstock.net.admission import Admission, ConnectionLimits, descriptor_limit
+from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import GuardedListener
 
 MAX_FRAME_BYTES = 64 << 20

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from penstock import descriptors
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
 
 _SEAL_FUTURE_WRITE = 0x10
@@ -96,9 +97,9 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     if not hasattr(os, "memfd_create"):
         raise ConfigError("sharing memory between processes needs memfd_create", hint="use Linux")
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = descriptors.retried(lambda: os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except OSError as error:
-        raise DestinationError(f"cannot create shared memory: {error}") from error
+        raise DestinationError(f"cannot create shared memory: {error}", hint=descriptors.hint_of(error)) from error
     try:
         # Memfds are made with mode 0777: without this any user who receives a descriptor could open it again to write.
         os.fchmod(fd, 0o600)

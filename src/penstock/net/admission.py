@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import resource
 import threading
 import time
 from collections import OrderedDict
@@ -78,20 +77,6 @@ class ConnectionLimits:
             idle_s=idle_s,
             answer_s=answer_s,
         )
-
-
-def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of file descriptors to the hard limit; return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return _MOST_CONNECTIONS + _KEPT_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
-
-
-def descriptor_limit() -> int:
-    """Return the number of file descriptors that this process may have open now."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS + _KEPT_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 LOG_EVERY_S = 10.0

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import stat
@@ -24,10 +25,12 @@ import struct
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+from penstock import descriptors
 from penstock.config import runtime_dir
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.lifecycle import let_go_in_children
 
 _CREDENTIALS = struct.Struct("3i")
@@ -68,7 +71,7 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
         TimeoutError: the listener's backlog stayed full. OSError: no process listens there.
     """
     deadline = time.monotonic() + timeout_s
-    sock = socket.socket(socket.AF_UNIX, kind)
+    sock = descriptors.retried(lambda: socket.socket(socket.AF_UNIX, kind))
     try:
         sock.settimeout(timeout_s)
         while True:
@@ -114,8 +117,29 @@ def private_socket_fault(path: str) -> str:
 
 _LONGEST_NAME = "/p-XXXXXXXX/peer.sock"
 """Longest name of a socket in the runtime directory."""
+_ADDRESS = re.compile(r"/[!-~]*")
+"""Paths that the messages of members allow in an address; see `hub.address`."""
 _MAX_PATH_BYTES = 107
 """Longest path of a Unix socket. Source: unix(7)."""
+
+
+@contextlib.contextmanager
+def runtime_files(directory: Path) -> Iterator[None]:
+    """Map an OSError of a file or socket in the runtime directory to a ConfigError that says which setting moves it."""
+    try:
+        yield
+    except PenstockError:
+        # Some of them are OSErrors too.
+        raise
+    except OSError as error:
+        if error.errno in descriptors.SHORTAGES:
+            raise descriptors.exhausted(error) from error
+        raise ConfigError(
+            f"the directory for sockets cannot be used: {error}", uri=str(directory), hint=_SET
+        ) from error
+
+
+_SET = "set PENSTOCK_RUNTIME_DIR to a directory of this user's on a file system that can be written and has room"
 
 
 def private_directory(directory: Path | None = None) -> Path:
@@ -125,18 +149,21 @@ def private_directory(directory: Path | None = None) -> Path:
         directory: None: the user's own, see `config.runtime_dir`.
 
     Raises:
-        ConfigError: it is another user's, open to others, cannot be made, or its path is too long for a socket.
+        ConfigError: it is another user's, open to others, cannot be made, or its path is too long for a socket or has a
+            space, a control character, or a character that is not ASCII.
     """
-    directory = directory or runtime_dir()
+    # The process may change its working directory.
+    directory = (directory or runtime_dir()).absolute()
+    if not _ADDRESS.fullmatch(str(directory)):
+        # Members tell each other the paths of their sockets, and an address has no other characters.
+        message = f"{str(directory)!r} has characters that the address of a socket cannot have"
+        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a path of printable ASCII without spaces")
     if len(os.fsencode(directory)) + len(_LONGEST_NAME) > _MAX_PATH_BYTES:
         raise ConfigError(f"{directory} is too long for a socket in it", hint="set PENSTOCK_RUNTIME_DIR")
     # By lstat: a link could lead to a directory of another user.
-    try:
+    with runtime_files(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
-    except OSError as error:
-        message = f"no directory for this host's sockets: {error}"
-        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{directory} is not this user's alone", hint="chmod 700 it, or set PENSTOCK_RUNTIME_DIR to another"
@@ -178,7 +205,7 @@ def host_id() -> str:
     # A file for each boot: the directory may outlive it, or be one that several hosts mount.
     directory = private_directory()
     path = directory / f"host-{boot}"
-    try:
+    with runtime_files(directory):
         if not path.exists():
             fd, new = tempfile.mkstemp(prefix=".host-", dir=directory)
             try:
@@ -191,8 +218,6 @@ def host_id() -> str:
             finally:
                 os.unlink(new)
         return path.read_text(encoding="ascii")
-    except OSError as error:
-        raise ConfigError(f"cannot read the id of this host: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
 
 
 _PREFIX = "p-"
@@ -212,7 +237,7 @@ class RuntimeDir:
     def __init__(self) -> None:
         parent = private_directory()
         _sweep(parent)
-        try:
+        with runtime_files(parent):
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             new = self.path / f"{_LOCK}.new"
             fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -221,8 +246,6 @@ class RuntimeDir:
             fcntl.flock(fd, fcntl.LOCK_EX)
             # Renamed only once it is locked: a sweep of another process must never see the lock file unlocked.
             new.rename(self.path / _LOCK)
-        except OSError as error:
-            raise ConfigError(f"no directory for sockets: {error}", hint="set PENSTOCK_RUNTIME_DIR") from error
         self._fd = fd
         _directories.add(self)
 

@@ -36,6 +36,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from penstock.descriptors import hint_of
 from penstock.errors import (
     MALFORMED,
     ConfigError,
@@ -169,7 +170,7 @@ class PeerServer:
         try:
             bound = bound_socket(address)
         except (OSError, OverflowError) as error:
-            hint = "an address of this host; port 0 takes a free one"
+            hint = hint_of(error) or "an address of this host; port 0 takes a free one"
             raise ConfigError(f"the member's server cannot listen at {listen}: {error}", hint=hint) from error
         server = HttpServer(
             bound,

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import descriptors
 from penstock.config import Settings
 from penstock.errors import PlanError
 from penstock.storage import Digested, Source, open_source
@@ -93,6 +94,8 @@ def download(
                 left = left[file.write(left) :]
         return piece.nbytes
 
+    # All sources stay open, and each thread has a file that it writes.
+    descriptors.make_room(len(files) + _THREADS)
     compared: dict[str, Digested] = {}
     with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:

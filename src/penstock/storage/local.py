@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import lifecycle
+from penstock import descriptors, lifecycle
 from penstock.errors import (
     FormatError,
     NotFound,
@@ -180,7 +180,9 @@ def _open_regular(path: str) -> tuple[int, FileState]:
     """Open a regular file for reading, once no write to it is under way."""
     try:
         # O_NONBLOCK: opening a pipe that has no writer would hang. It means nothing for a regular file.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = descriptors.opened(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), path)
+    except PenstockError:
+        raise
     except OSError as error:
         raise typed_error(error, path, None) from error
     try:

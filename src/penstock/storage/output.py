@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock import descriptors
 from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound
 from penstock.report import bytes_text
@@ -182,6 +183,7 @@ class OutputSet:
 
     def open(self) -> None:
         """Open the files, which `create` made, here or in another process."""
+        descriptors.make_room(len(self.names))
         with typed(self.directory):
             for name in self.names:
                 self._fds.append(os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC))

@@ -22,6 +22,7 @@ from itertools import chain
 
 import numpy as np
 
+from penstock import descriptors
 from penstock.arguments import require_texts, require_type
 from penstock.config import Settings
 from penstock.digest import leaf
@@ -201,6 +202,9 @@ def _open_all(
 ) -> tuple[list[_Opened], bytes | None]:
     """Return every file with its header, and the sidecar's bytes if it is there, all at once."""
     remote = any(is_remote(uri) for _, uri in files)
+    if not remote:
+        # Each file may be open three times: to read it, past the page cache, and to map it.
+        descriptors.make_room(3 * len(files))
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file

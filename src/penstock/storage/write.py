@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.descriptors import SHORTAGES, exhausted
 from penstock.errors import DestinationError, DiskFull, PenstockError
 from penstock.report import bytes_text
 
@@ -39,6 +40,8 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
         # Errors about what is read meanwhile: NotFound and PermissionDenied are OSErrors too.
         raise
     except OSError as error:
+        if error.errno in SHORTAGES:
+            raise exhausted(error, str(path)) from error
         if error.errno not in _FULL:
             raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
         facts = [] if needed is None else [f"{bytes_text(needed)} are needed in all"]

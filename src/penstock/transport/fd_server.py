@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
+from penstock.descriptors import hint_of
 from penstock.errors import (
     ConfigError,
     DestinationError,
@@ -87,7 +88,7 @@ class FdServer:
         except (OSError, RuntimeError) as error:
             # RuntimeError: no thread can be started.
             self.close()
-            raise DestinationError(f"cannot listen at {self.path}: {error}") from error
+            raise DestinationError(f"cannot listen at {self.path}: {error}", hint=hint_of(error)) from error
         _servers.add(self)
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:

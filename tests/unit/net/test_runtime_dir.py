@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.net.unix_sockets import RuntimeDir
+import penstock as ps
+from penstock.errors import ConfigError
+from penstock.hub.local_hub import LocalEndpoint, find_hub, own_address
+from penstock.net.unix_sockets import RuntimeDir, host_id
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +47,59 @@ def test_directories_of_dead_processes_are_removed_and_those_of_live_ones_kept(s
     assert not path.exists() and mine.path.exists()
     mine.close()
     third.close()
+
+
+@pytest.mark.parametrize("name", ["members.lock", "generation", "hub-0.lock"])
+def test_unusable_file_is_a_config_error(somewhere: Path, name: str) -> None:
+    (somewhere / name).mkdir()
+    with pytest.raises(ConfigError, match="PENSTOCK_RUNTIME_DIR") as caught:
+        endpoint = LocalEndpoint()
+        try:
+            endpoint.reach(1.0)
+        finally:
+            endpoint.close()
+    assert caught.value.uri == str(somewhere)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "/dev/null",
+        "/dev/null/below",
+        "{}/file",
+        "{}/bytes\udcff",
+        "{}/a space",
+        "{}/é",
+        "{}/new\nline",
+        "{}/" + "x" * 256,
+    ],
+)
+@pytest.mark.parametrize("use", [RuntimeDir, LocalEndpoint, find_hub, host_id, own_address])
+def test_unusable_directory_is_a_config_error(
+    place: str, use: Callable[[], object], somewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (somewhere / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", place.format(somewhere))
+    with pytest.raises(ConfigError, match="PENSTOCK_RUNTIME_DIR"):
+        use()
+
+
+def test_odd_characters_in_the_directory_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="p#%41?{}", dir="/tmp") as directory:
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+        with ps.Keeper() as keeper:
+            assert find_hub() is not None and keeper.models() == []
+
+
+def test_full_file_system_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", str(tmp_path).encode(), b"tmpfs", 0, b"mode=700,size=4096"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        (tmp_path / "in the way").write_bytes(b"x" * 4096)
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
+        for verb in (lambda: ps.Keeper().__enter__(), lambda: LocalEndpoint().reach(1.0)):
+            with pytest.raises(ConfigError, match=r"No space left.*PENSTOCK_RUNTIME_DIR"):
+                verb()
+    finally:
+        libc.umount2(str(tmp_path).encode(), 2)

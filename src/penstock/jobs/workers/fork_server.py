@@ -27,8 +27,10 @@ import threading
 import traceback
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
+from penstock import descriptors
 from penstock.errors import PeerLost
 from penstock.lifecycle import Closing
 
@@ -111,7 +113,7 @@ class ForkServer(Closing):
         # Longer for the first answer, which waits for the imports.
         self._patience_s = START_S
         # Packets: a request and its descriptors arrive together, and need no framing.
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection, theirs = descriptors.opened(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
         command = [sys.executable, "-m", "penstock.jobs.workers.fork_server", str(theirs.fileno()), *imports]
         try:
             # What a function prints goes to stderr: stdout is the caller's.

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from penstock import descriptors
 from penstock.arguments import require_texts, require_type
 from penstock.config import visible_devices
 from penstock.entry_points import install_hint, require_package
@@ -117,7 +118,7 @@ class LocalLauncher(Closing):
 
     def _prewarm(self, fork_server: ForkServer) -> tuple[Forked, int]:
         """Return a process that waits for a worker's arguments, and the descriptor to write them to."""
-        reads, writes = os.pipe()
+        reads, writes = descriptors.opened(os.pipe)
         try:
             return fork_server.fork("penstock.jobs.workers.launch:work", [], (reads, 2)), writes
         except BaseException:
