@@ -29,7 +29,6 @@ from the system or a library therefore lets PenstockError pass first, where its 
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import ClassVar, Literal
 
 import msgspec
@@ -93,6 +92,24 @@ class PenstockError(Exception):
         self.byte_range = byte_range
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how to make an equal error, in this process or another: with its fields, notes and causes.
+
+        Worker processes, and the ranks of torch.distributed.checkpoint, send their errors to others. The constructor is
+        not called again: it would need the arguments of the subclass.
+        """
+        state = dict(self.__dict__)
+        for name in _OWN_FIELDS:
+            # Of OSError and ImportError, which keep them outside of the dictionary.
+            if getattr(self, name, None) is not None:
+                state[name] = getattr(self, name)
+        # In this order: to set the cause suppresses the context.
+        state["__context__"] = _sendable_cause(self.__context__)
+        if self.__cause__ is not None:
+            state["__cause__"] = _sendable_cause(self.__cause__)
+        state["__suppress_context__"] = self.__suppress_context__
+        return _made, (_bases_of(type(self)), self.args), state
+
     @property
     def summary(self) -> str:
         """Return the message with the file, object or peer that it is about: for lists of errors."""
@@ -109,6 +126,64 @@ class PenstockError(Exception):
         if self.hint is not None:
             parts.append(self.hint)
         return "; ".join(parts)
+
+
+_OWN_FIELDS = ("errno", "strerror", "filename", "filename2", "name", "path")
+
+
+class CauseText(Exception):
+    """The text of a cause that was not sent with its error: its class may be unknown to the receiver."""
+
+
+def _sendable_cause(cause: BaseException | None) -> BaseException | None:
+    """Return a cause for a copy of an error, in another process perhaps: itself, or its text."""
+    if cause is None or isinstance(cause, PenstockError | CauseText):
+        return cause
+    # Python's own classes are known everywhere; their arguments may still hold anything.
+    if type(cause).__module__ == "builtins" and all(type(part) in _PLAIN for part in cause.args):
+        return type(cause)(*cause.args) if vars(cause) else cause
+    return CauseText(f"{type(cause).__qualname__}: {cause}")
+
+
+_PLAIN = {str, int, float, bool, bytes, type(None)}
+
+_classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
+"""The classes made by `also`, so that two errors of one kind have one class."""
+
+
+def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
+    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already.
+
+    A program that catches the errors of another library then catches Penstock's error for the same fault.
+    """
+    bases = _bases_of(type(error))
+    missing = tuple(other for other in others if not isinstance(error, other))
+    if not missing:
+        return error
+    made = _made((*bases, *missing), error.args)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def _bases_of(kind: type[PenstockError]) -> tuple[type[BaseException], ...]:
+    """Return the classes of which `also` made a class, the first of them Penstock's; itself for any other class."""
+    return kind.__bases__ if kind in _classes.values() else (kind,)
+
+
+def _made(bases: tuple[type[BaseException], ...], args: tuple[object, ...]) -> PenstockError:
+    """Return an error of a class, or of the class that `also` makes of several, without calling a constructor."""
+    kind: type[PenstockError]
+    first = kind = bases[0]  # type: ignore[assignment]
+    if len(bases) > 1:
+        if bases not in _classes:
+            body = {"__module__": first.__module__, "__doc__": first.__doc__, "__qualname__": first.__qualname__}
+            # Not assigned: another thread may have made it meanwhile.
+            _classes.setdefault(bases, type(first.__name__, bases, body))
+        kind = _classes[bases]
+    # Not by calling the class: a foreign base may require other arguments, or none.
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 def without_frames(error: PenstockError) -> PenstockError:
@@ -226,10 +301,6 @@ class BudgetTooSmall(PlanError):
         super().__init__(message, hint=f"give {budget} >= {minimum_bytes}")
         self.minimum_bytes = minimum_bytes
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # torch.distributed.checkpoint sends the error of one rank to all; by the message alone it could not be made.
-        return partial(type(self), minimum_bytes=self.minimum_bytes), (self.message,), self.__dict__
-
 
 class BaseMismatch(PenstockError):
     """An adapter belongs to another base than the receiver's; no byte of it was read.
@@ -245,10 +316,6 @@ class BaseMismatch(PenstockError):
         super().__init__(message, hint=hint)
         self.expected = expected
         self.found = found
-
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(type(self), expected=self.expected, found=self.found)
-        return rebuild, (self.message,), self.__dict__
 
 
 class DestinationError(PenstockError):
@@ -288,10 +355,6 @@ class VersionRefused(PenstockError):
         self.member = member
         self.reason = without_secrets(reason)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(type(self), version=self.version, member=self.member, reason=self.reason)
-        return rebuild, (self.message,), self.__dict__
-
 
 class VersionNotLive(PenstockError):
     """The version of a sync that a request is pinned to is not the live one, or did not stay so long enough.
@@ -305,6 +368,3 @@ class VersionNotLive(PenstockError):
     def __init__(self, message: str, *, live: int, hint: str | None = None):
         super().__init__(message, hint=hint)
         self.live = live
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), live=self.live), (self.message,), self.__dict__

@@ -5,8 +5,9 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 
 from penstock.compat.safetensors import install, installed, uninstall
+from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open as ours
 from penstock.testing.http_server import RangeServer
 
@@ -183,3 +185,55 @@ def test_a_damaged_remote_file_raises_the_error_of_safetensors(path: Path) -> No
     damaged = {"bad.safetensors": path.read_bytes()[:-5]}
     with RangeServer(damaged) as server, installed(), pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(f"{server.url}/bad.safetensors")
+
+
+KINDS = {
+    "F32": torch.arange(24.0).view(4, 6),
+    "row": torch.arange(6.0),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.ones(0, 3),
+    "BF16": torch.ones(4, 6).bfloat16(),
+    **{str(dtype): torch.ones(4, 4).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)},
+    "F8_E8M0": torch.ones(4, 4, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    "bool": torch.ones(4, dtype=torch.bool),
+    "C64": torch.ones(4, dtype=torch.complex64),
+}
+INDEXES = [
+    *((), 0, -1, 5, -7, 2**70, -(2**70), None, ..., (..., ...), (0, 0, 0), 1.5, "a", b"x", 1j, {}, object(), (1.0,)),
+    *(slice(None), slice(1, 3), slice(-5, -1, -1), slice(5, 0, -1), slice(None, None, 0), slice(None, None, -2)),
+    *(slice(-3, None, -1), slice(1.5), slice("a", None), slice(None, None, 1.5), slice(0, 2, 2), (slice(None), 9)),
+    *((slice(None), slice(None, None, -1)), [], [0], [0, 1], (0, [0]), True, np.int64(1), np.int64(-9), range(2)),
+    *(np.array([0, 1]), np.array([True, False]), torch.tensor(1), (None, 0), (slice(None),) * 3, ((0,),)),
+]
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - compared
+        return error
+    return None
+
+
+@pytest.mark.parametrize("framework", ["np", "pt"])
+def test_errors_are_of_the_originals_classes(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / "kinds.safetensors"
+    safetensors.torch.save_file(KINDS, path)
+    theirs = Kept.safe_open(path, framework)
+    with installed():
+        mine = safetensors.safe_open(f"file://{path}", framework)
+    wrong = []
+    for name in [*KINDS, "absent", 3, None]:
+        calls: list[Callable[[Any], object]] = [
+            lambda file, name=name: file.get_tensor(name),
+            lambda file, name=name: file.get_slice(name).get_dtype(),
+            *(lambda file, name=name, index=index: file.get_slice(name)[index] for index in INDEXES),
+        ]
+        for number, call in enumerate(calls):
+            original, error = raised(lambda call=call: call(theirs)), raised(lambda call=call: call(mine))
+            # Penstock takes some indexes more, as is documented: those have no error.
+            if error is not None and not isinstance(error, type(original)):
+                wrong.append((name, number, original, error))
+            if isinstance(error, PenstockError):
+                assert type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 - made here
+    assert not wrong

@@ -9,8 +9,13 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import multiprocessing
+import pickle
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +24,14 @@ from penstock import errors
 from penstock.errors import PenstockError
 from penstock.http.range_request import _failing
 from penstock.jobs.operations.spec import function_of
+from penstock.storage import text_of
 from penstock.storage.output import typed
 
 SOURCE = Path(penstock.__file__).parent
+
+
+class Foreign(Exception):
+    """An error of another library."""
 
 
 @pytest.mark.parametrize(
@@ -42,6 +52,102 @@ def test_an_error_is_also_the_one_of_python(ours: type[PenstockError], pythons: 
     for again in (copy.copy(error), copy.deepcopy(error)):
         assert type(again) is ours
         assert str(again) == str(error)
+
+
+def kinds(root: type[PenstockError] = PenstockError) -> Iterator[type[PenstockError]]:
+    yield root
+    for kind in root.__subclasses__():
+        # Classes that tests of this process have made are not known by name.
+        if kind.__module__.startswith("penstock."):
+            yield from kinds(kind)
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "BudgetTooSmall": {"minimum_bytes": 7},
+    "BaseMismatch": {"expected": "a", "found": "b"},
+    "VersionRefused": {"version": 3, "member": "m", "reason": "why"},
+    "VersionNotLive": {"live": 4},
+}
+
+
+def made(kind: type[PenstockError]) -> PenstockError:
+    """Return an error with fields, a note, a cause that can be sent and one that cannot."""
+    if kind.__name__ in SPECIAL:
+        error = kind("it failed", **SPECIAL[kind.__name__])
+    else:
+        error = kind("it failed", mutated=True, uri="file:///x", tensor="w", byte_range=(1, 2), hint="do this")
+    error.add_note("while it was tested")
+    error.__cause__ = errors.NotFound("gone", uri="s3://b/x")
+    error.__cause__.__cause__ = OSError(2, "no such file")
+    error.__cause__.__cause__.__cause__ = ValueError("never sent")
+    error.__context__ = RuntimeError(threading.Lock())
+    return error
+
+
+def sent(error: PenstockError, protocol: int | None = None) -> Any:
+    """Return an error as another process has it."""
+    return pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - made here
+
+
+def same(ours: BaseException, theirs: BaseException | None) -> bool:
+    fields = ("args", "__notes__", "message", "mutated", "uri", "tensor", "byte_range", "hint", "minimum_bytes")
+    fields += ("expected", "found", "version", "member", "reason", "live")
+    return (
+        type(ours) is type(theirs)
+        and str(ours) == str(theirs)
+        and all(getattr(ours, name, None) == getattr(theirs, name, None) for name in fields)
+    )
+
+
+@pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
+def test_every_error_can_be_copied_and_sent(kind: type[PenstockError]) -> None:
+    error = made(kind)
+    for again in (copy.copy(error), copy.deepcopy(error), *(sent(error, protocol) for protocol in range(6))):
+        assert same(error, again) and again.__suppress_context__
+        assert error.__cause__ is not None and same(error.__cause__, again.__cause__)
+        assert again.__cause__ is not None and isinstance(again.__cause__.__cause__, OSError)
+        assert again.__cause__.__cause__.errno == 2
+        assert "RuntimeError" in str(again.__context__)
+
+
+def test_circle_of_causes_can_be_sent() -> None:
+    first, second = errors.PeerLost("one"), errors.PlanError("two")
+    first.__cause__, second.__cause__ = second, first
+    again = sent(first)
+    assert same(second, again.__cause__) and again.__cause__.__cause__ is again
+
+
+def test_error_of_users_class_can_be_sent() -> None:
+    error = UsersError(1, reason="because")
+    again = sent(error)
+    assert type(again) is UsersError and (again.number, str(again)) == (1, str(error))
+
+
+class UsersError(errors.OperationFailed):
+    """A class with a constructor of its own."""
+
+    def __init__(self, number: int, *, reason: str) -> None:
+        super().__init__(f"{number} {reason}")
+        self.number = number
+
+
+@pytest.mark.parametrize("others", [(Foreign, OSError), (TypeError,), (Foreign, TypeError)], ids=str)
+def test_error_of_two_libraries_can_be_sent(others: tuple[type[Exception], ...]) -> None:
+    error = errors.also(errors.SourceUnavailable("gone", uri="x", hint="wait"), *others)
+    error.add_note("a note")
+    twice = errors.also(error, LookupError)
+    for one in (error, twice, errors.also(twice, *others)):
+        for again in (copy.copy(one), copy.deepcopy(one), sent(one)):
+            assert same(one, again) and all(isinstance(again, other) for other in others)
+            assert isinstance(again, errors.SourceUnavailable)
+
+
+def test_errors_of_worker_processes_arrive_whole() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.raises(errors.ConfigError, match="NoneType is not a path or URI"):
+            pool.submit(text_of, None).result(timeout=60)
+        # The pool is whole afterwards: an error that cannot be unpickled breaks it.
+        assert pool.submit(text_of, "x").result(timeout=60) == "x"
 
 
 def test_other_errors_are_not(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ class IndexRefused(PlanError, IndexError):
     """An index is not of a form that can be read, or lies outside the tensor."""
 
 
+class StepRefused(IndexRefused, OverflowError):
+    """A slice of numpy steps backwards. safetensors cannot convert such a step to its unsigned numbers."""
+
+
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """Return the least box that contains all that `index` selects, and the index that selects it from that box.
 
@@ -97,9 +101,11 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     if isinstance(index, list):
         if index:
             raise IndexRefused("an index by a list is not supported", hint='use framework="pt" for it')
-        return (slice(0, 0),)
+        index = slice(0, 0)
     # By `isinstance`, not `in`: an entry may be an array, which compares element by element.
-    entries = index if isinstance(index, tuple) else (index,)
+    given = index if isinstance(index, tuple) else (index,)
+    # Slices first, as safetensors does, whose errors say what is wrong in them.
+    entries = [_numpy_slice(entry) if isinstance(entry, slice) else entry for entry in given]
     if sum(isinstance(entry, EllipsisType) for entry in entries) > 1:
         raise IndexRefused("only one ellipsis (...) is allowed in an index")
     num_given = sum(not isinstance(entry, EllipsisType) for entry in entries)
@@ -114,12 +120,17 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     return tuple(bounds)
 
 
+def _numpy_slice(entry: slice) -> slice:
+    """Return a slice of integers. TypeError: it has something else. StepRefused: it steps backwards."""
+    bounds = [None if b is None else operator.index(b) for b in (entry.start, entry.stop, entry.step)]
+    if bounds[2] is not None and bounds[2] <= 0:
+        raise StepRefused(f"a slice's step must be positive, not {bounds[2]}")
+    return slice(*bounds)
+
+
 def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:
     if isinstance(entry, slice):
-        bounds = [None if b is None else operator.index(b) for b in (entry.start, entry.stop, entry.step)]
-        if bounds[2] is not None and bounds[2] <= 0:
-            raise IndexRefused(f"a slice's step must be positive, not {bounds[2]}")
-        return slice(*bounds)
+        return entry
     # Checked here and not by numpy: the box must be known before anything is read.
     try:
         number = operator.index(entry)

@@ -29,7 +29,7 @@ from penstock import lifecycle
 from penstock.config import Settings
 from penstock.engine.place import place_on, registrar_of
 from penstock.engine.trace import Trace
-from penstock.errors import ConfigError, NotFound, PenstockError, SourceError
+from penstock.errors import ConfigError, MissingExtra, NotFound, PenstockError, PlanError, SourceError, also
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read_ahead import ReadAhead
 from penstock.loader.run import LoadRun
@@ -270,7 +270,8 @@ class safe_open:
 
         Raises:
             NotFound: the file has no tensor of that name.
-            PlanError: the framework has no such dtype (F6; for numpy F4). MissingExtra: numpy needs `ml_dtypes`.
+            PlanError: the framework has no such dtype (F6; for numpy F4, and F8 without `ml_dtypes`). MissingExtra:
+                numpy needs `ml_dtypes` for BF16.
 
         Ownership: the caller's, writable, also after `with`. Cost: none on the CPU until it is touched.
         """
@@ -449,8 +450,8 @@ class _File:
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
         """Return the part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
-        # Raises for a dtype that numpy lacks, before anything is read.
-        numpy_dtype(dtype)
+        # Before anything is read.
+        _require_numpy(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
         whole = box == Box.full(shape)
         slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
@@ -550,6 +551,19 @@ def _device(device: str | int | torch.device | None) -> torch.device:
     return place
 
 
+def _require_numpy(dtype: DType) -> None:
+    """Raise for a dtype that numpy lacks, by the class that safetensors raises there."""
+    try:
+        numpy_dtype(dtype)
+    except MissingExtra as error:
+        if dtype is DType.BF16:
+            raise also(error, TypeError) from error.__cause__
+        # No class of Python is both an ImportError and an AttributeError.
+        raise also(PlanError(error.message, hint=error.hint), AttributeError) from error.__cause__
+    except PlanError as error:
+        raise also(error, AttributeError) from None
+
+
 @contextmanager
 def _as_safetensors_raises() -> Iterator[None]:
     """Raise the block's errors as classes that are also those of safetensors; see `_compatible`."""
@@ -569,35 +583,3 @@ def _compatible(error: PenstockError) -> PenstockError:
     if isinstance(error, SourceError) and error.tensor is None:
         others.append(OSError)
     return also(error, *others)
-
-
-_classes: dict[tuple[type[Exception], ...], type[PenstockError]] = {}
-"""The classes made by `also`, so that two errors of one kind have one class."""
-
-
-def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
-    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already.
-
-    A program that catches the errors of another library then catches Penstock's error for the same fault.
-    """
-    ours = type(error)
-    missing = tuple(other for other in others if not issubclass(ours, other))
-    if not missing:
-        return error
-    key = (ours, *missing)
-    if key not in _classes:
-        body = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__qualname__": ours.__qualname__}
-        _classes[key] = type(ours.__name__, key, body)
-    instance = _classes[key].__new__(_classes[key])
-    # Not by calling the class: a foreign base may require other arguments, or none.
-    PenstockError.__init__(
-        instance,
-        error.message,
-        mutated=error.mutated,
-        uri=error.uri,
-        tensor=error.tensor,
-        byte_range=error.byte_range,
-        hint=error.hint,
-    )
-    instance.__dict__.update(error.__dict__)
-    return instance

@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.config import Settings, runai_settings
-from penstock.errors import NotFound, PenstockError
-from penstock.loader.safe_open import also
+from penstock.errors import NotFound, PenstockError, also
 from penstock.storage import list_uris
 from penstock.storage.download import download, inside
 from penstock.storage.write import typed

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from penstock.compat import safetensors as compat
 from penstock.config import Settings
 from penstock.entry_points import install_hint
-from penstock.errors import ConfigError, MissingExtra, PenstockError
+from penstock.errors import ConfigError, MissingExtra, PenstockError, also
 from penstock.integrations.accelerated.hub_files import HubFiles, Pointer
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote
@@ -153,8 +153,6 @@ def accelerated(
         typed = _cause(error)
         if typed is None or isinstance(error, PenstockError):
             raise
-        from penstock.loader.safe_open import also
-
         # A copy: the error itself is a cause of the library's, and chains of causes must not be circles.
         raise copy.copy(also(typed, *_own_class(error))) from error
     finally:
