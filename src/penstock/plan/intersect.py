@@ -513,4 +513,17 @@ def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I
     head = (
         f"names, dtypes, shapes or tags differ: {len(missing)} wanted tensors and {len(spare)} held ones have no match:"
     )
-    return PlanError(head + "\n  " + "\n  ".join(lines))
+    hint = prefix_hint([names[name] for name in wanted_as], [names[name] for name in held_as])
+    return PlanError(head + "\n  " + "\n  ".join(lines), hint=hint)
+
+
+def prefix_hint(wanted: Sequence[str], held: Sequence[str]) -> str | None:
+    """Return a hint if held names have one prefix that all wanted names lack; None: they have not."""
+    if not wanted:
+        return None
+    known = set(held)
+    for name in held:
+        prefix = name.removesuffix(wanted[0])
+        if prefix != name and prefix.endswith(".") and all(prefix + other in known for other in wanted):
+            return f"the published names begin with {prefix!r}: publish them without it"
+    return None

@@ -414,7 +414,8 @@ class SyncClient(PeerClient):
         if code == 204 and kind is type(None):
             return None
         if code in _KINDS:
-            raise _KINDS[code](_fault(raw), uri=self._uri())
+            fault = _fault(raw)
+            raise _KINDS[code](fault.error, uri=self._uri(), hint=fault.hint or None)
         if code != 200:
             raise self._refusal(code, raw)
         try:
@@ -458,8 +459,8 @@ _KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}
 """The errors that only a sync's members answer with; the others are those of `PeerClient`."""
 
 
-def _fault(raw: bytes) -> str:
+def _fault(raw: bytes) -> Fault:
     try:
-        return msgspec.msgpack.decode(raw, type=Fault).error
+        return msgspec.msgpack.decode(raw, type=Fault)
     except MALFORMED:
-        return "the peer gave no reason"
+        return Fault(error="the peer gave no reason")

@@ -25,6 +25,7 @@ from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
 from penstock.memory.local_shards import local_parts
 from penstock.memory.rehome import rehome
+from penstock.memory.targets import require_initialised
 from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
@@ -55,6 +56,9 @@ class Shard:
 
 
 Declarable = torch.Tensor | Shard | Sequence[Shard]
+
+_PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
+"""Wrappers that add the prefix `module.` to all names."""
 
 _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shards by name"
 
@@ -216,13 +220,28 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by checkpoint names: without `torch.compile`'s prefix, and without extra state."""
+    """Return a module's tensors by checkpoint names: without prefixes of wrappers, and without extra state."""
     state = module.state_dict(keep_vars=True)
+    # A module may have wrappers inside it, as a trainer's actor and critic are. The inner ones come last.
+    wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]
+    for path in reversed(wrappers):
+        outer = f"{path}." if path else ""
+        prefix = f"{outer}module."
+        state = {(outer + n.removeprefix(prefix) if n.startswith(prefix) else n): t for n, t in state.items()}
     return {
         name.replace("_orig_mod.", ""): value
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
     }
+
+
+def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module inside a wrapper of torch.compile or of data parallelism; None: it is no such wrapper."""
+    if isinstance(module, _PARALLEL):
+        inner: torch.nn.Module = module.module
+        return inner
+    # By name: importing the class of compiled modules takes seconds.
+    return module._modules.get("_orig_mod")
 
 
 def _rows(name: str, value: Declarable) -> Iterator[Row]:
@@ -237,4 +256,7 @@ def _rows(name: str, value: Declarable) -> Iterator[Row]:
         for box, part in local_parts(name, value):
             yield row_of(name, part, value.shape, box.start)
     else:
+        require_initialised(name, value)
+        if value.is_nested:
+            raise PlanError("a nested tensor has no memory of its own", tensor=name, hint="declare its parts")
         yield row_of(name, value, value.shape, (0,) * value.ndim)

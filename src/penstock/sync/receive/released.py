@@ -35,7 +35,7 @@ from penstock.sync.digester import digesters_of
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
-from penstock.sync.recording.layout import cut
+from penstock.sync.recording.layout import cut, writing
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable, Row, declared
 from penstock.transport.choose import Links
@@ -129,7 +129,7 @@ class ReleasedMemory:
             except RuntimeError as error:
                 # Torch's allocator of host memory has no error of its own.
                 raise DestinationError(f"no host memory for {nbytes} bytes: {error}", mutated=True) from error
-        with torch.no_grad():
+        with writing(tensor for tensor, _ in self._kept_tensors):
             for tensor, value in self._kept_tensors:
                 tensor.copy_(value)
 
@@ -289,7 +289,6 @@ def _whole(memory: Memory) -> Strips:
     return Strips(at=column(0), run_bytes=column(memory.nbytes), num_rows=column(1), pitch=column(memory.nbytes))
 
 
-@torch.no_grad()
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Copy a checkpoint's tensors into the rows that a sync would fill; return the bytes.
 
@@ -311,7 +310,8 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
             row, at = requirements.rows[number], home.get(number, number)
             part = _part(row, tensor)
             if at not in filled:
-                row.tensor.copy_(part)
+                with writing([row.tensor]):
+                    row.tensor.copy_(part)
                 nbytes += row.tensor.nbytes
             elif not _is_same(row.tensor, part):
                 error = sources_differ(filled[at], name)

@@ -24,13 +24,14 @@ from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import note_written
 from penstock.peer.local_weights import tabulate
-from penstock.plan.intersect import MAX_LISTED
+from penstock.plan.intersect import MAX_LISTED, prefix_hint
 from penstock.plan.layout import Layout
 from penstock.report import names_text
 from penstock.sync.copy_plan import StagingCopy, aliases_of
 from penstock.sync.local_version import LocalVersion, Regions
 from penstock.sync.messages import TableReply
 from penstock.sync.recording.layout import Load, Recording, live_tensors
+from penstock.sync.recording.loader_run import users_code
 from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of
 from penstock.transform.formats import Format, format_of, is_format
@@ -122,10 +123,14 @@ def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
 
 
 def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[str, Declarable]:
-    """Return the module or the tensors to fill; new tensors for an empty dict, and those that a function returns."""
+    """Return the module or the tensors to fill; new tensors for an empty dict, and those that a function returns.
+
+    Raises:
+        PlanError: the function raised an error.
+    """
     if isinstance(target, MutableMapping) and not target:
         return _new_tensors(table)
-    return target if isinstance(target, torch.nn.Module | Mapping) else target(_published(table))
+    return target if isinstance(target, torch.nn.Module | Mapping) else _made(target, table)
 
 
 def wanted_of(
@@ -173,6 +178,13 @@ def wanted_of(
         if not rows:
             raise PlanError(f"no published tensor fills any of the target: {names_text(table.names)}")
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
+
+
+def _made(target: TargetFunction, table: TensorTable) -> Mapping[str, Declarable]:
+    """Return the tensors that a target function makes. PlanError: it raised an error."""
+    with users_code("the target function"):
+        return target(_published(table))
+    raise AssertionError("unreachable")
 
 
 def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
@@ -228,6 +240,7 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     unused = ", ".join(recording.unused[:5])
     hint = f"published and not used: {unused}" if unused else "pass strict=False if they are not to be published"
+    hint = prefix_hint(lacking, recording.unused) or hint
     raise PlanError("the publishers do not fill all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 

@@ -315,12 +315,12 @@ class UpdateLoop:
             except _LOST as failed:
                 # Not from a source, which `_read` would have named: from the planner itself.
                 member, error = planner.member, failed
-            except (PlanError, StaleDescriptor):
+            except (PlanError, StaleDescriptor) as failed:
                 # A trainer that was restarted is whole, whatever its former process does.
                 if planner.state.run not in damaged:
                     raise
                 # The remaining members cannot supply the version: the reason is the member that was lost.
-                raise next(reversed(lost.values())) from None
+                raise next(reversed(lost.values())) from failed
             # A source that fenced its version is healthy: it serves the next one, and must not be left out.
             if not isinstance(error, StaleDescriptor):
                 lost[member] = error

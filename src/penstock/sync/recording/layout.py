@@ -12,6 +12,7 @@ Not here: the recording itself (`requirements.record`), the plan of a transfer (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -21,6 +22,7 @@ import torch
 
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.memory.targets import require_initialised
 from penstock.plan.intersect import common_box
 from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, restrict
 from penstock.sync.shards import Declarable, Row, Shard, declared
@@ -79,6 +81,9 @@ class Recording:
     """Checkpoint tensors that fill nothing in this model, for example those of other ranks."""
     unfilled: Mapping[str, int]
     """The number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
+    touched: frozenset[str] = frozenset()
+    """The live tensors that the loader writes to when it gets the unrecorded tensors alone. Records into these must be
+    installed after it has run."""
     repeated: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
 
@@ -124,10 +129,21 @@ def _inside(box: Box, other: Box) -> bool:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers under all their names, detached, with the same memory."""
+    """Return a module's parameters and buffers under all their names, detached, with the same memory.
+
+    Raises:
+        PlanError: one of them has no shape yet.
+    """
     # Under all names: a loader may fill a tied weight by either, and buffers that no state dict has too.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        require_initialised(name, tensor)
     return {name: tensor.detach() for name, tensor in named}
+
+
+def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which these tensors may be written, also if they were made in inference mode."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
 
 
 def fill(
@@ -152,7 +168,7 @@ def fill(
         # First, as in an update: records and constants may overwrite some of what the loader writes.
         load((name, source[name]) for name in recording.unrecorded)
     targets = live_tensors(model)
-    with torch.no_grad():
+    with writing(targets.values()):
         for constant in recording.constants:
             cut(targets[constant.target], constant.target_box).fill_(constant.value)
         for record in recording.records:
@@ -165,7 +181,7 @@ def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))
-    with torch.no_grad():
+    with writing([target]):
         cut(target, record.target_box).copy_(value.reshape(record.target_box.shape))
 
 

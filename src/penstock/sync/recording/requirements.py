@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import TracebackType
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PlanError
 from penstock.hub.messages import layout_digest
@@ -36,9 +34,19 @@ from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
 from penstock.plan.intersect import common_box, minus
-from penstock.report import bytes_text
+from penstock.report import bytes_text, names_text
 from penstock.sync.recording.layout import Constant, Load, Record, Recording, cut, install, live_tensors
-from penstock.sync.recording.meta_tensors import LoadRecorder, Recorded, written
+from penstock.sync.recording.loader_run import (
+    LoaderRaised,
+    Specs,
+    follow,
+    own_loader,
+    said,
+    span,
+    users_code,
+    written_alone,
+)
+from penstock.sync.recording.meta_tensors import LoadRecorder
 from penstock.sync.shards import Row, row_of
 from penstock.types import Box, TensorTable
 
@@ -59,11 +67,12 @@ def record(
         device: the device that the recording tensors report.
 
     Raises:
-        PlanError: the loader reads values that are not the checkpoint's, so that no run of it can be trusted.
-        Exception: any error of the loader itself, with a note that names the last tensor it received.
+        PlanError: the loader raised an error, which is the cause; or it reads values that are not the checkpoint's, so
+            that no run of it can be trusted.
 
     If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
-    through the loader at each update. The loader's effects on anything but the model's tensors stay.
+    through the loader at each update. If it fails without that tensor, all tensors pass through it. The effects of the
+    loader on anything but the model's tensors stay.
     Order: nothing else may use the model meanwhile; the loader's threads are followed where they use these tensors.
     Cost: no memory of the tensors' sizes; about 50 us of Python per operator that the loader calls.
     """
@@ -76,75 +85,46 @@ def record(
         except PlanError as error:
             # Torch cannot hold it, so no loader gets it; it may be one that this model does not use.
             left_out[name] = error.message
-    # Each run leaves out at least one more tensor, so this ends.
-    while True:
-        recorder = LoadRecorder(model, torch.device(device))
-        recordable = {name: spec for name, spec in specs.items() if name not in left_out}
-        with torch.no_grad(), _Pass(model, recorder) as running:
-            run(running.tensors(recordable))
-        if not recorder.read:
-            break
-        left_out |= recorder.read
-    return _recording(model, table, recorder, left_out)
+    device, unheld = torch.device(device), dict(left_out)
+    try:
+        recorder = follow(model, specs, run, device, left_out)
+    except LoaderRaised as raised:
+        if not raised.lacked:
+            raise _refused(raised) from raised.__cause__
+        return _unrecorded(model, table, specs, unheld, raised)
+    recording = _recording(model, table, recorder, left_out)
+    alone = {name: spec for name, spec in specs.items() if name in recording.unrecorded}
+    if not alone:
+        return recording
+    try:
+        return replace(recording, touched=written_alone(model, alone, run, device))
+    except LoaderRaised as raised:
+        return _unrecorded(model, table, specs, unheld, raised)
 
 
-def own_loader(model: torch.nn.Module) -> Load:
-    """Return the model's own loader: its `load_weights`, else `load_state_dict`."""
-    # `load_weights` is the convention of vLLM and SGLang: it takes the checkpoint's own names.
-    own = getattr(model, "load_weights", None)
-    if callable(own):
-        return own  # type: ignore[no-any-return]
-    return lambda weights: model.load_state_dict(dict(weights), strict=False)
+def _refused(raised: LoaderRaised) -> PlanError:
+    """Return the error for a loader that cannot load the checkpoint."""
+    return PlanError(
+        f"the loader raised {said(raised.__cause__)} while it was recorded",
+        tensor=raised.last or None,
+        hint="it must take the names, dtypes and shapes that are published",
+    )
 
 
-class _Pass:
-    """A run of the loader: operators are watched during it, and the model's own tensors put back after it."""
-
-    def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
-        self._recorder = recorder
-        self._last = ""
-        groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
-        # The model's tensors and their memory before the run, to be put back.
-        self._saved = [(group, dict(group)) for group in groups]
-        self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
-
-    def tensors(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the recording tensors, one by one."""
-        for name, (dtype, shape) in specs.items():
-            self._last = name
-            # Unwatched: watching them made is a third of the time of a recording. Not all of them before the loader
-            # runs: in its inference mode torch refuses views of tensors that were made outside of it.
-            with torch._C._DisableTorchDispatch():
-                tensor = self._recorder.checkpoint_tensor(name, dtype, shape)
-            yield name, tensor
-
-    def __enter__(self) -> _Pass:
-        self._recorder.watch.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
-        self._put_back()
-        if isinstance(error, Exception) and self._recorder.read:
-            # The stand-in for a value led the loader astray: the next run leaves that tensor out.
-            return True
-        if error is not None:
-            error.add_note(f"while the loader was recorded; the last tensor it received is {self._last!r}")
-        return False
-
-    def _put_back(self) -> None:
-        """Restore the model's tensors; record a tensor that replaced a parameter as that parameter's values."""
-        for group, saved in self._saved:
-            for name, old in saved.items():
-                new = group.get(name)
-                if old is not None and new is not None and new is not old:
-                    self._recorder.assigned(old.detach(), new)
-            group.clear()
-            group.update(saved)
-        # Loaders also assign `param.data`, which leaves the parameter's identity but changes its memory.
-        for tensor, data in self._data:
-            if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
-                tensor.data = data
+def _unrecorded(
+    model: torch.nn.Module, table: TensorTable, specs: Specs, unheld: Mapping[str, str], raised: LoaderRaised
+) -> Recording:
+    """Return the recording of a loader that needs all tensors in one call: all of them pass through it."""
+    why = f"the loader needs all tensors in one call: with some of them it raised {said(raised.__cause__)}"
+    return Recording(
+        layout=layout_digest(table),
+        shapes={name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True)},
+        records=(),
+        constants=(),
+        unrecorded={**unheld, **dict.fromkeys(specs, why)},
+        unused=(),
+        unfilled={name: tensor.numel() for name, tensor in targets_of(model).items() if tensor.numel()},
+    )
 
 
 def _recording(
@@ -258,6 +238,8 @@ class Requirements:
     _whole: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
     _load: Load | None = field(default=None, repr=False)
     _model: torch.nn.Module | None = field(default=None, repr=False)
+    _is_inference: bool = False
+    """Whether some of the model's tensors were made in inference mode."""
 
     @classmethod
     def as_declared(cls, rows: Sequence[Row]) -> Requirements:
@@ -306,6 +288,9 @@ class Requirements:
         head = f"{len(self.unrecorded)} tensors are received whole, {bytes_text(nbytes)}, and pass through the loader"
         return (f"{head}: {'; '.join(reasons + more)}",)
 
+    def _writing(self) -> AbstractContextManager[object]:
+        return torch.inference_mode() if self._is_inference else torch.no_grad()
+
     def install(self, names: Iterable[str] | None = None) -> None:
         """Permute, cast and copy the arrived rows of these tensors; None: of all.
 
@@ -313,7 +298,7 @@ class Requirements:
             update.
         """
         # Names may lack steps: their rows arrived in the parameters themselves.
-        with torch.no_grad():
+        with self._writing():
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
                     step.run()
@@ -355,7 +340,7 @@ class Requirements:
             return view.set_(home.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
         steps = [step for mine in self._steps.values() for step in mine] + list(self._last)
-        with torch.no_grad():
+        with self._writing():
             # Into the copy, at places where no row arrives: a flip does not copy them.
             for step in steps:
                 replace(step, piece=staged(step.piece), target=staged(step.target)).run()
@@ -378,9 +363,9 @@ class Requirements:
         pieces = [row.tensor for row in self.rows[: self.num_live]]
         pieces += [step.target if step.record is None else cut(step.target, step.record.target_box) for step in steps]
         pieces += [target for target, _ in self._constants]
-        storage, start, stop = _span(tensor)
+        storage, start, stop = span(tensor)
         for piece in pieces:
-            of, first, last = _span(piece)
+            of, first, last = span(piece)
             if of == storage and start <= first and last <= stop and whole.stride() == tensor.stride():
                 offset = (first - start) // piece.itemsize
                 into = whole.view(piece.dtype) if whole.itemsize == piece.itemsize else whole
@@ -391,15 +376,16 @@ class Requirements:
         """Run the steps that need all tensors: the loader on unrecorded tensors, and constants.
 
         Raises:
-            PlanError: with `mutated=True`, the loader replaced the memory of a parameter.
+            PlanError: with `mutated=True`, the loader raised an error, or replaced the memory of a parameter.
 
         Order: after `install` of all tensors.
         """
-        with torch.no_grad():
+        with self._writing():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
                 # Clones: a loader may compute in place, and this process serves the received bytes to others.
-                self._load((name, tensor.clone()) for name, tensor in self._whole.items())
+                with users_code(f"the loader, given {names_text(list(self._whole))},", mutated=True):
+                    self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
                     # The registrations and rows are of the old memory: the next version would arrive where no engine
                     # looks.
@@ -443,7 +429,7 @@ def wanted(
     if any(tensor.is_meta for tensor in live_tensors(model).values()):
         raise PlanError("the model is on the meta device", hint="materialise it first: module.to_empty(device=...)")
     run = load or own_loader(model)
-    places = _Destinations(model, _touched(model, recording, table, run))
+    places = _Destinations(model, recording.touched)
     by_source: dict[str, list[Record]] = {}
     for entry in recording.records:
         by_source.setdefault(entry.source, []).append(entry)
@@ -586,6 +572,7 @@ class _Destinations:
             _whole={name: place.cut(place.box) for name, place in self._whole.items()},
             _load=load,
             _model=self._model,
+            _is_inference=any(tensor.is_inference() for tensor in self._live.values()),
         )
 
     def _allocate(self, places: Sequence[_Place]) -> int:
@@ -614,55 +601,3 @@ def _apart(boxes: Sequence[Box]) -> bool:
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
     """Return the address of each live tensor."""
     return {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}
-
-
-class _Watch(TorchDispatchMode):
-    """Dispatch mode that notes the memory that operators write to."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.spans: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.spans += [
-            _span(tensor) for tensor in written(func, args, kwargs or {}) if not isinstance(tensor, Recorded)
-        ]
-        return func(*args, **(kwargs or {}))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a tensor's storage, its first byte in it, and the end of its last."""
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return int(tensor.untyped_storage()._cdata), first, first + (int(reach) * tensor.itemsize if tensor.numel() else 0)
-
-
-def _touched(model: torch.nn.Module, recording: Recording, table: TensorTable, load: Load) -> frozenset[str]:
-    """Return the live tensors that the loader writes to when it gets only the unrecorded tensors.
-
-    Records into these tensors must be installed after the loader has run.
-    """
-    if not recording.unrecorded:
-        return frozenset()
-    # By running the loader on the unrecorded tensors alone, again without values. This watch is inside the recorder's,
-    # so it sees each operator before the recorder replaces it.
-    seen = _Watch()
-
-    def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with seen:
-            load(weights)
-
-    some = [row for row, name in enumerate(table.names) if name in recording.unrecorded]
-    record(model, table.take(some), load=watched)
-    live = {name: _span(tensor) for name, tensor in live_tensors(model).items()}
-    return frozenset(_meeting(live, seen.spans))
-
-
-def _meeting(live: Mapping[str, tuple[int, int, int]], spans: Iterable[tuple[int, int, int]]) -> Iterator[str]:
-    """Yield the names of live tensors whose bytes meet one of the spans."""
-    by_storage: dict[int, list[tuple[int, int]]] = {}
-    for storage, start, stop in spans:
-        by_storage.setdefault(storage, []).append((start, stop))
-    for name, (storage, start, stop) in live.items():
-        if any(a < stop and start < b for a, b in by_storage.get(storage, ())):
-            yield name
