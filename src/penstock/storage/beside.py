@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from penstock.config import Settings
-from penstock.errors import NotFound, PermissionDenied
+from penstock.errors import NotFound, PenstockError, PermissionDenied
 from penstock.report import bytes_text
 from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
@@ -114,11 +114,17 @@ def _below(
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     if listed == [uri] or (glob.has_magic(uri) and not uri.startswith(("http://", "https://"))):
         return {}, {}
-    prefix = directory_prefix(uri)
+    prefix, below = directory_prefix(uri), dict[str, str]()
     if not uri.startswith(("http://", "https://")):
-        prefix = f"{listed[0].rpartition('/')[0]}/"
-        listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
-    found, left_out = {}, {}
+        if not all(file.startswith(prefix) for file in listed):
+            # The name of a repository without its revision, for example: the storage lists it with one.
+            prefix = f"{min(listed, key=lambda file: file.count('/')).rpartition('/')[0]}/"
+        try:
+            listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
+        except PenstockError as error:
+            # Names that no client accepts, `a/../b` for example. The model's own files were listed before.
+            below[prefix] = f"the folders cannot be listed: {error.message}"
+    found, left_out = {}, below
     names = {file.removeprefix(prefix): file for file in listed}
     num_below = 0
     for name, file in sorted(names.items(), key=lambda item: (item[0].count("/"), item[0])):
