@@ -263,3 +263,27 @@ def test_to_an_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
         with pytest.raises(CheckpointException) as caught:
             dcp.save(odd_state(1), storage_writer=CheckpointWriter(uri, scratch=tmp_path, storage_options=options))
         assert isinstance(failure(caught.value), ConfigError)
+
+
+def test_save_fills_an_empty_mount_point(small_disk: Any) -> None:
+    disk = small_disk(16 << 20)
+    dcp.save({"w": torch.full((64, 64), 2.0)}, storage_writer=CheckpointWriter(disk))
+    assert penstock.verify(disk).verified and float(penstock.load(disk)["w"][0, 0]) == 2.0
+    assert not [path.name for path in (*disk.iterdir(), *disk.parent.iterdir()) if path.name.startswith(".")]
+    # Another directory cannot take its name: this is said before anything is written.
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(disk, replace=True))
+    assert isinstance(failure(caught.value), ConfigError) and "mount point" in str(failure(caught.value))
+    assert penstock.verify(disk).verified
+
+
+def test_save_keeps_files_of_others(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+    dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(place))
+    (place / "notes.txt").write_text("precious")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.zeros(2)}, storage_writer=CheckpointWriter(place, replace=True))
+    assert "notes.txt" in str(failure(caught.value)) and (place / "notes.txt").exists()
+    (place / "notes.txt").unlink()
+    dcp.save({"w": torch.zeros(2)}, storage_writer=CheckpointWriter(place, replace=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]

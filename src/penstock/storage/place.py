@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +312,7 @@ class Claim(Closing):
 
     def __init__(self, place: Path, staging: Path, *, mode: int = 0o777, is_shared: bool = False) -> None:
         self.staging = staging
-        self._fd = -1
+        self._release: weakref.finalize[..., Claim] | None = None
         where = staging.parent
         with typed(place):
             self._new = [directory for directory in (where, *where.parents) if not directory.exists()]
@@ -338,9 +339,12 @@ class Claim(Closing):
         try:
             if os.fstat(folder).st_uid != os.geteuid():
                 raise _planted(self.staging)
-            self._fd = _lock_file(folder)
-            if self._fd < 0:
+            fd = _lock_file(folder)
+            if fd < 0:
                 raise _busy(place)
+            # Also where its owner fails and is dropped. At the interpreter's end the kernel does it.
+            self._release = weakref.finalize(self, os.close, fd)
+            self._release.atexit = False
             if os.path.lexists(self.staging / _MOVING):
                 _move_back(place, self.staging)
         finally:
@@ -348,17 +352,15 @@ class Claim(Closing):
 
     def close(self) -> None:
         """Release the lock; remove directories above it that were made for it, if they are empty. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._release is not None:
+            self._release()
         new, self._new = self._new, []
         remove_empty(new)
 
     def let_go(self) -> None:
         """Close the descriptor in a forked child, in which the lock would live on."""
-        fd, self._fd, self._new = self._fd, -1, []
-        if fd >= 0:
-            os.close(fd)
+        if self._release is not None:
+            self._release()
 
 
 _claims = let_go_in_children(Claim.let_go)

@@ -5,7 +5,7 @@ manifest of digests.
 Not here: the directory and its publication (`storage.output`), copies for an asynchronous save (`staging`).
 
     plans of all ranks -> one table of whole tensors: every byte has its place before any rank writes
-    each rank: its parts --pwrite, digest--> DST.penstock-dcp-NUMBER/
+    each rank: its parts --pwrite, digest--> .DST.penstock-dcp-NUMBER/
     coordinator: digests that are missing, manifest --rename--> DST/
 
 The files hold whole tensors, not a rank's parts: `penstock.load`, transformers and torch's readers read them too.
@@ -13,8 +13,6 @@ The files hold whole tensors, not a rank's parts: `penstock.load`, transformers 
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import io
 import json
 import os
@@ -22,7 +20,6 @@ import secrets
 import shutil
 import tempfile
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,13 +44,12 @@ from penstock.integrations.dcp.staging import Staging
 from penstock.integrations.dcp.stored import bytes_of, refusal
 from penstock.loader.tensor import dtype_of
 from penstock.plan.layout import box_runs
-from penstock.storage import is_remote, local_path, text_of
+from penstock.storage import is_remote, text_of
 from penstock.storage.locate import SIDECAR, texts_of
 from penstock.storage.manifest import encode
 from penstock.storage.output import OutputSet, publish_remote, require_free_remote
-from penstock.storage.place import require_free
+from penstock.storage.place import Claim, Place, remove_dead
 from penstock.storage.safetensors import encode_header, require_name
-from penstock.storage.write import typed
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
 
 VALUES_NAME = "values.safetensors"
@@ -68,8 +64,8 @@ MAX_VALUE_BYTES = 64 * MIB
 _PIECE_BYTES = 8 * MIB
 """Bytes that are digested and written at once: a whole number of leaves, and few enough to stay in a core's cache."""
 
-_GROWING = ".penstock-dcp-"
-"""What follows the name of the destination in that of a directory that grows beside it."""
+_TOKEN = "dcp-"
+"""Begins the token of a staging directory; see `Place.staging`."""
 
 _PLAIN_HINT = "save numbers, texts, bytes, and lists, tuples, dicts and sets of them, or tensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -125,7 +121,8 @@ class CheckpointWriter(Staging, StorageWriter):
         self._scratch = scratch
         self._storage_options = storage_options
         self._target: _Target | None = None
-        self._mark: _Mark | None = None
+        self._claim: Claim | None = None
+        self._place: Path | None = None
         self.revision = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -173,35 +170,30 @@ class CheckpointWriter(Staging, StorageWriter):
         """
         if self._uri is None:
             raise ConfigError("the writer has no URI", hint="give CheckpointWriter(uri), or save(checkpoint_id=)")
-        if self._mark is not None:
-            # DCP does not tell a coordinator that another rank has failed: the save before this one ended midway.
-            self._mark.discard()
-            self._mark = None
+        # DCP does not tell a coordinator that another rank has failed: the save before this one may have ended midway.
+        self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
                 raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
             # The same for each save to this prefix, so that the next one finds what a dead one left.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
-            into = Path(self._scratch or tempfile.gettempdir()).absolute() / name
+            place = Place(path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, is_kept=False)
         else:
-            into = Path(local_path(self._uri)).absolute()
-            require_free(into, replace=self._replace)
+            place = Place.at(self._uri)
+            place.require_free(replace=self._replace)
         table, body_nbytes = _layout([item for plan in plans for item in plan.items])
-        _remove_dead(into)
-        # A name of its own: ranks of a save that was killed may still write to the files of that one.
-        directory = into.with_name(f"{into.name}{_GROWING}{secrets.token_hex(4)}")
-        self._mark = _Mark(directory)
-        target = _Target(directory=str(directory), table=table, body_nbytes=body_nbytes)
+        remove_dead(place, _TOKEN)
+        # A name of its own: ranks of a save that was killed may still write to the files of that one. The system's
+        # directory for temporary files is other users' too.
+        staging, mode = place.staging(f"{_TOKEN}{secrets.token_hex(4)}"), 0o700 if is_remote(self._uri) else 0o777
+        self._claim = Claim(place.path, staging, mode=mode, is_shared=True)
+        self._place = place.path
+        target = _Target(directory=str(staging), table=table, body_nbytes=body_nbytes)
         try:
-            if is_remote(self._uri):
-                # The system's directory for temporary files is other users' too.
-                with typed(directory):
-                    directory.mkdir(mode=0o700)
             _output(target).create()
         except BaseException:
-            self._mark.discard()
-            self._mark = None
+            self._discard()
             raise
         return [replace(plan, storage_data=target) for plan in plans]
 
@@ -262,60 +254,19 @@ class CheckpointWriter(Staging, StorageWriter):
             if is_remote(uri):
                 publish_remote(out, uri, small, settings=self._settings, storage_options=self._storage_options)
             else:
-                out.publish(Path(local_path(uri)).absolute(), small, replace=self._replace)
+                assert self._place is not None
+                out.publish(self._place, small, replace=self._replace)
         finally:
             out.close()
             # Published, or of no use any more: no rank writes to it after its results were gathered.
-            if self._mark is not None:
-                self._mark.discard()
-                self._mark = None
+            self._discard()
 
-
-class _Mark:
-    """A locked file beside the directory of a save: the directory is in use for as long as the coordinator lives.
-
-    Raises:
-        DestinationError: the file cannot be made.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory.with_name(f"{directory.name}.lock")
-        hidden = directory.with_name(f"{directory.name}.new")
-        with typed(directory.parent):
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            # Closing releases the lock; a save that fails has no other end than that of its writer.
-            self._close = weakref.finalize(self, os.close, fd)
-            # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
-            self._close.atexit = False
-            # Locked before it has its name: what has the name and no lock is dead.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(hidden, self._path)
-
-    def discard(self) -> None:
-        """Remove the directory, where it was not published, and then the file."""
-        shutil.rmtree(self._path.with_suffix(""), ignore_errors=True)
-        self._path.unlink(missing_ok=True)
-        self._close()
-
-
-def _remove_dead(into: Path) -> None:
-    """Remove what saves to a place left that ended midway; those under way stay."""
-    for name in glob.glob(f"{glob.escape(str(into))}{_GROWING}*.lock"):
-        lock = Path(name)
-        try:
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-            lock.unlink(missing_ok=True)
-        finally:
-            os.close(fd)
+    def _discard(self) -> None:
+        """Remove the directory of a save if it was not published, and release its lock."""
+        if self._claim is not None:
+            shutil.rmtree(self._claim.staging, ignore_errors=True)
+            self._claim.close()
+            self._claim = None
 
 
 def _output(target: _Target) -> OutputSet:
