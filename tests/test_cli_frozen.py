@@ -20,11 +20,12 @@ COMMANDS = {
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --force --format",
-    "keep": "URIS --model --device --hub --listen --token-file --memory-bytes --host-bytes --disk --disk-bytes "
-    "--artifacts --accept --drain-s --format",
-    "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --token-file --wait-s --force --format",
+    "keep": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
+    "--disk-bytes --artifacts --accept --max-readers --max-bytes-per-s --drain-s --format",
+    "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file --wait-s "
+    "--force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
-    "--scratch --trace --force --ray --rates --hub --token-file --listen --list-ops --dry-run --format",
+    "--scratch --trace --force --ray --rates --hub --token-file --listen --data-port --list-ops --dry-run --format",
     "storage-initializer": "PAIRS --hub --token-file --format",
     "hub": "--listen --redis --redis-password-file --token-file --cert --key --client-ca --audit --audit-file",
     "ui": "--hub --token-file --port",
@@ -34,8 +35,8 @@ COMMANDS = {
     "run": "COMMAND --verbose",
     "doctor": "--path --calibrate --format",
     "version": "--format",
-    "artifacts restore": "URI --engine --config --device --at --model --public-key --hub --listen --token-file "
-    "--format",
+    "artifacts restore": "URI --engine --config --device --at --model --public-key --hub --listen --data-port "
+    "--token-file --format",
     "artifacts save": "URI KEY --at --sign --format",
     "artifacts list": "URI --at --public-key --format",
     "plan load": "URI --names --memory-bytes --explain --format",
@@ -44,7 +45,8 @@ COMMANDS = {
     "--bucket-bytes --watermark-bytes --cluster --rates --python-slowdown --seed --picture --format",
     "plan convert": "SOURCES --to --op --task-bytes --workers --cluster --rates --seed --picture --format",
     "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
-    "simulate fetch": "--bytes --nodes --parts --holders --cluster --rates --python-slowdown --seed --picture --format",
+    "simulate fetch": "--bytes --nodes --parts --holders --storage-gb-per-s --cluster --rates --python-slowdown --seed "
+    "--picture --format",
     "bench boot": "COMMAND --url --body --model --repeat --timeout-s --log --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",

@@ -223,7 +223,9 @@ class ConnectionSettings:
             process to join runs.
         token: token for the hub, if it requires one; None: the first token in the file `PENSTOCK_TOKEN_FILE`, if set.
             It is left out of the repr.
+        token_file: a file whose first token is sent to the hub, read when the verb is called; instead of `token`.
         listen: `host:port` where other hosts reach this member; None: this host only.
+        data_port: second port of the member, at the host of `listen`, for the bytes that others read; 0: any free one.
         rack: a label that hosts near each other share.
         transports: names of the allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
             one); None: all that work here.
@@ -231,13 +233,15 @@ class ConnectionSettings:
             `PENSTOCK_STALL_S`.
 
     Raises:
-        ConfigError: a field is of the wrong type, `hub` is no address, `transports` is empty, or `stall_s` is not
-            positive.
+        ConfigError: a field is of the wrong type, `hub` is no address, `token` and `token_file` are both given,
+            `data_port` is no second port, `transports` is empty, or `stall_s` is not positive.
     """
 
     hub: str | None = None
     token: str | None = field(default=None, repr=False)
+    token_file: str | os.PathLike[str] | None = None
     listen: str | None = None
+    data_port: int = 0
     rack: str = ""
     transports: Sequence[str] | None = None
     stall_s: float | None = None
@@ -247,6 +251,10 @@ class ConnectionSettings:
             require_hub_address(self.hub)
         if self.token is not None:
             _check_token(self.token)
+        require_type("token_file", self.token_file, (str, os.PathLike, type(None)), "the path of a file, or None")
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError("token and token_file are both given", hint="leave one of them out")
+        self._check_data_port()
         if self.listen is not None:
             require_name("listen", self.listen)
         require_type("rack", self.rack, str, "a str that near hosts share")
@@ -261,6 +269,17 @@ class ConnectionSettings:
             require_type("stall_s", self.stall_s, (int, float), "seconds, as 30.0, or None")
             if not self.stall_s > 0:
                 raise wrong("stall_s", self.stall_s, "a positive number of seconds, or None")
+
+    def _check_data_port(self) -> None:
+        require_type("data_port", self.data_port, int, "a port, as 7072")
+        if not 0 <= self.data_port < 1 << 16:
+            raise wrong("data_port", self.data_port, "a port from 1 to 65535, or 0 for any free one")
+        if not self.data_port:
+            return
+        if self.listen is None:
+            raise ConfigError("data_port needs listen: without it no other host reads", hint='give listen="HOST:PORT"')
+        if isinstance(self.listen, str) and self.listen.rpartition(":")[2] == str(self.data_port):
+            raise ConfigError(f"listen and data_port are both port {self.data_port}", hint="give two ports")
 
     @classmethod
     def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:

@@ -368,3 +368,16 @@ class VersionNotLive(PenstockError):
     def __init__(self, message: str, *, live: int, hint: str | None = None):
         super().__init__(message, hint=hint)
         self.live = live
+
+
+def class_named(name: str, least: type[PenstockError]) -> type[PenstockError]:
+    """Return the class that another process named in its error; `least` unless it is a kind of that.
+
+    Args:
+        name: from a message, so it may be anything.
+        least: the class to use otherwise. Also for classes whose errors need more than a message.
+    """
+    found = globals().get(name)
+    if not isinstance(found, type) or not issubclass(found, least) or found.__init__ is not PenstockError.__init__:
+        return least
+    return found

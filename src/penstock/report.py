@@ -12,29 +12,43 @@ import html
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
 
-class Summarised(ABC):
-    """A report: `str()` is its summary, `to_dict()` its fields as JSON has them."""
+class HasSummary(Protocol):
+    """A value that describes itself."""
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        ...
+
+
+class Readable:
+    """The methods of every report, for a class that has a `summary`: `str()` is that, `to_dict()` has the fields."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as plain values that JSON has."""
+        return cast("dict[str, Any]", plain(self))
+
+    def __str__(self: HasSummary) -> str:
+        return self.summary()
+
+    def _repr_html_(self: HasSummary) -> str:
+        return pre(self.summary())
+
+
+class Summarised(Readable, ABC):
+    """A report that is a dataclass. A struct of msgspec has another metaclass, and takes `Readable`."""
 
     __slots__ = ()
 
     @abstractmethod
     def summary(self) -> str:
         """Return a few lines for people."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as plain values that JSON has."""
-        return cast("dict[str, Any]", plain(self))
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return pre(self.summary())
 
 
 def plain(value: Any) -> Any:

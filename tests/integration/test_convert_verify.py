@@ -14,7 +14,7 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest
-from penstock.errors import IntegrityError
+from penstock.errors import IntegrityError, NotFound
 from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
@@ -77,7 +77,7 @@ def test_what_is_not_to_be_verified_is_not(sources: Path, tmp_path: Path) -> Non
     path = damaged(sources / "sealed", tmp_path / "damaged")
     report = convert(path.parent, tmp_path / "out", verify=False, **TOLD)
     assert (report.verified, report.verified_bytes, report.why) == (False, 0, "verify=False")
-    with pytest.raises(IntegrityError, match="verify=True, but no manifest at ") as caught:
+    with pytest.raises(NotFound, match="verify=True, but no manifest at ") as caught:
         convert([path.parent, sources / "bare"], tmp_path / "two", operations=[{"op": "average"}], verify=True, **TOLD)
     assert caught.value.hint == "write one with `penstock manifest URI`"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]

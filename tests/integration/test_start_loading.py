@@ -25,6 +25,7 @@ from penstock.errors import (
     ConfigError,
     DestinationError,
     IntegrityError,
+    NotFound,
     PenstockError,
     PlanError,
     SourceError,
@@ -175,7 +176,7 @@ def test_tensors_are_read_in_the_order_of_the_module(true: Model, tmp_path: Path
 def test_without_digests(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
-    with pytest.raises(IntegrityError, match="used before they are verified"):
+    with pytest.raises(NotFound, match="used before they are verified"):
         ps.start_loading(model, str(checkpoint), verify=True)
     with ps.start_loading(model, str(checkpoint)) as loading:
         assert torch.equal(model(x), true(x))

@@ -128,3 +128,38 @@ def test_a_wrong_value_is_a_config_error_with_a_hint(fields: dict[str, Any]) -> 
 def test_a_connection_of_another_type_is_a_config_error(connection: Any) -> None:
     with pytest.raises(ConfigError, match="connection is"):
         ps.join("m", connection=connection)
+
+
+def test_token_file_is_read_when_a_verb_runs(tmp_path: Path, token_file: Path) -> None:
+    settings = ps.ConnectionSettings(hub="https://mine:7070", token_file=token_file)
+    assert resolve_connection(settings) == ps.ConnectionSettings(hub="https://mine:7070", token=TOKEN)
+    assert TOKEN not in repr(settings)
+    token_file.write_text("a-newer-token-0123456789\n")
+    assert resolve_connection(settings).token == "a-newer-token-0123456789"
+    absent = ps.ConnectionSettings(token_file=str(tmp_path / "none"))
+    for call in (lambda: ps.status(connection=absent), lambda: ps.join("m", connection=absent)):
+        with pytest.raises(ConfigError, match="none cannot be read"):
+            call()
+
+
+def test_token_file_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "none"))
+    assert resolve_connection(ps.ConnectionSettings(token_file=token_file)).token == TOKEN
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token": TOKEN, "token_file": "tokens"},
+        {"token_file": 7},
+        {"data_port": 7072},
+        {"listen": "127.0.0.1:7071", "data_port": 7071},
+        {"listen": "127.0.0.1:7071", "data_port": 65536},
+        {"listen": "127.0.0.1:7071", "data_port": -1},
+        {"listen": "127.0.0.1:7071", "data_port": "7072"},
+        {"listen": "127.0.0.1:7071", "data_port": True},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ps.ConnectionSettings(**fields)

@@ -224,3 +224,21 @@ def test_no_handler_of_pythons_errors_takes_ours_for_them() -> None:
     assert not swallowed(wrong.replace("except OSError", "except PenstockError:\n    raise\nexcept OSError"))
     found = {path: swallowed(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "kind"),
+    [
+        ("GrantRefused", errors.PermissionDenied, errors.GrantRefused),
+        ("PermissionDenied", errors.PermissionDenied, errors.PermissionDenied),
+        ("NotFound", errors.PermissionDenied, errors.PermissionDenied),
+        ("IntegrityError", errors.PenstockError, errors.IntegrityError),
+        # Its errors need more than a message.
+        ("BudgetTooSmall", errors.PlanError, errors.PlanError),
+        ("partial", errors.PenstockError, errors.PenstockError),
+        ("no such thing", errors.PenstockError, errors.PenstockError),
+        ("__builtins__", errors.PenstockError, errors.PenstockError),
+    ],
+)
+def test_class_named_by_another_process_is_a_known_one(name: str, least: type, kind: type) -> None:
+    assert errors.class_named(name, least) is kind

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import (
+    DataPort,
     Device,
     Format,
     FormatOption,
@@ -59,6 +60,7 @@ def restore(
     public_key: PublicKeys = None,
     hub: Hub = None,
     listen: Listen = None,
+    data_port: DataPort = 0,
     token_file: TokenFile = None,
     format: FormatOption = Format.human,
 ) -> None:
@@ -82,7 +84,7 @@ def restore(
             at=at,
             model=model,
             public_keys=public_key,
-            connection=None if hub is None else connection_of(hub, token_file, listen),
+            connection=None if hub is None else connection_of(hub, token_file, listen, data_port),
         )
     if format is Format.json:
         write_json({**restored.to_dict(), "id": restored.key.id, "variables": caches.variables(restored.directory)})

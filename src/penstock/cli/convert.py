@@ -19,6 +19,7 @@ import typer
 
 from penstock.cli.plan import RatesOption, read_rates
 from penstock.cli.terminal import (
+    DataPort,
     Force,
     Format,
     FormatOption,
@@ -105,6 +106,7 @@ def convert(
     hub: ReportHub = None,
     token_file: TokenFile = None,
     listen: Listen = None,
+    data_port: DataPort = 0,
     list_ops: Annotated[
         bool,
         typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations of --op, and exit."),
@@ -127,7 +129,7 @@ def convert(
     if token_file is not None and hub is None and not places[-1].startswith("keeper:"):
         message = "--token-file is for a hub that the conversion reports to, or for a destination keeper:MODEL"
         raise ConfigError(message, hint="give --hub URL too, or leave it out")
-    connection = connection_of(hub, token_file, listen)
+    connection = connection_of(hub, token_file, listen, data_port)
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:

@@ -19,6 +19,7 @@ import typer
 
 from penstock.cli.terminal import (
     Cache,
+    DataPort,
     Device,
     Force,
     Format,
@@ -30,11 +31,13 @@ from penstock.cli.terminal import (
     connection_of,
     note,
     option,
+    plain_line,
     terminal_width,
     write_json,
     write_lines,
 )
 from penstock.errors import ConfigError, NotFound
+from penstock.hub.summary import failure_lines
 from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
@@ -143,9 +146,11 @@ def _show(fleet: Status, model: str | None, format: Format) -> None:
 
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
-    """Return the fleet as lines of at most this width: tables of weights, of syncs and of conversions."""
+    """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then failures."""
+    # Also without members: a process that failed or died is no member any more.
+    failures = [plain_line(line) for line in failure_lines(fleet.to_dict()["failures"])]
     if not fleet.members and not fleet.jobs:
-        return ["no members" if model is None else f"no member has or wants {model}"]
+        return ["no members" if model is None else f"no member has or wants {model}", *failures]
     weights = [row for member in fleet.members for row in _rows(member, model)]
     syncs = [row for member in fleet.members for row in _sync_rows(member)]
     lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
@@ -155,7 +160,8 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
     if lines and fleet.jobs:
         lines.append("")
     jobs = [_job_row(job.state) for job in fleet.jobs]
-    return lines + (columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else [])
+    lines += columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else []
+    return [*lines, "", *failures] if failures else lines
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
@@ -287,6 +293,7 @@ def keep(
     device: Device = "cpu",
     hub: Hub = None,
     listen: Listen = None,
+    data_port: DataPort = 0,
     token_file: TokenFile = None,
     memory_bytes: Annotated[
         str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device: 40G.")
@@ -304,6 +311,12 @@ def keep(
     accept: Annotated[
         bool, typer.Option("--accept", help="Keep finished parameters that engines of this host hand over, too.")
     ] = False,
+    max_readers: Annotated[
+        int, typer.Option("--max-readers", metavar="N", min=1, help="Readers of each model at once.")
+    ] = 4,
+    max_bytes_per_s: Annotated[
+        str, option("--max-bytes-per-s", "BYTES", "Limit for all readers together: 2G; 0: no limit.")
+    ] = "0",
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
     ] = 30.0,
@@ -335,8 +348,10 @@ def keep(
         host_bytes=host_bytes,
         disk=disk,
         disk_bytes=disk_bytes,
-        connection=connection_of(hub, token_file, listen),
+        connection=connection_of(hub, token_file, listen, data_port),
         accept=accept,
+        max_readers=max_readers,
+        max_bytes_per_s=max_bytes_per_s,
     ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in [*zip(names, uris, strict=True), *bundles.items()]]
         if format is Format.json:
@@ -401,6 +416,7 @@ def pull(
     ] = "",
     hub: Hub = None,
     listen: Listen = None,
+    data_port: DataPort = 0,
     token_file: TokenFile = None,
     wait_s: Annotated[
         float | None,
@@ -433,7 +449,7 @@ def pull(
     try:
         report = pull_model(
             model,
-            connection=connection_of(hub, token_file, listen),
+            connection=connection_of(hub, token_file, listen, data_port),
             revision=revision,
             to=to,
             device=device or "cpu",

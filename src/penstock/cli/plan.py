@@ -9,6 +9,7 @@ Nothing is read but headers, and nothing is moved: the cluster need not exist.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +35,7 @@ from penstock.cli.terminal import (
 )
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, DestinationError
-from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
+from penstock.plan.cluster import CLUSTERS, STORAGE_GB_PER_S, Cluster, Rates, from_json
 from penstock.report import bytes_text, plain
 from penstock.types import MIB
 
@@ -304,6 +305,16 @@ def simulate_fetch(
     holders: Annotated[
         int, typer.Option("--holders", min=0, help="Replicas that are complete at the start; 0: storage is read.")
     ] = 1,
+    storage_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--storage-gb-per-s",
+            metavar="GB",
+            min=0.001,
+            help="Rate at which a node reads storage. Default: the cluster's, or 3.4.",
+            show_default=False,
+        ),
+    ] = None,
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
     python_slowdown: PythonOption = 1.0,
@@ -321,7 +332,13 @@ def simulate_fetch(
     speeds = speeds.slowed(python_slowdown)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     fleet = simulation.Fleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
+    is_assumed = storage_gb_per_s is None and not (described.node_storage_gb_per_s or described.storage_gb_per_s)
+    if storage_gb_per_s is not None or is_assumed:
+        described = msgspec.structs.replace(described, node_storage_gb_per_s=storage_gb_per_s or STORAGE_GB_PER_S)
     prediction = simulation.simulate_fetch(fleet, described, speeds, seed=seed)
+    if is_assumed and not holders:
+        note = f"node_storage_gb_per_s: assumed {STORAGE_GB_PER_S}, a local disk; --storage-gb-per-s sets it"
+        prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, note))
     write_prediction(prediction, described.name, format, picture)
 
 

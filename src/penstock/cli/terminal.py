@@ -56,7 +56,7 @@ def columns(
         width: longest line: long cells are cut, then columns are left out and named below; None: nothing is cut.
         spare: columns that may be left out, the first one first.
     """
-    cells = [list(header), *([_printable(str(cell)) for cell in row] for row in rows)]
+    cells = [list(header), *([plain_line(str(cell)) for cell in row] for row in rows)]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
     widths = {name: max(len(row[i]) for row in cells) for i, name in enumerate(header)}
     left_out: list[str] = []
@@ -89,7 +89,7 @@ _LEAST_CELL = 16
 """A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
 
 
-def _printable(text: str) -> str:
+def plain_line(text: str) -> str:
     """Return a text on one line and without control characters: a member's text must not steer the terminal."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
@@ -287,8 +287,21 @@ Listen = Annotated[
 ]
 
 
-def connection_of(hub: str | None, token_file: Path | None, listen: str | None = None) -> ConnectionSettings:
-    """Return the connection settings that a command's options ask for. ConfigError: one of them is wrong."""
-    from penstock.hub.auth import first_token
+DataPort = Annotated[
+    int,
+    typer.Option(
+        "--data-port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Second port, at the host of --listen, for the bytes that others read; 0: any free one.",
+        show_default=False,
+    ),
+]
 
-    return ConnectionSettings(hub=hub, token=first_token(token_file), listen=listen)
+
+def connection_of(
+    hub: str | None, token_file: Path | None, listen: str | None = None, data_port: int = 0
+) -> ConnectionSettings:
+    """Return the connection settings that a command's options ask for. ConfigError: one of them is wrong."""
+    return ConnectionSettings(hub=hub, token_file=token_file, listen=listen, data_port=data_port)

@@ -8,6 +8,7 @@ Not here: fetching it (`run`), the API for users (`join`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -48,11 +49,14 @@ from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
 from penstock.types import U64, TensorTable
 
+_log = logging.getLogger("penstock.fetch")
 T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
 LEAST_ASK_S = 0.5
 """Shortest timeout of a request to the hub: with `wait_s=0` a hub that is up must still have time to answer."""
+TOLD_S = 2.0
+"""A wait that takes longer than this is logged."""
 ASK_S = 0.2
 """Shortest pause between two requests to the hub while no member holds the model."""
 
@@ -261,7 +265,8 @@ class Discovery:
         if best is not None:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
-        message = f"no member holds {identity.model!r} with this identity{since}{seen}"
+        # Whoever is told of an identity must also be told what differs in it.
+        message = f"no member holds {identity.model!r}{since}{', or not the same weights' if seen else ''}{seen}"
         raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or give fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
@@ -269,6 +274,8 @@ class Discovery:
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         # Without a holder, or without the hub, the files are read and compared like any others.
         with contextlib.suppress(SourceError, HubUnavailable):
+            if self._member.away is not None:
+                return False
             return self._state_now(same, set()).is_of(requested)
         return False
 
@@ -286,13 +293,19 @@ class Discovery:
     def _patiently(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
         """Call `ask` with the seconds left until it returns; raise errors of these kinds only after `wait_s`."""
         begun = time.monotonic()
+        is_told = False
         while True:
             waited_s = time.monotonic() - begun
             try:
                 return ask(max(LEAST_ASK_S, wait_s - waited_s))
-            except passing:
+            except passing as error:
                 if (waited_s := time.monotonic() - begun) >= wait_s:
                     raise
+                # Once: progress is shown on a terminal only, and nobody knows what a silent process waits for.
+                if not is_told and waited_s >= min(TOLD_S, wait_s / 2):
+                    is_told = True
+                    why = error.message if isinstance(error, HubUnavailable) else "there is none, and no fallback="
+                    _log.warning("waiting for %s of %s, at most %g s: %s", what, self._identity.model, wait_s, why)
             self._on_wait(f"waiting for {what}, {waited_s:.0f} of {wait_s:.0f} s")
             # Longer for a slow hub: each of these answers costs it the time of all members of the fleet.
             time.sleep(max(ASK_S, min(self._member.hub.rest_s, wait_s / 8)))

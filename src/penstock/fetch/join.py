@@ -87,6 +87,7 @@ class Fleet:
 
         Raises:
             NotFound: no member holds the model and there is no fallback.
+            HubUnavailable: the hub does not answer and there is no fallback.
             PlanError: the target's tensors are not those of the fallback.
             SourceError, IntegrityError: see `Fetch.run`; `mutated` is True if a given target was written to.
 
@@ -159,6 +160,7 @@ class Fleet:
             stall_s=self._settings.stall_s,
             trace=record,
             on_first=lambda: phases.enter("move", weights.progress),
+            away=self.member.away,
         )
         journey.received = running.provenance.received
         try:
@@ -346,8 +348,12 @@ def join(
     min_gb_per_s: float = 0.0,
     memory_bytes: int | str | None = None,
     wait_s: float | None = None,
+    needs_hub: bool = False,
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
+
+    If a hub is given and does not answer, a warning says so, and this process goes on without it: a fetch with a
+    `fallback` reads storage, other fetches raise HubUnavailable, and the member joins once the hub answers.
 
     Args:
         model: the name that all members use for it.
@@ -362,10 +368,13 @@ def join(
         min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
         memory_bytes: limit of host staging memory when storage is read.
         wait_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
+        needs_hub: whether a hub that does not answer is an error.
 
     Raises:
-        HubUnavailable: no hub answers. ConfigError: an argument is wrong. MissingExtra: a package is missing.
+        HubUnavailable: no hub answers, and `needs_hub`; or this host's own cannot be hosted.
+        ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
+    require_type("needs_hub", needs_hub, bool, "True or False")
     require_name("model", model)
     require_seconds("wait_s", wait_s)
     connection = resolve_connection(connection)
@@ -384,7 +393,10 @@ def join(
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
         join_s=None if wait_s is None else max(LEAST_ASK_S, wait_s),
+        needs_hub=needs_hub,
     )
+    if member.away is not None:
+        _log.warning("%s: not in the fleet yet, storage is read where there is a fallback: %s", model, member.away)
     return Fleet(identity, member, settings, max_readers=max_readers)
 
 
@@ -405,7 +417,7 @@ def join_or_warn(
         connection, revision, wait_s: see `join`.
     """
     try:
-        return join(model, connection=connection, revision=revision, wait_s=wait_s)
+        return join(model, connection=connection, revision=revision, wait_s=wait_s, needs_hub=True)
     except HubUnavailable as error:
         _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
         return error

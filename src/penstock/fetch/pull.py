@@ -12,9 +12,6 @@ import mmap
 import os
 import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +19,9 @@ import torch
 
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
-from penstock.errors import HubUnavailable, IntegrityError, MissingExtra, SourceError
+from penstock.errors import IntegrityError, SourceError
 from penstock.fetch.discover import PlacedTarget
-from penstock.fetch.join import Fleet, join, join_or_warn
+from penstock.fetch.join import Fleet, join
 from penstock.fetch.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights
@@ -153,22 +150,11 @@ def _pull_model(
     replace: bool,
 ) -> FetchReport:
     """Fetch as `pull_model`, without a word about an interrupt."""
-    fetch = partial(pull, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
-    if fallback is None:
-        with join(model, connection=connection, revision=revision, wait_s=wait_s) as fleet:
-            return fetch(fleet)
-    joined = join_or_warn(model, fallback, connection=connection, revision=revision, wait_s=wait_s)
-    if isinstance(joined, Fleet):
-        with joined as fleet:
-            return _explained(fleet, fetch(fleet))
-    with _fleet_of_one(model, revision, joined) as fleet:
-        report = fetch(fleet)
-    why = f"no hub answered: {joined.message}"
-    return dataclasses.replace(
-        report,
-        why=dict.fromkeys(report.why, why),
-        faults=(f"hub: {joined.message}; storage is read without the fleet", *report.faults),
-    )
+    # Without a fallback nothing can be done without the hub, and the error of joining says best what is wrong with it.
+    needs_hub = fallback is None
+    with join(model, connection=connection, revision=revision, wait_s=wait_s, needs_hub=needs_hub) as fleet:
+        report = pull(fleet, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
+        return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
@@ -190,35 +176,6 @@ def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
                 why += "; storage has no manifest, so its revision is not that of digests: `penstock manifest`"
             return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
     return report
-
-
-@contextlib.contextmanager
-def _fleet_of_one(model: str, revision: str, away: HubUnavailable) -> Iterator[Fleet]:
-    """Join a fleet of this process alone, at a hub of its own that no other process can reach.
-
-    Raises:
-        HubUnavailable: `away`, if the packages of a hub are not installed.
-    """
-    # A fetch claims chunks at a hub, and compares with digests that it gets there. With a hub in this process one code
-    # does all that `pull` can, also without a fleet.
-    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
-        try:
-            # On first use: a member needs none of a hub's packages.
-            from penstock.hub.auth import Auth
-            from penstock.hub.directory import Directory
-            from penstock.hub.server import HubThread, bind
-            from penstock.hub.store import MemoryStore
-
-            hub = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub.sock", Auth()))
-        except MissingExtra as missing:
-            away.hint = f"{missing.hint}, so that this process can read storage without the fleet's hub"
-            raise away from missing
-        hub.start()
-        try:
-            with join(model, connection=ConnectionSettings(hub=hub.url), revision=revision) as fleet:
-                yield fleet
-        finally:
-            hub.stop()
 
 
 class _Files(PlacedTarget):

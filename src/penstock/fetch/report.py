@@ -64,6 +64,11 @@ class Provenance:
         self.faults.append(f"hub: {hub_says}; storage is read without a claim")
         self.why_storage = f"read without a claim, the hub: {hub_says}"
 
+    def read_without_hub(self, hub_says: str) -> None:
+        """Record that this member could not join the fleet, so that storage is read."""
+        self.faults.append(f"hub: {hub_says}; storage is read without the fleet")
+        self.why_storage = f"no hub answered: {hub_says}"
+
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress; its message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]

@@ -26,6 +26,7 @@ from penstock.engine.run import LEAST_BYTES, Item, Run, Silence, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
+    HubUnavailable,
     IntegrityError,
     PenstockError,
     PermissionDenied,
@@ -80,6 +81,7 @@ class Fetch(Run):
         stall_s: seconds without progress after which the fetch fails.
         trace: receives spans.
         on_first: called once, just before the first byte is requested.
+        away: why the member has not joined; storage is then read without claims from the start.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Fetch(Run):
         stall_s: float,
         trace: Trace,
         on_first: Callable[[], None],
+        away: HubUnavailable | None = None,
     ) -> None:
         super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s, is_quick=weights.device.type == "cuda")
         self._member = member
@@ -129,9 +132,11 @@ class Fetch(Run):
         self._hunger = Silence()
         self._quiet = Silence()
         self._is_storage_out = False
-        self._is_alone = False
+        self._is_alone = storage is not None and away is not None
         self._is_refused = False
         self._is_hub_away = False
+        if storage is not None and away is not None:
+            self.provenance.read_without_hub(away.message)
 
     def start(self) -> None:
         """Begin to ask the hub for upstreams, to connect to them, and to read."""

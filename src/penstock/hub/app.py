@@ -233,7 +233,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
     auth = auth or Auth()
     metrics = Metrics(directory)
-    feed, replicas = FleetFeed(directory.status), ReplicaFeed(directory.phases)
+    feed, replicas = FleetFeed(directory.status, on_gone=directory.note_gone), ReplicaFeed(directory.phases)
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)

@@ -7,6 +7,7 @@ Not here: the times of requests (`peer.member`), hosting the hub of one host (`l
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import ssl
@@ -33,6 +34,7 @@ from penstock.errors import (
     PlanError,
     SourceBusy,
     UnknownMember,
+    class_named,
 )
 from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
@@ -147,11 +149,13 @@ def resolve_connection(connection: ConnectionSettings | str | None) -> Connectio
     """Return the settings that a verb works with: its argument, and the environment where the argument has None.
 
     Raises:
-        ConfigError: the argument is wrong, or `PENSTOCK_HUB`, or the file `PENSTOCK_TOKEN_FILE` has no token.
+        ConfigError: the argument is wrong, or `PENSTOCK_HUB`, or the file of tokens cannot be read or has none.
     """
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
         settings = replace(settings, hub=settings.hub or environment.hub)
+    if settings.token_file is not None:
+        return replace(settings, token=first_token(os.fspath(settings.token_file)), token_file=None)
     with _from_variable("PENSTOCK_TOKEN_FILE"):
         return replace(settings, token=settings.token or first_token(environment.token_file))
 
@@ -424,7 +428,10 @@ class HubClient(Closing):
                 message = f"the answer is not that of a hub of this version: {error}"
                 raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
         fault = _fault(status, answer)
-        kind = _ERRORS.get(status, HubUnavailable)
+        # Of an error that has no status, a fault of the hub's own for example, the class is all there is to go by.
+        least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
+        kind = class_named(fault.kind or "", least)
+        kind = HubUnavailable if kind is PenstockError else kind
         raise kind(fault.error, uri=url, hint=fault.hint or None)
 
     def _connections(self, url: str) -> tuple[ControlPool, str]:

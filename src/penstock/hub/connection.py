@@ -32,7 +32,9 @@ LAST_REFUSAL_S = 2.0
 MAX_HEADERS = 100
 """Header fields of one request; members send 5, proxies add about 10. A head of 16 KiB may have 2,700 of them, which
 took 2 ms of the loop."""
-UNAUTHORIZED = Fault(error="no token, or not one of this hub's", hint="give the token of the hub's --token-file")
+_WHERE = "give a token that is in the hub's --token-file: --token-file here, token_file= or PENSTOCK_TOKEN_FILE"
+NO_TOKEN = Fault(error="this hub requires a token, and the request shows none", hint=_WHERE)
+UNAUTHORIZED = Fault(error="the token shown is not one of this hub's", hint=_WHERE)
 _REFUSALS = {
     400: b"HTTP/1.1 400 Bad Request",
     401: b"HTTP/1.1 401 Unauthorized\r\nwww-authenticate: Bearer\r\ncontent-type: application/json",
@@ -139,7 +141,7 @@ class HubProtocol(HttpToolsProtocol):
         path = self.url.partition(b"?")[0]
         if path.startswith(b"/v1/") or path == b"/metrics":
             self.on_unauthorized(path.decode("latin-1"), self.client[0] if self.client else "unix")
-            self._refuse(401, msgspec.json.encode(UNAUTHORIZED))
+            self._refuse(401, msgspec.json.encode(UNAUTHORIZED if shown else NO_TOKEN))
             raise ValueError("the caller has no token of this hub")
 
     @property

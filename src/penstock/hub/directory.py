@@ -20,12 +20,12 @@ import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub.address import parse_peer_url
-from penstock.hub.auth import TOKEN_CALLER, Caller, RateLimit
+from penstock.hub.auth import TOKEN_CALLER, Caller
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
 from penstock.hub.complaints import Complaints
 from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
-from penstock.hub.failures import record_failed_calls
+from penstock.hub.failures import record_failed_calls, record_lost
 from penstock.hub.grants import GrantSigner
 from penstock.hub.limits import CLAIMS_TTL_S, MAX_KEYS, Limits, remove_member
 from penstock.hub.messages import (
@@ -39,6 +39,7 @@ from penstock.hub.messages import (
     Drain,
     Hello,
     HoldingState,
+    MemberStatus,
     PhasesReply,
     Ranges,
     Status,
@@ -68,6 +69,7 @@ from penstock.hub.snapshot import (
     record_key,
     record_sync_states,
     status,
+    sync_entries,
     sync_members,
 )
 from penstock.hub.store import ABSENT, Entry, Store
@@ -79,8 +81,6 @@ _ANNOUNCE_S = 1.0
 # and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
 # process can use it later.
 _GONE_TTL_S = 60.0
-JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
-"""Of one caller, which reports each of its conversions once a second."""
 # Of a fleet of this size or more, newcomers poll after 0.5 s: by then a snapshot of 1,000 members has been renewed.
 _NEWCOMERS = 50
 # Those with a place poll after 2 s: a second request of each within the second in which 1,000 members start was a third
@@ -136,7 +136,6 @@ class Directory:
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
         self._limits = Limits(store, ttl_s=ttl_s, timer=timer)
-        self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
         self._marked = float("-inf")
@@ -511,7 +510,7 @@ class Directory:
             PlanError: the state is too large.
         """
         by = (caller or Caller()).name
-        if not self._job_reports.allow(by):
+        if not self._limits.may_report(by):
             raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
         record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s)
 
@@ -521,6 +520,10 @@ class Directory:
         """Return the members and what they hold; of one model, those that have or fetch it."""
         return status(self.store, model, self._clock())
 
+    def note_gone(self, member: MemberStatus) -> None:
+        """Keep that a member which was there is not any more, unless it signed off."""
+        record_lost(self.store, member, self._limits.caller_of(member.member), self._clock())
+
     def phases(self, model: str | None = None, caller: Caller | None = None) -> PhasesReply:
         """Return the starts of the fleet's processes that a caller may see; of one model, those that load it."""
         return replicas(self.store, self._clock(), model=model, caller=caller)
@@ -528,7 +531,8 @@ class Directory:
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""
         views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
-        return Why(lines=explain_lines(request, {key: view for key, view in views.items() if view.held}))
+        held = {key: view for key, view in views.items() if view.held}
+        return Why(lines=explain_lines(request, held, sync_entries(self.store, request.model)))
 
     # Inside.
 

@@ -7,22 +7,34 @@ Not here: the snapshots (`snapshot`), the answer's transport (`app`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 
 from penstock.hub.messages import Identity, WhyRequest
-from penstock.hub.snapshot import HoldingEntry, HubSnapshot
+from penstock.hub.snapshot import HoldingEntry, HubSnapshot, SyncEntry
 from penstock.plan.relay import TREE_NAMES
 
 # A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
 _MAX_LINES = 200
 
 
-def explain_lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> tuple[str, ...]:
-    """Return the explanation: at most 200 lines, and one that says that there are more."""
-    if not views:
-        return (f"no member has or fetches {request.model}: the first one to fetch it reads storage",)
+def explain_lines(
+    request: WhyRequest, views: Mapping[str, HubSnapshot], syncs: Mapping[str, SyncEntry]
+) -> tuple[str, ...]:
+    """Return the explanation: at most 200 lines, and one that says that there are more.
+
+    Args:
+        request: the question; its name may be that of weights, of a sync, or of both.
+        views: snapshots of the keys of the weights.
+        syncs: entries of the live members of the sync.
+    """
+    if not views and not syncs:
+        return (
+            f"no member has or fetches {request.model}, and none publishes or receives it: no member knows this name. "
+            "`penstock status` lists the names in use; if it is right, the first fetch with a fallback reads storage",
+        )
     # The others are not made: a line for each pair of 1,000 members would take seconds of the hub.
-    lines = list(islice(_lines(request, views), _MAX_LINES + 1))
+    of_weights = _lines(request, views) if views else iter(())
+    lines = list(islice(chain(_of_sync(request, syncs), of_weights), _MAX_LINES + 1))
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = ["... and more lines" if request.member else "... and more lines: name a member"]
     return tuple(lines)
@@ -54,6 +66,24 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         return
     for key, name, holder in readers:
         yield from _of_member(key, name, holder, views)
+
+
+def _of_sync(request: WhyRequest, syncs: Mapping[str, SyncEntry]) -> Iterator[str]:
+    """Yield the members of a sync, publishers first: the version of each, its state, and where its bytes came from."""
+    published = [entry.state.version for entry in syncs.values() if entry.state.side == "publisher"]
+    newest = max(published, default=-1)
+    if syncs and not published:
+        yield f"sync {request.model}: no publisher is here; subscribers keep the version that they have"
+    for name, entry in sorted(syncs.items(), key=lambda item: (item[1].state.side, item[1].state.rank, item[0])):
+        state = entry.state
+        if request.member not in (None, name):
+            continue
+        version = "no version yet" if state.version < 0 else f"version {state.version}"
+        behind = newest - state.version if state.side == "subscriber" and state.version >= 0 else 0
+        facts = [f"{version}, {behind} behind" if behind > 0 else version, state.state]
+        facts += [text for text in (state.fleet, f"its bytes came by: {state.path}" if state.path else "") if text]
+        who = f"{name[:8]} {entry.hello.name}"
+        yield f"sync {state.name}: {who} is {state.side} {state.rank} of {state.world_size}: {'; '.join(facts)}"
 
 
 def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:

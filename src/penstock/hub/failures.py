@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.hub.auth import Caller
-from penstock.hub.messages import FailureReport, FleetFailure, Hello
+from penstock.hub.messages import FailureReport, FleetFailure, Hello, MemberStatus
 from penstock.hub.store import Store
 from penstock.net.shares import Shares
 
@@ -20,6 +20,10 @@ FAILURE_TTL_S = 3600.0
 MAX_FAILING = 500
 """Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most. For more members
 the oldest failures of the caller that has the most are forgotten."""
+
+
+MAX_LOST = 8
+"""Models of a lost member, and failures that it reported, that are kept."""
 
 
 class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +82,49 @@ def _giving_way(store: Store, member: str, caller: str) -> tuple[str, ...]:
         shares.enter(name, entries[name].caller)
     # None: as many callers as places, and none of them has more than one. The oldest failure then gives way.
     return shares.enter(member, caller) or (by_age[0],)
+
+
+def record_lost(store: Store, member: MemberStatus, caller: str, now: float) -> None:
+    """Keep that a member fell silent, unless it signed off, with what it held: a process that was killed says nothing.
+
+    Args:
+        store: of the hub.
+        member: as it was seen last.
+        caller: `Caller.name` of its hello.
+        now: the hub's clock.
+    """
+    if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
+        return
+    held = {holding.identity.model: f"its copy was {holding.state}" for holding in member.holdings}
+    held |= {state.name: f"{state.side} of version {state.version}" for state in member.syncs}
+    lost = tuple(
+        FleetFailure(
+            member=member.member,
+            name=member.name,
+            host=member.host,
+            age_s=0.0,
+            verb="member",
+            model=model,
+            error="PeerLost",
+            message=f"the process sent no heartbeat and did not sign off; {what}",
+            blame="source",
+        )
+        for model, what in list((held or {"": "it held nothing"}).items())[:MAX_LOST]
+    )
+    # Beside the failures that it reported itself: they may be why it ended.
+    entry = store.read(f"failure/{member.member}")
+    before = None if entry is None else _ENTRY.decode(entry.value)
+    if before is None:
+        for name in _giving_way(store, member.member, caller):
+            store.write(f"failure/{name}", None)
+    earlier = () if before is None else _aged(before.failures, now - before.at)
+    kept = FailuresEntry((*lost, *earlier)[:MAX_LOST], now, caller)
+    store.write(f"failure/{member.member}", msgspec.msgpack.encode(kept), ttl_s=FAILURE_TTL_S)
+
+
+def _aged(failures: Iterable[FleetFailure], by_s: float) -> tuple[FleetFailure, ...]:
+    """Return failures that are older by so many seconds."""
+    return tuple(msgspec.structs.replace(failure, age_s=failure.age_s + max(0.0, by_s)) for failure in failures)
 
 
 def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:

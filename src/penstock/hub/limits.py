@@ -36,6 +36,8 @@ MAX_STARTS = 500
 """Starts that failed, of processes that left. They stay for `FAILED_TTL_S`."""
 MAX_DECISIONS = 20_000
 """Decisions on versions that are published together. They stay for an hour: five a second."""
+JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
+"""Of one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
 """Members that a caller signs off without having announced them. The hub remembers each for a minute."""
 _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
@@ -57,6 +59,7 @@ class Limits:
         self._tables = Shares[str](TABLES_BYTES, ttl_s=CLAIMS_TTL_S, clock=timer)
         self._starts = Shares[str](MAX_STARTS, ttl_s=FAILED_TTL_S, clock=timer)
         self._decisions = Shares[str](MAX_DECISIONS, ttl_s=DECISION_TTL_S, clock=timer)
+        self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None, boot: bytes = b"") -> None:
@@ -87,6 +90,14 @@ class Limits:
                 self._store.write(victim, None)
             else:
                 remove_member(self._store, member, MEMBER_DECODER.decode(entry.value))
+
+    def caller_of(self, member: str) -> str:
+        """Return the caller that a member counts for, also a moment after it fell silent."""
+        return self._members.caller_of(f"member/{member}")
+
+    def may_report(self, caller: str) -> bool:
+        """Return whether a caller may report the state of a conversion now."""
+        return self._job_reports.allow(caller)
 
     def forget(self, member: str) -> None:
         """Stop counting a member that has left."""

@@ -21,9 +21,11 @@ from blake3 import blake3
 from msgspec import Meta
 
 from penstock.hub.address import PEER_URL_PATTERN
+from penstock.hub.summary import summary_of
 from penstock.jobs.observer import JobState
 from penstock.phases import Boot
 from penstock.plan.relay_parents import NUM_TREES
+from penstock.report import Readable
 from penstock.types import DType, TensorTable
 
 
@@ -535,7 +537,7 @@ class FleetFailure(FailureReport, frozen=True, kw_only=True):
     host: str
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class Status(Readable, msgspec.Struct, frozen=True, kw_only=True):
     """The fleet, or one model of it."""
 
     members: tuple[MemberStatus, ...] = ()
@@ -545,6 +547,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
+
+    def summary(self) -> str:
+        """Return the members, models, syncs, conversions and failures in a few lines."""
+        return summary_of(self.to_dict())
 
 
 class Replica(Boot, frozen=True, kw_only=True):
@@ -578,10 +584,14 @@ class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity | None = None
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True):
+class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
     """Reasons why a member does or does not read a model from peers: one line for each holder, and the differences."""
 
     lines: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """Return the lines as one text."""
+        return "\n".join(self.lines)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -591,6 +601,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     alternatives: tuple[MemberId, ...] = ()
     """Of a refusal: other members that may accept."""
+    kind: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the error's class, where the status alone does not say it."""
 
 
 # Messages between two members, in msgpack.

@@ -193,10 +193,19 @@ class FleetFeed:
     Args:
         status: returns the members; may raise what the hub's store raises.
         clock: seconds.
+        on_gone: called with each member that was there at the look before.
     """
 
-    def __init__(self, status: Callable[[], Status], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        status: Callable[[], Status],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_gone: Callable[[MemberStatus], None] = lambda member: None,
+    ) -> None:
         self._status = status
+        self._on_gone = on_gone
+        self._members: dict[str, MemberStatus] = {}
         self._clock = clock
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
@@ -230,6 +239,9 @@ class FleetFeed:
                 return
             status = self._status()
             rows = {member.member: row_of(member) for member in status.members}
+            before, self._members = self._members, {member.member: member for member in status.members}
+            for name in before.keys() - self._members.keys():
+                self._on_gone(before[name])
             lists = (
                 [job_row_of(job) for job in status.jobs],
                 [failure_row_of(f) for f in status.failures[:MAX_FAILURES]],

@@ -166,7 +166,7 @@ class HubApp:
                 headers["WWW-Authenticate"] = "Bearer"
         else:
             status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-            fault = Fault(error=error.message, hint=error.hint or "")
+            fault = Fault(error=error.message, hint=error.hint or "", kind=type(error).__name__)
             if status == 503:
                 # For proxies and foreign clients; ours tries again by itself.
                 headers["Retry-After"] = "1"

@@ -521,6 +521,17 @@ def record_sync_states(
         store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
 
 
+def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
+    """Return the entries of the live members of a sync, by member."""
+    entries = {member: _SYNCED.decode(entry.value) for member, entry in store.scan(f"sync/{sync_key(name)}/").items()}
+    # A member that left: its entry here expires later than its membership.
+    return {
+        member: entry
+        for member, entry in entries.items()
+        if entry.state.name == name and store.read(f"member/{member}") is not None
+    }
+
+
 def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
     """Return the live members of a sync, the earliest first.
 
@@ -528,13 +539,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         HubUnavailable: the store did not answer.
     """
     key, asked = sync_key(request.name), frozenset(request.grants)
-    entries = {name: _SYNCED.decode(entry.value) for name, entry in store.scan(f"sync/{key}/").items()}
-    # A member that left: its entry here expires later than its membership.
-    live = {
-        name: entry
-        for name, entry in entries.items()
-        if entry.state.name == request.name and store.read(f"member/{name}") is not None
-    }
+    live = sync_entries(store, request.name)
     wanted = [name for name in live if name in asked]
     grants = signer.sign(
         key=key,

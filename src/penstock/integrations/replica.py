@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 """Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""
 DRAIN_S = 30.0
 """Longest wait for readers at the end. Source: Kubernetes' default terminationGracePeriodSeconds."""
-OPTIONS = ("fleet", "hub", "listen", "token_file", "serve", "max_bytes_per_s", "drain_file")
+OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
 _OWN_OPTIONS = ("artifacts", "device", "distributed", "finished", "keeper", "memory_bytes", "storage_options", "verify")
@@ -56,6 +56,8 @@ class FleetOptions:
     hub: str | None = None
     listen: str | None = None
     """`host:port` where other hosts reach this replica."""
+    data_port: int = 0
+    """Second port at the host of `listen`, for the bytes that others read; 0: any free one."""
     token_file: str | None = None
     """A file whose first token is sent to the hub."""
     serve: bool = True
@@ -92,6 +94,9 @@ class FleetOptions:
         for name in _TEXTS:
             if not isinstance(options.get(name, "-"), str) or not options.get(name, "-"):
                 raise ConfigError(f"model_loader_extra_config {name!r} must be a text, not {options[name]!r}")
+        port = options.get("data_port", 0)
+        if not isinstance(port, int) or isinstance(port, bool):
+            raise ConfigError(f"model_loader_extra_config 'data_port' must be a port, not {port!r}")
         if not isinstance(options.get("serve", True), bool):
             raise ConfigError(f"model_loader_extra_config 'serve' must be true or false, not {options['serve']!r}")
         if "max_bytes_per_s" in options:
@@ -302,7 +307,7 @@ def join(
         options: the fleet's name and connection.
         uris: the weights that are read instead, for the warning.
         log: the engine's logger, which its operator reads.
-        rank: rank of this process among those of one engine on this host; only rank 0 takes the port of `listen`.
+        rank: rank of this process among those of one engine on this host; only rank 0 takes the given ports.
         arguments: further ones of `penstock.join`.
 
     Raises:
@@ -314,9 +319,14 @@ def join(
         return api.join(
             options.fleet,
             connection=ConnectionSettings(
-                hub=options.hub, token=options.token(), listen=listen_of(options.listen, rank)
+                hub=options.hub,
+                token=options.token(),
+                listen=listen_of(options.listen, rank),
+                # As for `listen`: two ranks of a host cannot have one port.
+                data_port=0 if rank else options.data_port,
             ),
             max_bytes_per_s=options.max_bytes_per_s,
+            needs_hub=True,
             **arguments,
         )
     # A replica that is slow to start is better than none: only a hub that is away leads to storage, and it is logged.

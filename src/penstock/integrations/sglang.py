@@ -345,6 +345,7 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
                 hub=options.get("hub"),
                 token=first_token(options.get("token_file")),
                 listen=replica.listen_of(options.get("listen"), rank),
+                data_port=0 if rank else options.get("data_port", 0),
             ),
             device=options.get("device", "cpu"),
             rank=(0, 1) if group is None else (group.rank_in_group, group.world_size),

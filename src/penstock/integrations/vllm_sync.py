@@ -58,6 +58,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """A file whose first token is sent to the hub."""
     listen: str | None = None
     """`host:port` where other hosts reach the first worker; the next ones listen at the ports after it."""
+    data_port: int = 0
+    """Second port of the first worker, for the bytes that others read, and of the next ones after it; 0: free ones."""
     memory: Literal["device", "host"] = "device"
     """Memory of the staging model: the device's, or the host's if the device has no room."""
     strict: bool = True
@@ -150,6 +152,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                         hub=init_info.hub,
                         token=first_token(init_info.token_file),
                         listen=_listen(init_info.listen, self.parallel_config),
+                        data_port=_port(init_info.data_port, self.parallel_config),
                         stall_s=init_info.stall_s,
                     ),
                     # Direct, but into the staging model: the serving model is not touched before a version is complete.
@@ -376,6 +379,10 @@ def _listen(place: str | None, parallel: Any) -> str | None:
     if place is None:
         return None
     host, _, port = place.rpartition(":")
+    return f"{host}:{_port(int(port), parallel)}"
+
+
+def _port(first: int, parallel: Any) -> int:
+    """Return the port of a worker, from the first worker's on; 0: any free one."""
     # Data-parallel replicas of a dense model, too, which all count their ranks from 0.
-    number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-    return f"{host}:{int(port) + number if int(port) else 0}"
+    return first + parallel.data_parallel_index * parallel.world_size + parallel.rank if first else 0

@@ -57,8 +57,12 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """A file on the trainer's and on the engine's host, whose first token is sent to the hub."""
     listen: str | None = None
     """`host:port` where other hosts reach this rank."""
+    data_port: int = 0
+    """See `ConnectionSettings`."""
     engine_listen: str | None = None
     """`host:port` where other hosts reach the engine's first worker; the next ones listen at the ports after it."""
+    engine_data_port: int | None = None
+    """See `vllm_sync.InitInfo.data_port`."""
     mode: PublishMode = "snapshot"
     """`snapshot`: the weights may change once they are copied; `live`: not before the engine has them. No copy."""
     transforms: str | Mapping[str, Any] | None = None
@@ -132,6 +136,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                         hub=init_info.hub,
                         token=first_token(init_info.token_file),
                         listen=init_info.listen,
+                        data_port=init_info.data_port,
                         stall_s=init_info.stall_s,
                     ),
                     # Copies of whole tensors need no second copy.
@@ -276,6 +281,7 @@ def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
         "hub": info.hub,
         "token_file": info.token_file,
         "listen": info.engine_listen,
+        "data_port": info.engine_data_port,
         "memory": info.memory,
         "strict": info.strict,
         "stall_s": info.stall_s,

@@ -20,8 +20,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from penstock import errors
-from penstock.errors import BudgetTooSmall, FormatError, OperationFailed, PeerLost, PenstockError, PlanError
+from penstock.errors import (
+    BudgetTooSmall,
+    FormatError,
+    OperationFailed,
+    PeerLost,
+    PenstockError,
+    PlanError,
+    class_named,
+)
 from penstock.jobs.job import Job
 from penstock.jobs.messages import (
     HELLO_BYTES,
@@ -489,17 +496,12 @@ class Coordinator(Closing):
 
 def _error_of(failure: Failure) -> PenstockError:
     """Return the error that stopped a worker, of the class that it had there."""
-    # The class name comes from another process: anything but an error of Penstock is not instantiated.
-    kind = getattr(errors, failure.kind, PenstockError)
-    if kind is BudgetTooSmall:
+    if failure.kind == BudgetTooSmall.__name__:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
-    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
-        kind = PenstockError
-    error: PenstockError = kind(
+    return class_named(failure.kind, PenstockError)(
         failure.message,
         uri=failure.uri or None,
         tensor=failure.tensor or None,
         byte_range=failure.byte_range,
         hint=failure.hint or None,
     )
-    return error

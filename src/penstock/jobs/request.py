@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
-from penstock.errors import ConfigError, IntegrityError
+from penstock.errors import ConfigError
 from penstock.jobs.job import SHARD_BYTES, Job, plan_job
 from penstock.jobs.messages import JobSpec
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
 from penstock.plan.tasks import task_bytes_of
 from penstock.storage import text_of
-from penstock.storage.weight_set import Uris, WeightSet, open_weights
+from penstock.storage.weight_set import Uris, WeightSet, nothing_to_verify, open_weights
 from penstock.types import MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
@@ -94,7 +94,7 @@ def plan_request(
     uris = uris_of(sources)
     opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]
     if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
-        raise IntegrityError(f"verify=True, but {why}", hint="write one with `penstock manifest URI`")
+        raise nothing_to_verify(why)
     require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
     # `to` is one more operation, the last: a chain of them never writes what lies between.
     specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]

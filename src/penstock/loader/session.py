@@ -45,7 +45,7 @@ from penstock.storage.io_uring import Uring, refusal
 from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
-from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, open_weights
+from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, nothing_to_verify, open_weights
 from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 
 MIN_CHUNK_BYTES = 64 << 10
@@ -217,7 +217,7 @@ MAX_GAP_BYTES = 64 << 10
 MAX_GAP_REMOTE_BYTES = MIB
 """The same for an object store, where a request costs a round trip."""
 
-_DEVICES = 'use "cpu", "cuda" or "cuda:N"'
+_DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,7 +477,7 @@ class Session(Closing):
             leaves: of the plan's rows, where those are parts of the manifest's.
 
         Raises:
-            IntegrityError: `verify=True` was given and there is nothing to verify against.
+            NotFound: `verify=True` was given and there is nothing to verify against.
         """
         manifest, requested = self.manifest, self.options.verify
         if requested is False:
@@ -488,7 +488,7 @@ class Session(Closing):
                 return None
             self.why = self.weights.why_unverified or "no digests"
             if requested:
-                raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
+                raise nothing_to_verify(self.why)
             return None
         # Regions that are not widened to leaves. A region without bytes needs no digest.
         regions = sum(box is not None and box.num_elements > 0 for box in plan.boxes)
@@ -650,6 +650,9 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
     Raises:
         ConfigError: torch does not know the device, or the device is not there.
     """
+    if isinstance(device, int) and not isinstance(device, bool):
+        # torch takes a number for the present accelerator, and fails without a word of it where there is none.
+        device = f"cuda:{device}"
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:

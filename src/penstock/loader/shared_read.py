@@ -37,7 +37,7 @@ from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
 from penstock.storage.manifest import leaves_of
-from penstock.storage.weight_set import WeightSet
+from penstock.storage.weight_set import WeightSet, nothing_to_verify
 from penstock.transport.collective import GroupCollectives
 from penstock.types import GB, Box, DType
 
@@ -183,7 +183,7 @@ class SharedRead:
         why: how the bytes are verified, or why they are not.
 
     Raises:
-        IntegrityError: `verify=True`, and there are no digests.
+        NotFound: `verify=True`, and there are no digests.
 
     Every byte is compared with its digest by the rank that read it, before the others get it; not again afterwards.
     """
@@ -244,7 +244,7 @@ class SharedRead:
         if leaves is None:
             self.why = self._weights.why_unverified or "no digests"
             if self._verify:
-                raise IntegrityError(f"verify=True, but {self.why}", hint="write one with `penstock manifest URI`")
+                raise nothing_to_verify(self.why)
             return
         counts = -(-self._table.nbytes // manifest.leaf_bytes)
         self._first_leaf = (np.cumsum(counts) - counts).tolist()

@@ -21,7 +21,7 @@ import torch
 
 from penstock.arguments import require_type
 from penstock.engine.threads import start_thread
-from penstock.errors import Cancelled, ConfigError, DestinationError, IntegrityError, OperationFailed, PenstockError
+from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
 from penstock.lifecycle import Closing, deferred, is_ending
 from penstock.loader.into import (
     Place,
@@ -41,7 +41,7 @@ from penstock.loader.pending import PendingTensor, own_tensor
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
-from penstock.storage.weight_set import Names, Uris
+from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
 from penstock.types import TensorTable
 
@@ -336,7 +336,7 @@ def start_loading(
 
     Raises:
         PlanError: as `load_into`; nothing was touched.
-        IntegrityError: `verify=True`, and there is no manifest with digests.
+        NotFound: `verify=True`, and there is no manifest with digests.
         PenstockError: the weight set cannot be opened. What fails after that is raised by each use of a parameter.
 
     Ownership: parameters stay the same objects with the same memory; during the load other tensors stand in their
@@ -359,11 +359,8 @@ def start_loading(
                 session.phases.enter("plan")
                 if verify and session.manifest.leaves is None:
                     why = session.weights.why_unverified or "there are no digests of its parts"
-                    raise IntegrityError(
-                        f"verify=True, but {why}: they would be used before they are verified",
-                        uri=str(uri),
-                        hint="write a manifest with `penstock manifest URI`, or use load_into",
-                    )
+                    why += ": they would be used before they are verified"
+                    raise nothing_to_verify(why, uri=str(uri), hint="use load_into")
                 table = session.table()
                 rows, filled = match_targets(session, table, targets, rename, strict)
                 loading = Loading(module, session, journey, table.take(rows), _Filled(module, filled, first))

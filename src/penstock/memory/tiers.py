@@ -494,7 +494,9 @@ class Tiers(Closing):
             least = used[at] + charge
         if least > level.budget_bytes:
             name, others = self._names[at], least - charge
-            message = f"{charge} bytes do not fit in {name}: {others} of its {level.budget_bytes} bytes cannot be moved"
+            message = f"{charge} bytes are needed in {name}, whose limit is {level.budget_bytes} bytes"
+            if others:
+                message += f", {others} of them in use by what cannot be moved"
             raise BudgetTooSmall(message, minimum_bytes=least, budget=level.budget)
 
     def _is_copy(self, entry: _Entry, at: int) -> bool:

@@ -41,6 +41,10 @@ class Shares(Generic[K]):
     def __contains__(self, entry: K) -> bool:
         return entry in self._callers
 
+    def caller_of(self, entry: K) -> str:
+        """Return the caller that an entry counts for; empty: the entry is not known."""
+        return self._callers.get(entry, "")
+
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
         """Enter an entry, or renew it. Return the entries that gave way; None: the entry is refused.
 

@@ -34,11 +34,12 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
     UnknownMember,
+    without_frames,
 )
 from penstock.http.phases import PhasesHandler
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
-from penstock.hub.grants import GrantChecker
+from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -87,6 +88,8 @@ _BEAT_PAUSE_S = 1.0
 of a start follow each other within a fraction of a second, and a fleet that starts asks its hub enough."""
 LEAVE_S = 2.0
 """Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
+AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
+"""Heartbeats of a member that no hub has welcomed yet, as of a hub by default."""
 JOIN_AGAIN_S = 0.1
 """Pause before the next attempt to reach this host's own hub."""
 
@@ -96,14 +99,16 @@ class Member:
 
     Args:
         hub: client of the hub, for this member alone; closed by this object.
-        connection: rack, transports, and `listen`, which requires a hub that authenticates members by tokens or
-            certificates.
+        connection: rack, transports, `data_port`, and `listen`, which requires a hub that authenticates members by
+            tokens or certificates.
         max_bytes_per_s: limit for all readers of this member together; 0: no limit.
         min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
         stall_s: seconds without progress after which an operation fails.
         join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
+        needs_hub: if False, a hub that is given and does not answer is no error: the heartbeats join once it does.
 
     Attributes:
+        away: why this member has not joined yet; None: it has.
         syncs: functions that return the sync states to report with each heartbeat.
         hub_is_away: True if the last heartbeat was not answered; requests that are optional need not wait for the hub.
         on_damaged: called with weights whose verified bytes changed in memory, and the error, once they are no longer
@@ -119,6 +124,7 @@ class Member:
         min_gb_per_s: float = 0.0,
         stall_s: float = 30.0,
         join_s: float | None = None,
+        needs_hub: bool = True,
     ) -> None:
         self.id = hub.member
         self.host = host_id()
@@ -129,6 +135,7 @@ class Member:
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
+        self.away: HubUnavailable | None = None
         self._drain: Drain | None = None
         self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
@@ -150,14 +157,18 @@ class Member:
             self.trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:
                 _check_loopback(listen)
-            # Data ports of transports are on the same host address, at any free port.
-            data_address = None if listen is None else f"{listen.rpartition(':')[0]}:0"
+            # The data port of the transport `http` is on the same host address.
+            data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             self.links: Links = open_links(
                 only=connection.transports,
                 listen=data_address,
                 tls=None if tls is None or listen is None else tls.serving,
                 trust=self.trust,
             )
+            # Without the transport others would read by another one, or not at all, though the port was opened for it.
+            if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in self.links.refused:
+                hint = "give another data_port, or 0 for any free one"
+                raise ConfigError(self.links.refused["http"], hint=hint)
             self.server = PeerServer(
                 self._runtime_dir.path / SOCKET_NAME,
                 self.check_grant,
@@ -179,7 +190,7 @@ class Member:
                 digest_key=self._signer.public_key,
             )
             # After all that readers need: they may come as soon as the hub knows the addresses.
-            self.welcome = self._join(stall_s, join_s)
+            self.welcome = self._join(stall_s, join_s, needs_hub=needs_hub)
             # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
             self._beaten_s = self._reported_s = time.monotonic()
         except BaseException:
@@ -208,15 +219,24 @@ class Member:
             yield "penstock_sync_version", (shown.name, shown.side), shown.version
             yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
 
-    def _join(self, within_s: float, join_s: float | None) -> Welcome:
-        """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over."""
+    def _join(self, within_s: float, join_s: float | None, *, needs_hub: bool) -> Welcome:
+        """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over.
+
+        A hub that is away is noted, unless it is needed: each heartbeat registers again.
+        """
         # This host's own hub is always there: this process may just have begun to host it, on a busy host slowly.
         timeout_s = None if self._hub.is_local else join_s
         deadline = time.monotonic() + within_s
         while True:
             try:
                 return self._greet(timeout_s)
-            except HubUnavailable:
+            except HubUnavailable as error:
+                if not self._hub.is_local and not needs_hub:
+                    self.away, self.hub_is_away = error, True
+                    without_frames(error)
+                    # Grants of nobody, until a hub says whose it signs: no reader gets in.
+                    self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
+                    return Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
                 if not self._hub.is_local or time.monotonic() >= deadline:
                     raise
             time.sleep(JOIN_AGAIN_S)
@@ -224,6 +244,9 @@ class Member:
     def _greet(self, timeout_s: float | None = None) -> Welcome:
         """Register at the hub, and trust the key with which it signs grants."""
         welcome = self._hub.hello(self._hello, timeout_s=timeout_s)
+        if self.away is not None:
+            log.warning("member %s has joined the fleet, whose hub was away when it started", self.id)
+            self.away = None
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
             if self._grants is None:
@@ -523,7 +546,7 @@ class Member:
         self._beats.join(LEAVE_S)
         # After the last heartbeat, which would register this member again. One that is still under way waits for a hub
         # that does not answer.
-        if not self._beats.is_alive():
+        if not self._beats.is_alive() and self.away is None:
             with contextlib.suppress(PenstockError):
                 self._hub.leave(self.id, within_s=LEAVE_S)
         self._free()

@@ -240,6 +240,10 @@ CPU_RATES = Rates(
 )
 
 _HOPPER = "400 Gb/s a GPU; NVLink and PCIe: benchmarks/results/h200x2_202611/transport.md, h200x1_202611/load.md"
+STORAGE_GB_PER_S = 3.4
+"""Rate at which a node is taken to read storage where a cluster names none. Source: docs/benchmarks.md, 14 GB from a
+cold disk in 4.1 s."""
+
 CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
     "h200": (
         Cluster(name="h200", nvlink_gb_per_s=392.0, nic_gb_per_s=50.0, pcie_gb_per_s=55.5, source=_HOPPER),

@@ -350,7 +350,8 @@ class _Run:
         """Read storage once, each member a part by its speed; then go as fast as the slowest link round the ring."""
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
-            raise PlanError("no member has the weights, and the cluster has no storage")
+            hint = "give the cluster node_storage_gb_per_s, or storage_gb_per_s"
+            raise PlanError("no member has the weights, and the cluster has no storage", hint=hint)
         read = fair_rates(self._links.from_storage(self.gpu), self._links.capacity)
         of_part = np.bincount(self.gpu % self.fleet.parts, weights=read)[self.gpu % self.fleet.parts]
         self.from_storage = self.line * read / of_part

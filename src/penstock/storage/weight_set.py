@@ -317,6 +317,18 @@ def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping
         raise FormatError(fault, uri=uri, tensor=clip(name))
 
 
+def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
+    """Return the error for `verify=True` where no digests are stated. It is no IntegrityError: nothing was compared.
+
+    Args:
+        why: why there are none, as `WeightSet.why_unverified` has it.
+        uri: the weights.
+        hint: the other way out, if there is one.
+    """
+    how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
+    return NotFound(f"verify=True, but {why}", uri=uri, hint=how)
+
+
 def _manifest(
     opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Place
 ) -> tuple[Manifest, str | None]:

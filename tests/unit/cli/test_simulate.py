@@ -149,3 +149,13 @@ def test_a_picture_that_cannot_be_written_is_the_destinations_fault(tmp_path: Pa
     command = ["simulate", "fetch", "--bytes", "1G", "--picture", str(tmp_path)]
     with pytest.raises(DestinationError, match="picture"):
         CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+def test_cold_start_works_with_named_clusters(cluster: str) -> None:
+    words = ["simulate", "fetch", "--bytes", "8G", "--nodes", "2", "--holders", "0", "--cluster", cluster]
+    found = json.loads(run(*words, "--format", "json"))
+    assert found["predicted_s"] > 1 and any("--storage-gb-per-s" in note for note in found["assumed"])
+    fast = json.loads(run(*words, "--storage-gb-per-s", "100", "--format", "json"))
+    assert fast["predicted_s"] <= found["predicted_s"]
+    assert not any("node_storage" in note for note in fast["assumed"])

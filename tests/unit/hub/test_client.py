@@ -6,10 +6,24 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.errors import ConfigError, HubUnavailable
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    GrantRefused,
+    HubUnavailable,
+    IntegrityError,
+    PenstockError,
+    PermissionDenied,
+    PlanError,
+)
 from penstock.http.control import NoAnswer
 from penstock.hub import client
+from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
+from penstock.hub.directory import Directory
+from penstock.hub.messages import Status
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
@@ -99,3 +113,23 @@ def test_a_hub_that_takes_a_question_and_never_answers_is_silent(monkeypatch) ->
         with HubClient(line, timeout_s=0.2) as hub, pytest.raises(HubUnavailable):
             hub.status()
     assert line.silent[0]
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [GrantRefused("m", hint="h"), PermissionDenied("m"), PlanError("m"), IntegrityError("m"), FormatError("m")],
+)
+def test_error_keeps_its_class_through_the_hub(raised: PenstockError, tmp_path) -> None:
+    class Failing(Directory):
+        def status(self, model: str | None = None) -> Status:
+            raise raised
+
+    hub = HubThread(Failing(MemoryStore()), bind(f"unix://{tmp_path}/hub.sock", Auth()))
+    hub.start()
+    try:
+        with HubClient.connect(hub.url) as asks, pytest.raises(type(raised)) as caught:
+            asks.status()
+        assert type(caught.value) is type(raised) and caught.value.message == "m"
+        assert caught.value.hint == raised.hint
+    finally:
+        hub.stop()

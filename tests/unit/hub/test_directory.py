@@ -671,7 +671,8 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     bench.beat(hub, "q", key_state(WHOLE, identity=other, max_readers=1, num_readers=1))
     complain(hub, "a", "w", "stalled")
     assert hub.why(WhyRequest(model="none")).lines == (
-        "no member has or fetches none: the first one to fetch it reads storage",
+        "no member has or fetches none, and none publishes or receives it: no member knows this name. "
+        "`penstock status` lists the names in use; if it is right, the first fetch with a fallback reads storage",
     )
     assert any("no member is fetching" in line for line in hub.why(WhyRequest(model="llama")).lines)
     hub.upstreams(UpstreamsRequest(member="a", holding=key_state(path="shm <- w")))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock.config import Settings
-from penstock.loader.session import Intake
+from penstock.errors import ConfigError
+from penstock.loader.session import Intake, resolve_device
 
 
 class Registrar:
@@ -42,3 +43,19 @@ def test_closing_unpins_the_staging(monkeypatch: pytest.MonkeyPatch, has_threads
         if thread.name == "penstock-unpin":
             thread.join(5)
     assert registrar.pinned == set()
+
+
+@pytest.mark.parametrize("device", [0, 99, "cuda:99"])
+def test_number_of_absent_gpu_is_named(device: int | str) -> None:
+    if torch.cuda.device_count() and device == 0:
+        pytest.skip("this host has GPU 0")
+    number = device if isinstance(device, int) else 99
+    with pytest.raises(ConfigError, match=rf"device cuda:{number} is not there: \d+ CUDA devices"):
+        resolve_device(device)
+
+
+@pytest.mark.parametrize("device", [-1, True, "0", 0.0, None])
+def test_value_that_is_no_device_is_refused(device: object) -> None:
+    with pytest.raises(ConfigError, match="is not a device") as caught:
+        resolve_device(device)
+    assert "the number N of a GPU" in str(caught.value)

@@ -1,0 +1,122 @@
+"""A process whose hub is away when it starts: it reads storage where it can, says so, and joins later."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.truth import assert_same, by_safetensors
+
+import penstock as ps
+from penstock.hub.auth import Auth
+from penstock.hub.directory import Directory
+from penstock.hub.server import HubThread, bind
+from penstock.hub.store import MemoryStore
+from penstock.testing.checkpoints import write_llama
+
+TOKEN = "a-token-of-this-hub-0123"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="pa-")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
+    monkeypatch.setenv("PENSTOCK_STALL_S", "6")
+    yield
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "llama", total_bytes=2 << 20, fp8=False)
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def connection() -> ps.ConnectionSettings:
+    """Settings for a port at which nothing listens yet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return ps.ConnectionSettings(hub=f"http://127.0.0.1:{port}", token=TOKEN)
+
+
+@pytest.fixture
+def start_hub(connection: ps.ConnectionSettings, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    auth = Auth.of(token_file=tokens)
+    started: list[HubThread] = []
+
+    def start() -> None:
+        assert connection.hub is not None
+        hub = HubThread(Directory(MemoryStore()), bind(connection.hub.removeprefix("http://"), auth), auth)
+        hub.start()
+        started.append(hub)
+
+    yield start
+    for hub in started:
+        hub.stop()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Path, caplog) -> None:
+    truth = by_safetensors(llama)
+    target = {name: torch.zeros_like(tensor) for name, tensor in truth.items()} if is_given else {}
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING), ps.join("m", connection=connection, wait_s=0.3) as fleet:
+        report = fleet.fetch(target, fallback=str(llama))
+        assert_same(target, truth)
+        # Without a fallback nothing but the fleet has the weights.
+        with pytest.raises(ps.HubUnavailable, match="refused connections"):
+            fleet.fetch({}, wait_s=0.3)
+    assert time.monotonic() - begun < 6
+    assert "not in the fleet yet, storage is read where there is a fallback" in caplog.text
+    assert [why.startswith("no hub answered: ") for why in report.why.values()] == [True]
+    assert "storage is read without the fleet" in report.faults[0] and report.storage_bytes > 0
+
+
+def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, caplog) -> None:
+    with ps.join("m", connection=connection, wait_s=0.3) as fleet:
+        fleet.fetch({}, fallback=str(llama))
+        with caplog.at_level(logging.WARNING):
+            start_hub()
+            deadline = time.monotonic() + 8
+            while fleet.member.away is not None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert fleet.member.away is None and "has joined the fleet" in caplog.text
+        received: dict[str, torch.Tensor] = {}
+        with ps.join("m", connection=connection) as second:
+            report = second.fetch(received, wait_s=5)
+        assert report.storage_bytes == 0 and fleet.member.id[:8] in str(report)
+        assert_same(received, by_safetensors(llama))
+
+
+def test_hub_that_is_needed_is_an_error(connection) -> None:
+    with pytest.raises(ps.HubUnavailable, match="refused connections"):
+        ps.join("m", connection=connection, wait_s=0.3, needs_hub=True)
+
+
+def test_hub_that_refuses_is_an_error(connection, start_hub) -> None:
+    start_hub()
+    with pytest.raises(ps.PermissionDenied, match="not one of this hub's"):
+        ps.join("m", connection=ps.ConnectionSettings(hub=connection.hub, token="a-token-of-another-hub"))
+    with pytest.raises(ps.PermissionDenied, match="shows none"):
+        ps.join("m", connection=connection.hub)
+
+
+def test_long_wait_for_holder_is_logged_once(connection, start_hub, caplog) -> None:
+    start_hub()
+    with (
+        ps.join("m", connection=connection) as fleet,
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ps.NotFound, match="no member holds 'm' after"),
+    ):
+        fleet.fetch({}, wait_s=1.5)
+    assert caplog.text.count("waiting for a holder of m, at most 1.5 s: there is none, and no fallback=") == 1
