@@ -15,7 +15,6 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import PlanError
-from penstock.sync.publish.offer import Offer
 
 DTYPE = torch.bfloat16
 
@@ -143,37 +142,3 @@ def test_parameters_that_nobody_publishes_are_listed(stack: ExitStack) -> None:
     )
     assert lax.update().version == 1
     assert torch.equal(served.weight, torch.ones(4, 8))
-
-
-def test_a_rank_may_publish_before_rank_0_has_looked_for_versions(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = [halves({"w": torch.ones(6, 4)}, rank) for rank in range(2)]
-    has_published = threading.Event()
-    connect = Offer.connect
-
-    def connect_late(self: Offer, *arguments: Any, rank: int, **options: Any) -> None:
-        # The last that rank 0 does before it looks for the versions of others.
-        assert rank == 1 or has_published.wait(30)
-        connect(self, *arguments, rank=rank, **options)
-
-    monkeypatch.setattr(Offer, "connect", connect_late)
-    found: dict[int, ps.Publisher] = {}
-
-    def first() -> None:
-        found[0] = ps.publisher("toy", held[0], rank=(0, 2), mode="snapshot")
-        found[0].wait_ranks()
-        found[0].publish(0)
-
-    def second() -> None:
-        found[1] = ps.publisher("toy", held[1], rank=(1, 2), mode="snapshot")
-        found[1].publish(0)
-        has_published.set()
-
-    together((first, second))
-    for rank in range(2):
-        stack.enter_context(found[rank])
-    assert found[0].latest == found[1].latest == -1
-    received = {"w": torch.zeros(6, 4)}
-    assert stack.enter_context(ps.subscriber("toy", received)).update().version == 0
-    assert torch.equal(received["w"], torch.ones(6, 4))

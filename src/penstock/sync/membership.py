@@ -46,6 +46,7 @@ from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
 from penstock.sync.messages import (
+    BeginsAfter,
     Decision,
     DigestReply,
     DigestRequest,
@@ -63,6 +64,8 @@ T = TypeVar("T")
 _OfStrips = TypeVar("_OfStrips", DigestReply, PackReply)
 Whereabouts = Literal["there", "left", "gone"]
 
+# Between two looks at a hub that was just restarted: it takes about two of its heartbeats.
+_PAUSE_S = 0.1
 ALIVE_S = 2.0
 """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection proves
 that the process is gone."""
@@ -119,6 +122,7 @@ class Membership:
         self._lock = threading.Lock()
         self._members: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
+        self._is_partial = False
         # One session per member, shared by its connections: a grant can be used once.
         self._sessions: dict[str, str] = {}
         # By member and channel.
@@ -148,11 +152,21 @@ class Membership:
             # A hub that was just restarted lists only the members that have reported again since: keep the others,
             # whose sessions still work, until its table is complete.
             before = self._members if reply.is_new else {}
+            self._is_partial = reply.is_new
             self._members = before | {other.member: other for other in reply.members}
             self._looked_at = time.monotonic()
             # A member that left will not come back under its id: close its connections.
             self._drop(set(self._sessions).difference(self._members))
             return tuple(self._members.values())
+
+    def look_at_all(self, within_s: float) -> tuple[SyncMember, ...]:
+        """Return all members; wait at most `within_s` until a hub that was just restarted knows them again."""
+        deadline = time.monotonic() + within_s
+        while True:
+            members = self.look()
+            if not self._is_partial or time.monotonic() > deadline:
+                return members
+            time.sleep(_PAUSE_S)
 
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
         """Send a request to a member; open a new session where the member does not know the old one.
@@ -391,6 +405,11 @@ class SyncClient(PeerClient):
         """Return rank 0's decision about a live version: whether it may end, and the outcome per subscriber."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/decision?{query}", Decision)
+
+    def begins_after(self, rank: int, wait_s: float) -> int:
+        """Return the version above which a rank begins, from rank 0. NotFound: it does not own the name yet."""
+        query = f"rank={rank}&wait_ms={int(wait_s * 1000)}"
+        return self._ask("GET", f"{self._session_path}/begins_after?{query}", BeginsAfter).version
 
     def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
         """Send a request about strips and decode the answer."""

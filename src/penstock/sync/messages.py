@@ -136,6 +136,12 @@ class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
 
 
+class BeginsAfter(msgspec.Struct, frozen=True, kw_only=True):
+    """The version above which a rank of the trainer begins."""
+
+    version: Version
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's progress, sent to the planner of its part."""
 

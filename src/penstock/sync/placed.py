@@ -49,17 +49,15 @@ class Placed:
     def refresh(self) -> None:
         """Note where the tensors are now."""
         source = self._source
-        self._dicts: list[dict[str, object]] = []
-        self._num_objects = 0
         self._parents: list[torch.nn.Module] = []
         self._children: list[dict[str, torch.nn.Module | None]] = []
-        # Most dicts of a module are empty. Only their number of objects is compared.
+        # Most dicts of a module are empty.
         self._filled: list[dict[str, object]] = []
+        self._empty: list[dict[str, object]] = []
         if isinstance(source, torch.nn.Module):
             for module in source.modules():
-                self._dicts += (module._parameters, module._buffers, module._modules)  # type: ignore[arg-type]
-            self._num_objects = sum(map(len, self._dicts))
-            self._filled = [members for members in self._dicts if members]
+                for members in (module._parameters, module._buffers, module._modules):
+                    (self._filled if members else self._empty).append(members)  # type: ignore[arg-type]
             # A container makes a new dict of its modules when one is deleted.
             self._parents = [module for module in source.modules() if module._modules]
             self._children = [module._modules for module in self._parents]
@@ -75,8 +73,8 @@ class Placed:
         self._dtypes, self._devices = _kinds(self._tensors)
 
     def is_same(self) -> bool:
-        """Return whether every tensor is the same object in the same memory. Cost: 10 ms for 30,000 tensors."""
-        if sum(map(len, self._dicts)) != self._num_objects:
+        """Return whether every tensor is the same object in the same memory. Cost: 8 to 16 ms for 30,000 tensors."""
+        if any(self._empty):
             return False
         if not all(map(operator.is_, map(operator.attrgetter("_modules"), self._parents), self._children)):
             return False

@@ -15,6 +15,7 @@ subscribers (`publish.rank_group`).
     POST   /v1/sync/S/packed            PackLeases
     POST   /v1/sync/S/progress          Progress
     GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
+    GET    /v1/sync/S/begins_after?rank=R&wait_ms=W  BeginsAfter, from a publisher's rank 0
 
 A client repeats a request whose connection broke. All are idempotent but `pack`, which takes a second buffer then; the
 lease of the first lapses.
@@ -42,6 +43,7 @@ from penstock.plan.layout import encode
 from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
 from penstock.sync.membership import name_of_strips
 from penstock.sync.messages import (
+    BeginsAfter,
     Decision,
     DigestReply,
     DigestRequest,
@@ -71,6 +73,14 @@ class Plans(Protocol):
 
     def table(self) -> TableReply:
         """Return the table of the tensors on offer."""
+        ...
+
+
+class FirstVersionsOfRanks(Protocol):
+    """The version above which each rank begins, on a publisher's rank 0: `publish.rank_group.FirstVersions`."""
+
+    def of(self, rank: int, member: str, wait_s: float) -> int:
+        """Return the version above which a process of a rank begins."""
         ...
 
 
@@ -106,6 +116,7 @@ class SyncHandler:
         version_status: the versions that this member announces.
         planner: plans for other members.
         subscriber_progress: the progress of subscribers, on a publisher's rank 0.
+        first_versions: where ranks of the trainer begin, on a publisher's rank 0.
         check: raises unless the memory may be served.
     """
 
@@ -118,6 +129,7 @@ class SyncHandler:
         version_status: VersionStatus,
         planner: Plans,
         subscriber_progress: ProgressReceiver | None = None,
+        first_versions: FirstVersionsOfRanks | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._key = key
@@ -126,6 +138,7 @@ class SyncHandler:
         self._version_status = version_status
         self._planner = planner
         self._subscriber_progress = subscriber_progress
+        self._first_versions = first_versions
         self._check = check
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
@@ -152,8 +165,8 @@ class SyncHandler:
             raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")
         if verb == "POST":
             return self._post(member, path[1], raw)
-        number = {name: _number(query, name) for name in ("after", "version", "wait_ms")}
-        return self._get(path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
+        number = {name: _number(query, name) for name in ("after", "version", "rank", "wait_ms")}
+        return self._get(member, path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> Session:
         """Check a grant and open a session for its member."""
@@ -179,7 +192,7 @@ class SyncHandler:
             known.seen = time.monotonic()
             return known.member
 
-    def _get(self, route: str, number: Mapping[str, int], wait_s: float) -> object:
+    def _get(self, member: str, route: str, number: Mapping[str, int], wait_s: float) -> object:
         """Answer a request without a body."""
         if route == "layout":
             return encode(self._served().layout)
@@ -191,6 +204,8 @@ class SyncHandler:
             return self._map(number["version"], wait_s)
         if route == "decision" and self._subscriber_progress is not None:
             return self._subscriber_progress.decision(number["version"], wait_s)
+        if route == "begins_after" and self._first_versions is not None:
+            return BeginsAfter(version=self._first_versions.of(number["rank"], member, wait_s))
         raise NotFound(f"no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:

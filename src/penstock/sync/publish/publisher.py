@@ -31,6 +31,7 @@ from penstock.errors import (
     Cancelled,
     ConfigError,
     HubUnavailable,
+    PeerLost,
     PenstockError,
     PlanError,
     SourceStalled,
@@ -75,7 +76,8 @@ class Publisher(Closing):
     Attributes:
         name: of the sync.
         version: the newest version that this rank published; -1: none yet.
-        latest: the highest version that any member had when this rank joined; later versions must be above it.
+        latest: the highest version that a member had before this group; all ranks have the same number. Of a rank that
+            was started again: the newest version of the group. Later versions must be above it.
         mode: `live` or `snapshot`; see `publisher`.
         rank, world_size: of the trainer.
         member: this process in the fleet.
@@ -111,6 +113,7 @@ class Publisher(Closing):
         self._pending: _Pending | None = None
         self._deciding = ThreadPoolExecutor(1, "penstock-decide")
         self._subscriber_progress = rank_group.SubscriberProgress()
+        self._first_versions = rank_group.FirstVersions(lambda: self.version)
         self._membership = Membership(member, name, stall_s)
         self.planner = Planner(self._membership, self._version_status, lambda: registered.layout, terms=self._terms_for)
         # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
@@ -121,38 +124,48 @@ class Publisher(Closing):
             version_status=self._version_status,
             planner=self.planner,
             subscriber_progress=self._subscriber_progress if rank == 0 else None,
+            first_versions=self._first_versions if rank == 0 else None,
         )
         self._took_s = 0.0
         # The texts that go with the version under way.
         self._metadata: Mapping[str, str] = {}
         member.syncs.append(self._state)
+        self.latest = -1
         if rank == 0:
             self._run = member.id
             # Reported before the claim: two groups that start together must see each other, to agree on the first.
             member.report_now()
             rank_group.claim(self._membership)
+            self.latest = self._newest_of_others()
+            self._first_versions.begin(self.latest)
         else:
             # Joined before the report, which names the run.
-            self._run = rank_group.join(self._membership, rank, world_size, "", stall_s)
-            # Before the report: once all ranks are seen, rank 0 may publish, and the ranks must start from one number.
-            self.latest = self._newest_of_others()
+            self._join()
             member.report_now()
         registered.connect(name, rank=rank, stall_s=stall_s)
-        if rank == 0:
-            self.latest = self._newest_of_others()
 
     def _newest_of_others(self) -> int:
-        """Return the highest version that a member has, other than the one that this group is about to publish."""
-        # Another rank of this group may be ahead, and show its part of the first version before this one has looked.
-        # Only rank 0 says what this group has published.
-        return max(
-            (
-                other.state.version
-                for other in self._membership.look()
-                if (other.state.side, other.state.run) != ("publisher", self._run) or other.state.rank == 0
-            ),
-            default=-1,
-        )
+        """As rank 0, return the highest version of the members that are not of this run."""
+        # This run's own version is not one of others. Another rank may be ahead.
+        members = self._membership.look_at_all(self._stall_s)
+        return max((other.state.version for other in members if other.state.run != self._run), default=-1)
+
+    def _join(self) -> None:
+        """As another rank, belong to the run of rank 0, and begin where it says; nothing to do while it lives."""
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
+            if run == self._run:
+                return
+            try:
+                latest = rank_group.begins_after(self._membership, run, self.rank, self._stall_s)
+            except PeerLost:
+                # A rank 0 that does not get the name leaves, and another one may come.
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            self._run, self.latest = run, max(self.latest, latest)
+            return
 
     def _state(self) -> SyncState:
         """Return what the hub lists about this rank."""
@@ -284,15 +297,15 @@ class Publisher(Closing):
         """Check that the version may come next, and that this group still owns the name."""
         if self._is_closed:
             raise Cancelled("the publisher was closed")
+        if self.rank != 0:
+            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
+            self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
             message = f"version {version} of {self.name!r} is not above {newest}"
             raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
         if self.rank == 0:
             rank_group.check_alone(self._membership)
-        else:
-            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
-            self._run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
 
     def _follow(self) -> None:
         """Register the parameters again if they moved since the version before."""

@@ -7,6 +7,7 @@ version that a fleet commits together (`sync.together`).
 
     rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
     other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
+    first number: rank 0 looks for the newest version of others once, and tells each rank that joins
     together:     SubscriberProgress.begin_together .. wait_together -> record at the hub -> settle
 """
 
@@ -19,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, HubUnavailable, PeerLost, SourceStalled
+from penstock.errors import ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import FleetDecision, SyncMember
 from penstock.sync.membership import Membership, Whereabouts
 from penstock.sync.messages import Decision, Progress
@@ -101,6 +102,60 @@ def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: 
                 f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s", hint=hint
             )
         time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+
+
+def begins_after(membership: Membership, run: str, rank: int, stall_s: float) -> int:
+    """As another rank, return the version above which rank 0 says that this rank begins; see `FirstVersions`.
+
+    Raises:
+        PeerLost: rank 0 is gone. SourceStalled: it did not own the name within `stall_s`.
+    """
+    deadline = time.monotonic() + stall_s
+    while True:
+        try:
+            return membership.ask(run, lambda sync_client: sync_client.begins_after(rank, ASK_S))
+        except NotFound as error:
+            if time.monotonic() > deadline:
+                message = f"rank 0 of {membership.name!r} did not begin to publish within {stall_s:g} s"
+                raise SourceStalled(message, uri=f"penstock:{run}") from error
+            time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+
+
+class FirstVersions:
+    """The version above which each rank begins, kept by rank 0. Used by any number of threads.
+
+    All ranks have to begin with one number, and only rank 0 can give it. A rank that looked for itself could find a
+    version that another rank of this group has published meanwhile, or miss the version of a member that has left.
+
+    Args:
+        newest: returns the newest version that rank 0 has published.
+    """
+
+    def __init__(self, newest: Callable[[], int]) -> None:
+        self._newest = newest
+        self._changed = threading.Condition()
+        self._latest: int | None = None
+        # The process that asked first, by rank.
+        self._members: dict[int, str] = {}
+
+    def begin(self, latest: int) -> None:
+        """Set the newest version of all members that are not of this group."""
+        with self._changed:
+            self._latest = latest
+            self._changed.notify_all()
+
+    def of(self, rank: int, member: str, wait_s: float) -> int:
+        """Return the version above which a process of a rank begins.
+
+        Raises:
+            NotFound: rank 0 has not begun within `wait_s`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
+                raise NotFound("rank 0 does not own the name yet")
+            # Another process of a rank replaces one that may have published all that rank 0 has.
+            is_first = self._members.setdefault(rank, member) == member
+            return self._latest if is_first else max(self._latest, self._newest())
 
 
 def decided(membership: Membership, run: str, version: int, stall_s: float) -> Decision:
