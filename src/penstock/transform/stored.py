@@ -282,10 +282,12 @@ def _is_declaration(key: str, value: object) -> bool:
 
 def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without what `declared` finds in it."""
+    # DeepSeek-V4 says of its experts that they are FP4 beside the declaration.
+    is_declared = any(_is_declaration(key, value) for key, value in config.items())
     return {
         key: without_declared(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if not _is_declaration(key, value)
+        if not (_is_declaration(key, value) or (is_declared and key == "expert_dtype"))
     }
 
 

@@ -142,6 +142,8 @@ def test_several_configurations_are_read_together():
     config = {"text_config": {"llm": {"quantization_config": fp8}}, "vision_config": {"quantization_config": fp8}}
     assert declared(config) == fp8
     assert without_declared(config) == {"text_config": {"llm": {}}, "vision_config": {}}
+    assert without_declared({"expert_dtype": "fp4", "n": 1, "quantization_config": fp8}) == {"n": 1}
+    assert without_declared({"expert_dtype": "fp4"}) == {"expert_dtype": "fp4"}
     config["vision_config"]["quantization_config"] = {"quant_method": "gptq"}
     with pytest.raises(PlanError, match="2 different quantisations"):
         Dequantise(quantization=declared(config)).recipes([table_of({"a.weight": CODES, "a.weight_scale": SCALE})])
