@@ -77,7 +77,7 @@ class Pair:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{version}\n")
         self._process.stdin.flush()
-        self._subscriber.wait_version(version)
+        self._subscriber.wait(version)
         report = self._subscriber.update()
         self._answer("published")
         return report

@@ -238,7 +238,7 @@ class Worker:
 
     def update(self, version: int) -> dict[str, Any]:
         """Wait for a version, take it."""
-        self.end.wait_version(version, timeout_s=STALL_S)
+        self.end.wait(version, timeout_s=STALL_S)
         heard = time.perf_counter()
         report = self.end.update(version)
         ended = time.perf_counter()

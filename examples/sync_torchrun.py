@@ -72,7 +72,7 @@ def serve(model: LlamaForCausalLM, mesh: DeviceMesh, device: torch.device) -> No
         "policy", dict(served.named_parameters()), rank=(mesh.get_local_rank(), mesh.size())
     ) as subscriber:
         for step in range(1, STEPS + 1):
-            subscriber.wait_version(step, timeout_s=60)
+            subscriber.wait(step, timeout_s=60)
             report = subscriber.update(step)
             gather(reference, device)
             made, true = logits(served, tokens), logits(reference, tokens)

@@ -19,9 +19,10 @@ pytest.importorskip("torch")
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
 SERVES = DIRECTORY / "fetch_two_terminals.py"
+SYNCS = DIRECTORY / "sync_two_terminals.py"
 IS_IMPORTED = DIRECTORY / "fold_norms.py"  # by a conversion; test_convert_operations runs it
 OF_ENGINES = {DIRECTORY / "sync_torchrun.py", DIRECTORY / "sync_ray.py"}  # a minute each; tests/engines runs them
-EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES, IS_IMPORTED} - OF_ENGINES)
+EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES, SYNCS, IS_IMPORTED} - OF_ENGINES)
 LAST_S = 150.0
 
 
@@ -79,3 +80,21 @@ def test_the_second_terminal_starts_from_the_first(environ: dict[str, str]) -> N
         alarm.cancel()
         first.kill()
         first.communicate()
+
+
+def test_engine_takes_versions_from_other_terminal(environ: dict[str, str]) -> None:
+    command = [sys.executable, str(SYNCS)]
+    trainer = subprocess.Popen([*command, "train"], stdout=subprocess.DEVNULL, env=environ)
+    alarm = threading.Timer(LAST_S, trainer.kill)
+    alarm.start()
+    try:
+        engine = subprocess.run(
+            [*command, "serve", "--versions", "2"], capture_output=True, text=True, timeout=LAST_S, env=environ
+        )
+        assert engine.returncode == 0, engine.stderr
+        assert engine.stdout.count("two-terminals version") == 2
+        trainer.send_signal(signal.SIGINT)
+        assert trainer.wait(timeout=60) == 0
+    finally:
+        alarm.cancel()
+        trainer.kill()

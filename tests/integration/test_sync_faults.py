@@ -119,7 +119,7 @@ def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host
         publishers[0].ask("subscribers 1")
         for one in publishers:
             one.send("publish 1")
-        subscriber.wait_version(1)
+        subscriber.wait(1)
         taking = pool.submit(subscriber.update)
         while not any(one.any() for one in mine.values()):  # rows of rank 0
             assert not taking.done()

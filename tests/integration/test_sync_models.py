@@ -103,7 +103,7 @@ def test_a_model_equals_what_its_own_loader_makes_of_it(stack: ExitStack, mode: 
         together(
             [
                 *(lambda pub=pub, v=version: pub.publish(v) for pub in pubs),
-                *(lambda sub=sub, v=version: (sub.wait_version(v), sub.update()) for sub in subs),
+                *(lambda sub=sub, v=version: (sub.wait(v), sub.update()) for sub in subs),
             ]
         )
         assert sorted(told) == sorted([("pause", version), ("commit", version), ("resume", version)] * 2)

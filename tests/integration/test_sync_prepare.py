@@ -129,7 +129,7 @@ def test_a_wait_that_is_no_length_of_time_is_refused(host: Host, wait_s) -> None
             lambda: subscriber.prepare(wait_s),
             lambda: subscriber.update(timeout_s=wait_s),
             lambda: subscriber.stage(timeout_s=wait_s),
-            lambda: subscriber.wait_version(1, wait_s),
+            lambda: subscriber.wait(1, wait_s),
             lambda: subscriber.pinned(ttl_s=wait_s).__enter__(),
         ]
         for wait in waits:
@@ -184,7 +184,7 @@ def test_an_update_that_does_not_fit_leaves_the_live_version_served(host: Host) 
             subscriber.update()
         with ps.publisher("p", {"plain": torch.zeros(6, 4)}, mode="snapshot") as publisher:
             publisher.publish(2)
-            subscriber.wait_version(2, timeout_s=20.0)
+            subscriber.wait(2, timeout_s=20.0)
             with pytest.raises(PlanError, match="turned"):
                 subscriber.update()
         assert subscriber.wanted is not None and subscriber.version == 1

@@ -49,7 +49,7 @@ def test_versions_cross_by_tls_and_strangers_get_none(
         together(
             [
                 *(lambda pub=pub, v=version: reports.append(pub.publish(v)) for pub in pubs),
-                lambda v=version: (sub.wait_version(v), sub.update()),
+                lambda v=version: (sub.wait(v), sub.update()),
             ]
         )
         assert all(torch.equal(mine[name], one) for name, one in changed.items())

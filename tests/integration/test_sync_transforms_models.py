@@ -93,7 +93,7 @@ def test_codes_and_scales_where_the_loader_puts_them(stack: ExitStack, mode: str
         together(
             [
                 *(lambda pub=pub, v=version: pub.publish(v) for pub in pubs),
-                *(lambda sub=sub, v=version: (sub.wait_version(v), sub.update()) for sub in subs),
+                *(lambda sub=sub, v=version: (sub.wait(v), sub.update()) for sub in subs),
             ]
         )
         for rank, model in enumerate(models):

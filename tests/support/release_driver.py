@@ -127,7 +127,9 @@ def subscriber(name: str, sync: str, connection: dict[str, Any], options: dict[s
 
 def update(name: str, version: int) -> dict[str, Any]:
     """Wait for a version and take it."""
-    _open[name].wait_version(version, timeout_s=30.0)
+    # Former releases call it `wait_version`.
+    wait = getattr(_open[name], "wait", None) or _open[name].wait_version
+    wait(version, timeout_s=30.0)
     report = _open[name].update(version)
     return {
         "version": _open[name].version,

@@ -279,7 +279,7 @@ def _update(
     task: SyncTask, subscriber: Subscriber, shards: dict[str, Shard], word: str, number: int | None
 ) -> dict[str, Any]:
     if word == "wait":
-        return {"version": subscriber.wait_version(number or 0, timeout_s=task.wait_s)}
+        return {"version": subscriber.wait(number or 0, timeout_s=task.wait_s)}
     if word == "stage":
         return {"version": subscriber.stage(number)} | _state(subscriber, shards)
     if word == "spoil":

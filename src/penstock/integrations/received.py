@@ -74,7 +74,7 @@ class ReceivedVersions(Closing):
 
         Args:
             version: exactly this one; None: the newest.
-            timeout_s: how long to wait until it is announced; None: as `Subscriber.wait_version`.
+            timeout_s: how long to wait until it is announced; None: as `Subscriber.wait`.
 
         Raises:
             PenstockError: as `penstock.Subscriber.update`. PeerLost: another rank did not receive the version, or is
@@ -85,7 +85,7 @@ class ReceivedVersions(Closing):
         why = ""
         try:
             if version is not None:
-                self._subscriber.wait_version(version, timeout_s)
+                self._subscriber.wait(version, timeout_s)
             self.report = self._subscriber.update(version, timeout_s)
         except BaseException as error:
             why = str(error) or type(error).__name__

@@ -49,6 +49,7 @@ from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Options, Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
+from penstock.sync.receive.versions import each_version
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
@@ -196,15 +197,36 @@ class Subscriber(Closing):
         with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
             yield live
 
-    def wait_version(self, version: int, timeout_s: float | None = None) -> int:
-        """Wait until this version or a later one is announced, and return the announced version.
+    def wait(self, version: int | None = None, timeout_s: float | None = None) -> int:
+        """Wait until a version is announced that `update` can take, and return the announced version.
+
+        Args:
+            version: this version or a later one; None: any that is newer than the live one.
+            timeout_s: how long to wait; None: as long as a publisher or another subscriber answers, and after that for
+                the stall deadline.
 
         Raises:
-            SourceStalled: it was not announced within `timeout_s`; None: no planner answered for the stall deadline.
+            SourceStalled: it was not announced in this time.
             VersionRefused: it was withdrawn, which this subscriber had not learned yet; call again for a later version.
+            Cancelled: the subscriber was closed.
         """
         require_seconds("timeout_s", timeout_s)
+        version = self.version + 1 if version is None else version
         return self._update_loop.await_version(version, timeout_s, self._check_open)
+
+    def __iter__(self) -> Iterator[UpdateReport]:
+        """Wait for each new version, make it live, and yield its report, until the subscriber is closed.
+
+        While the trainer is away, or a source is lost, the live version stays and the loop goes on waiting. A version
+        that was refused is skipped. Both are warnings in the log.
+
+        Raises:
+            PlanError, ConfigError, DestinationError and others as `update`, which waiting would not cure; and any error
+                that left the target dirty. The loop can be entered again.
+
+        Order: like an update, one thread at a time.
+        """
+        return each_version(self)
 
     def prepare(self, timeout_s: float | None = None) -> bool:
         """Do now what the first update does once, before a version is published: record, allocate, register, plan.

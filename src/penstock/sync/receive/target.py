@@ -130,7 +130,11 @@ def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[
     """
     if isinstance(target, MutableMapping) and not target:
         return _new_tensors(table)
-    return target if isinstance(target, torch.nn.Module | Mapping) else _made(target, table)
+    made: Mapping[str, Declarable] = {}
+    if not isinstance(target, torch.nn.Module | Mapping):
+        with users_code("the target function"):
+            made = target(_published(table))
+    return target if isinstance(target, torch.nn.Module | Mapping) else made
 
 
 def wanted_of(
@@ -178,13 +182,6 @@ def wanted_of(
         if not rows:
             raise PlanError(f"no published tensor fills any of the target: {names_text(table.names)}")
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
-
-
-def _made(target: TargetFunction, table: TensorTable) -> Mapping[str, Declarable]:
-    """Return the tensors that a target function makes. PlanError: it raised an error."""
-    with users_code("the target function"):
-        return target(_published(table))
-    raise AssertionError("unreachable")
 
 
 def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:

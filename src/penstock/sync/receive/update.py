@@ -205,7 +205,7 @@ class UpdateLoop:
         return None
 
     def await_version(self, version: int, timeout_s: float | None, check_open: Callable[[], None]) -> int:
-        """See `Subscriber.wait_version`; `check_open` is called before each request, and raises to end the wait."""
+        """See `Subscriber.wait`; `check_open` is called before each request, and raises to end the wait."""
         begun = last_answer = time.monotonic()
         after = version - 1
         while True:

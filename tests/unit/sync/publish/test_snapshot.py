@@ -191,7 +191,7 @@ def test_a_copy_that_fails_withdraws_a_version_of_the_fleet(monkeypatch: pytest.
                 publisher.publish(2, commit="together")
         # Not the version itself, which nobody can read any more.
         with pytest.raises(VersionRefused):
-            subscriber.wait_version(2, timeout_s=10.0)
+            subscriber.wait(2, timeout_s=10.0)
         publisher.publish(3)
         assert subscriber.update(3).version == 3
         assert all(torch.equal(served[name], value) for name, value in trained.items())
@@ -208,7 +208,7 @@ def test_a_receiver_reads_while_the_copy_goes_on(monkeypatch: pytest.MonkeyPatch
         def begin() -> None:
             reader.start()
             # The version is there already, and most of its rows are not.
-            assert subscriber.wait_version(1, timeout_s=10.0) == 1
+            assert subscriber.wait(1, timeout_s=10.0) == 1
 
         paused(monkeypatch, 2, begin)
         publisher.publish(1)

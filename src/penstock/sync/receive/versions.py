@@ -1,0 +1,65 @@
+"""The loop of an engine that serves: it waits for each new version and makes it live.
+
+Not here: waiting and updating (`subscriber`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from penstock.errors import Cancelled, PeerLost, SourceError, VersionRefused
+from penstock.sync.report import UpdateReport
+
+log = logging.getLogger("penstock")
+
+_PAUSE_S = 1.0
+"""Pause after an update that failed: a source that was lost is replaced within some beats of the hub."""
+
+
+class Waiting(Protocol):
+    """What the loop needs of a subscriber."""
+
+    name: str
+    version: int
+
+    @property
+    def revision(self) -> str:
+        """Return the publishers' run and the live version."""
+        ...
+
+    def wait(self, version: int | None = None, timeout_s: float | None = None) -> int:
+        """Wait for a version."""
+        ...
+
+    def update(self) -> UpdateReport:
+        """Make the newest version live."""
+        ...
+
+
+def each_version(subscriber: Waiting) -> Iterator[UpdateReport]:
+    """Yield a report for each new version; see `Subscriber.__iter__`."""
+    after, told = -1, ""
+    while True:
+        before = subscriber.revision
+        try:
+            subscriber.wait(max(after, subscriber.version) + 1)
+            report = subscriber.update()
+        except Cancelled:
+            return
+        except (SourceError, PeerLost, VersionRefused) as error:
+            if error.mutated:
+                raise
+            if isinstance(error, VersionRefused):
+                # It never goes live: without this, the loop would ask for it again at once.
+                after = max(after, error.version)
+            if error.message != told:
+                log.warning("%r serves version %s, and waits: %s", subscriber.name, subscriber.version, error.message)
+                told = error.message
+            time.sleep(_PAUSE_S)
+            continue
+        told = ""
+        if subscriber.revision != before:
+            yield report

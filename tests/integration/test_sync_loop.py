@@ -1,0 +1,81 @@
+"""The loop of an engine that serves: it takes each new version, and goes on when trainers come and go."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+import penstock as ps
+
+
+def test_loop_yields_each_new_version_until_closed() -> None:
+    target = {"w": torch.zeros(4)}
+    with ps.subscriber("loop", target) as subscriber:
+        weights = {"w": torch.zeros(4)}
+        seen = []
+        for numbers in ((1, 2), (3,)):  # the trainer starts again in between
+            with ps.publisher("loop", weights) as publisher:
+                for version in numbers:
+                    weights["w"].fill_(version)
+                    publisher.publish(version)
+                    report = next(iter(subscriber))
+                    seen.append((report.version, target["w"][0].item()))
+        assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)]
+        closing = threading.Timer(0.3, subscriber.close)
+        closing.start()
+        assert list(subscriber) == []
+        closing.join()
+
+
+def test_loop_skips_versions_that_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    hooks = ps.Hooks(check=lambda version, staged: "it is bad" if version == 1 else "")
+    with (
+        ps.publisher("refused", {"w": torch.ones(4)}) as publisher,
+        ps.subscriber("refused", {}, hooks=hooks) as subscriber,
+    ):
+        publisher.publish(1)
+        later = threading.Timer(0.5, publisher.publish, (2,))
+        later.start()
+        assert next(iter(subscriber)).version == 2
+        later.join()
+    assert caplog.text.count("it is bad") == 1
+
+
+def test_loop_raises_what_waiting_cannot_cure() -> None:
+    with (
+        ps.publisher("misfit", {"w": torch.ones(4)}) as publisher,
+        ps.subscriber("misfit", {"w": torch.ones(5)}) as subscriber,
+    ):
+        publisher.publish(1)
+        with pytest.raises(ps.PlanError, match=r"w: wanted as F32 \[5\]"):
+            next(iter(subscriber))
+
+
+def test_loop_waits_while_trainer_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "penstock")
+    connection = ps.ConnectionSettings(stall_s=0.3)
+    with ps.subscriber("away", {}, connection=connection) as subscriber:
+        closing = threading.Timer(2.5, subscriber.close)
+        closing.start()
+        assert list(subscriber) == []
+        closing.join()
+    assert "'away' serves version -1, and waits: version 0 of 'away' was not announced" in caplog.text
+
+
+def test_wait_returns_newer_version_or_raises_in_time() -> None:
+    with ps.publisher("wait", {"w": torch.ones(4)}) as publisher, ps.subscriber("wait", {}) as subscriber:
+        publisher.publish(3)
+        assert subscriber.wait() == 3
+        subscriber.update()
+        begun = time.monotonic()
+        with pytest.raises(ps.SourceStalled, match="version 4 of 'wait' was not announced"):
+            subscriber.wait(timeout_s=0.2)
+        assert time.monotonic() - begun < 5
+        later = threading.Timer(0.2, publisher.publish, (5,))
+        later.start()
+        assert subscriber.wait(timeout_s=20) == 5
+        later.join()
