@@ -70,11 +70,14 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         sock = socket.create_server(("127.0.0.1", 0))
         yield sock, f"http://127.0.0.1:{sock.getsockname()[1]}"
     else:
-        tmp_path.chmod(0o700)
+        # As the directory of a member.
+        place = tmp_path / "p-dripping"
+        place.mkdir(mode=0o700)
+        (place / "alive").touch()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(str(tmp_path / "door.sock"))
+        sock.bind(str(place / "peer.sock"))
         sock.listen(16)
-        yield sock, f"unix://{tmp_path}/door.sock"
+        yield sock, f"unix://{place}/peer.sock"
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))

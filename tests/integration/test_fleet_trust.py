@@ -148,24 +148,31 @@ def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
     assert OPERATORS.encode() not in door.received and b"authorization" not in door.received.lower()
 
 
-@pytest.mark.parametrize("where", ["a shared directory", "another user's directory"])
+@pytest.mark.parametrize("where", ["a shared directory", "another user's directory", "another program's directory"])
 def test_a_socket_that_is_not_our_own_users_is_not_opened(
     hub: str, made: Path, truth, record, alone: Path, where: str
 ) -> None:
     """A false `host` made readers on that host connect to any socket, and post their token to it."""
-    place = alone / "place"
+    is_named = where != "another program's directory"
+    place = alone / ("p-stranger" if is_named else "agent")
     place.mkdir(mode=0o700)
-    door, _ = record(place / "door.sock")
+    name = "peer.sock" if is_named else "agent.1"
+    door, _ = record(place / name)
+    if is_named:
+        (place / "alive").touch()
     if where == "a shared directory":
         place.chmod(0o755)
+    elif not is_named:
+        # A private socket of this user's, such as an agent of SSH has.
+        (place / name).chmod(0o600)
     elif os.geteuid():
         pytest.skip("needs root, to give a directory to another user")
     else:
-        os.chown(place / "door.sock", 65534, 65534)
+        os.chown(place / name, 65534, 65534)
         os.chown(place, 65534, 65534)
     found: dict[str, torch.Tensor] = {}
     with (
-        claim_to_hold(hub, made, (f"unix://{place}/door.sock",), host_id()) as liar,
+        claim_to_hold(hub, made, (f"unix://{place}/{name}",), host_id()) as liar,
         ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS)) as reader,
     ):
         report = reader.fetch(found, fallback=str(made))

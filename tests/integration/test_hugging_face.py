@@ -300,7 +300,7 @@ def test_a_hub_that_stays_broken(hub: HuggingFaceServer, monkeypatch: pytest.Mon
 
 def test_no_hub_at_all(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    with pytest.raises(SourceUnavailable, match=r"no answer from http://127\.0\.0\.1:9") as caught:
+    with pytest.raises(SourceUnavailable, match=r"the hub at http://127\.0\.0\.1:9") as caught:
         ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
     assert "HF_ENDPOINT" in str(caught.value.hint)
 

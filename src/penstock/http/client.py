@@ -34,6 +34,10 @@ _MAX_OVERHEAD_BYTES = 64 << 10
 nothing else bounds them."""
 
 
+class TooLong(MalformedMessage):
+    """An answer is longer than accepted."""
+
+
 class Reply:
     """An answer. Call `readinto` until it returns 0, or `read` once.
 
@@ -89,7 +93,7 @@ class Reply:
         """Return the whole body, received within the deadline of the request, which its bytes extend.
 
         Raises:
-            MalformedMessage: it is longer than `limit` bytes, or the connection ended before its end.
+            TooLong: it is longer than `limit` bytes. MalformedMessage: the connection ended before its end.
             TimeoutError, OSError: as `readinto`.
         """
         pieces: list[memoryview | bytes] = []
@@ -108,7 +112,7 @@ class Reply:
                 return b"".join(pieces)
             pieces.append(piece)
             total += len(piece)
-        raise MalformedMessage(f"an answer of more than {limit} bytes")
+        raise TooLong(f"an answer of more than {limit} bytes")
 
     def read_some(self, limit: int, *, wait_s: float) -> bytes:
         """Return the first bytes of the body that come within `wait_s`, at most `limit` of them; never raises OSError.

@@ -16,13 +16,14 @@ import base64
 import contextlib
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.config import Settings, network_environment
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SourceUnavailable
 
 CERTIFICATE_HINT = (
     "set PENSTOCK_CA_FILE (or ca_file) to the PEM bundle of the authority that signs it; "
@@ -128,6 +129,35 @@ def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
 def _has_port(entry: str) -> bool:
     # An IPv6 address has colons, and a port only behind brackets.
     return re.fullmatch(r"(\[[^\]]*\]|[^:]*):\d+", entry.rpartition("://")[2]) is not None
+
+
+_LOCAL_SERVICES = tuple(
+    map(ipaddress.ip_network, ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "100.100.100.200/32"))
+)
+"""Addresses that answer only this machine: link-local ones, and the metadata services of clouds, which give out its
+credentials. Source: RFC 3927, RFC 4291; the documentation of AWS, Google, Azure and Alibaba."""
+
+
+def is_local_service(host: str) -> bool:
+    """Return whether a host is link-local, or a cloud's metadata service."""
+    name = host.rstrip(".").lower()
+    address = _address(name)
+    if address is None:
+        return name in {"metadata.google.internal", "metadata", "instance-data"}
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address in network for network in _LOCAL_SERVICES if network.version == address.version)
+
+
+def require_public(address: str, host: str) -> None:
+    """Raise SourceUnavailable if a server redirected to a service of this machine's network."""
+    if is_local_service(address):
+        hint = "the server is at fault, or name that address yourself if it is meant"
+        raise SourceUnavailable(f"it redirects to {host[:100]!r}, a service of this machine's network", hint=hint)
+
+
+def peer_address(sock: socket.socket) -> str:
+    """Return the address at the other end of a connection."""
+    return str(sock.getpeername()[0])
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

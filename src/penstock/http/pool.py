@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, quote
 from penstock import descriptors, waits
 from penstock.errors import ConfigError
 from penstock.http.client import ClientConnection, Reply, open_tcp
-from penstock.http.network import Bundle, Proxy, proxy_of, read_bundle
+from penstock.http.network import Bundle, Proxy, peer_address, proxy_of, read_bundle, require_public
 from penstock.lifecycle import let_go_in_children
 from penstock.net.listener import cut
 
@@ -44,6 +44,7 @@ class PooledConnection(ClientConnection):
     Attributes:
         was_used: an answer came over it before, so the server may have closed it since.
         idle_since_s: when the pool got it back.
+        is_foreign: see `Pool.get`.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:
@@ -51,6 +52,7 @@ class PooledConnection(ClientConnection):
         self._forwarded_by = forwarded_by
         self.was_used = False
         self.idle_since_s = 0.0
+        self.is_foreign = False
         self._scope: waits.Scope | None = None
         self._wait: int | None = None
 
@@ -102,16 +104,24 @@ class Pool:
         self._trusted = trusted
         self._silence_s = silence_s
         self._tls: ssl.SSLContext | None = None
-        self._idle: dict[tuple[str, str], list[PooledConnection]] = {}
+        self._idle: dict[tuple[str, str, bool], list[PooledConnection]] = {}
         self._lock = threading.Lock()
         self._holders = 0
         _pools.add(self)
 
-    def get(self, url: SplitResult, *, fresh: bool = False) -> PooledConnection:
-        """Return an idle connection to `url`'s origin, or a new one. `fresh` never reuses. OSError or ConfigError."""
+    def get(self, url: SplitResult, *, fresh: bool = False, is_foreign: bool = False) -> PooledConnection:
+        """Return an idle connection to `url`'s origin, or a new one.
+
+        Args:
+            fresh: never reuse one.
+            is_foreign: a server chose the host, so it must not be one that only this machine may ask.
+
+        Raises:
+            SourceUnavailable: `is_foreign`, and it is such a host; nothing was sent. OSError, ConfigError.
+        """
         dropped = []
         with self._lock:
-            idle = self._idle.get((url.scheme, url.netloc), [])
+            idle = self._idle.get((url.scheme, url.netloc, is_foreign), [])
             now_s = time.monotonic()
             reusable = None
             while idle and reusable is None:
@@ -124,7 +134,7 @@ class Pool:
                     reusable = candidate
         for connection in dropped:
             connection.close()
-        connection = reusable or self._connect(url)
+        connection = reusable or self._connect(url, is_foreign=is_foreign)
         connection.begin()
         return connection
 
@@ -134,7 +144,7 @@ class Pool:
         if reply is not None and reply.is_reusable:
             connection.idle_since_s = time.monotonic()
             with self._lock:
-                idle = self._idle.setdefault((url.scheme, url.netloc), [])
+                idle = self._idle.setdefault((url.scheme, url.netloc, connection.is_foreign), [])
                 if self._holders and len(idle) < _IDLE_CONNECTIONS:
                     idle.append(connection)
                     return
@@ -168,7 +178,7 @@ class Pool:
         with contextlib.suppress(OSError):
             self.clear()
 
-    def _connect(self, url: SplitResult) -> PooledConnection:
+    def _connect(self, url: SplitResult, *, is_foreign: bool) -> PooledConnection:
         if url.hostname is None:
             raise ConfigError("a URL without a host")
         is_tls = url.scheme == "https"
@@ -180,8 +190,13 @@ class Pool:
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
         where = (proxy.host, proxy.port) if proxy else (url.hostname, port)
+        if is_foreign:
+            require_public(url.hostname, url.hostname)
         sock = descriptors.opened(partial(open_tcp, *where, self._silence_s), _authority(url))
         try:
+            if is_foreign and proxy is None:
+                # The address that the name led to now: a look-up before could have given another one.
+                require_public(peer_address(sock), url.hostname)
             with waits.ended_by(partial(cut, sock)):
                 if is_tls:
                     if proxy:
@@ -189,7 +204,9 @@ class Pool:
                         _open_tunnel(sock, proxy, f"{host}:{port}", wait_s=self._silence_s)
                         sock.settimeout(self._silence_s)
                     sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
-            return PooledConnection(sock, silence_s=self._silence_s, forwarded_by=None if is_tls else proxy)
+            made = PooledConnection(sock, silence_s=self._silence_s, forwarded_by=None if is_tls else proxy)
+            made.is_foreign = is_foreign
+            return made
         except BaseException:
             sock.close()
             raise

@@ -38,7 +38,7 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
-from penstock.http.client import Reply
+from penstock.http.client import Reply, TooLong
 from penstock.http.head import MalformedMessage
 from penstock.http.network import CERTIFICATE_HINT
 from penstock.http.pool import Pool, PooledConnection, wrong_proxy_user
@@ -242,6 +242,10 @@ class Address(Protocol):
         """Follow a redirect from `url`; return None, or the reason why it is not followed."""
         ...
 
+    def is_foreign(self, url: SplitResult) -> bool:
+        """Return whether a server chose the host of `url`, by a redirect, and not the user."""
+        ...
+
 
 class Failed(Exception):
     """An attempt that ended early; another one may succeed. See `Patience.failed` for the attributes."""
@@ -267,7 +271,7 @@ class Exchange:
         uri: the object's name in errors.
         address: where it is.
         pool: connections.
-        byte_range: wanted, `[start, stop)`.
+        byte_range: wanted, `[start, stop)`; None: a question, whose answer is read by `read_whole`.
         seen: the validators of the first answer; None: this is the first request.
         to_the_end: request all bytes from `start` on; no more than the range is read of the answer.
 
@@ -286,7 +290,7 @@ class Exchange:
         address: Address,
         pool: Pool,
         *,
-        byte_range: tuple[int, int],
+        byte_range: tuple[int, int] | None,
         seen: Validators | None,
         to_the_end: bool = False,
     ) -> None:
@@ -294,11 +298,11 @@ class Exchange:
         self._address = address
         self._pool = pool
         self._seen = seen
-        self._range = byte_range
-        last = "" if to_the_end else str(byte_range[1] - 1)
-        self._limit = seen.nbytes if to_the_end and seen else byte_range[1]
-        self._headers = {"Range": f"bytes={byte_range[0]}-{last}", **(seen.condition if seen else {})}
-        self.stop = byte_range[1]
+        self._range = start, stop = byte_range or (0, 0)
+        self._limit = seen.nbytes if to_the_end and seen else stop
+        wanted = {} if byte_range is None else {"Range": f"bytes={start}-{'' if to_the_end else stop - 1}"}
+        self._headers = {**wanted, **(seen.condition if seen else {})}
+        self.stop = stop
         self.code = ""
 
     def __enter__(self) -> Exchange:
@@ -333,7 +337,8 @@ class Exchange:
         headers = {**self._headers, **self._address.headers(self._url)}
         for fresh in (False, True):
             with _failing(self._uri):
-                self._connection = self._pool.get(self._url, fresh=fresh)
+                is_foreign = self._address.is_foreign(self._url)
+                self._connection = self._pool.get(self._url, fresh=fresh, is_foreign=is_foreign)
             was_used = self._connection.was_used
             try:
                 with _failing(self._uri):
@@ -363,12 +368,7 @@ class Exchange:
         start, stop = self._range
         if status not in {200, 206}:
             raise self._error()
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            raise FormatError(
-                f"it is stored or sent with Content-Encoding {headers['content-encoding'][:40]!r}",
-                uri=self._uri,
-                hint="store it as it is: weights are read in ranges",
-            )
+        self._require_plain()
         if self._seen is None:
             return
         differs = self._seen.differs(headers)
@@ -402,6 +402,26 @@ class Exchange:
         if nbytes is None:
             raise self._protocol("the server does not send the size")
         return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
+
+    def read_whole(self, limit: int) -> bytes:
+        """Return the body of an answer; raises as `check`. FormatError: it has more than `limit` bytes."""
+        if self.reply.status not in {200, 206}:
+            raise self._error()
+        self._require_plain()
+        with _failing(self._uri):
+            try:
+                return self.reply.read(limit)
+            except TooLong as error:
+                raise FormatError(error.message, uri=self._uri) from error
+
+    def _require_plain(self) -> None:
+        coding = self.reply.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise FormatError(
+                f"it is stored or sent with Content-Encoding {coding[:40]!r}",
+                uri=self._uri,
+                hint="store it as it is: weights are read in ranges",
+            )
 
     def readinto(self, view: memoryview) -> int:
         """Receive some bytes of the body into `view`, at least one; return their number. Failed if there are none."""

@@ -93,19 +93,29 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
     return sock
 
 
-def private_socket_fault(path: str) -> str:
-    """Return why a Unix socket is not one of this user's in a private directory; empty: it is.
+_NAMES = frozenset({"peer.sock", "fds.sock", "data.sock"})
+"""Names of the sockets that processes announce to others: of the server, of descriptors, and of bytes."""
 
-    Other users, and services of this user, have sockets too: without this check a member that claims to be on this host
-    could direct requests to any of them.
+
+def private_socket_fault(path: str) -> str:
+    """Return why a Unix socket is not that of a Penstock process of this user; empty: it is.
+
+    Other users have sockets, and so do other programs of this user (an agent of SSH, a container engine). Without this
+    check a member that claims to be on this host could direct requests to any of them. Only `RuntimeDir` makes a
+    directory of this name, with this file in it.
     """
+    place = Path(path)
+    if place.name not in _NAMES or not _DIRECTORY.fullmatch(place.parent.name):
+        return "it is not named as the socket of a member"
     # Root's too: it can replace any socket anyway, and system services run as root.
     users = {os.geteuid(), 0}
     # By lstat: a link could lead to any socket of this user's.
     try:
-        status, parent = os.lstat(path), os.lstat(Path(path).parent)
+        status, parent, lock = os.lstat(path), os.lstat(place.parent), os.lstat(place.parent / _LOCK)
     except OSError as error:
         return error.strerror or "its status cannot be read"
+    if not stat.S_ISREG(lock.st_mode) or lock.st_uid not in users:
+        return "its directory is not that of a member"
     if not stat.S_ISSOCK(status.st_mode):
         return "it is not a socket"
     if status.st_uid not in users or parent.st_uid not in users:
@@ -221,6 +231,8 @@ def host_id() -> str:
 
 
 _PREFIX = "p-"
+_DIRECTORY = re.compile(r"p-[a-z0-9_]{8}")
+"""As `tempfile.mkdtemp` names it."""
 _LOCK = "alive"
 """Name of the locked file in each directory."""
 

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
-from penstock.http.network import Bundle, bundles
+from penstock.http.network import Bundle, bundles, is_local_service
 from penstock.http.pool import Pool, shared_pool
 from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
 from penstock.storage.source import Source, read_whole, span
@@ -96,6 +96,10 @@ class PlainAddress:
         if self._current == url:
             self._current = self._origin
         return True
+
+    def is_foreign(self, url: SplitResult) -> bool:
+        """See `Address.is_foreign`. A user who names such a host may be redirected to others of the kind."""
+        return url.netloc != self._origin.netloc and not is_local_service(self._origin.hostname or "")
 
     def moved(self, url: SplitResult, location: str) -> str | None:
         """See `Address.moved`. Never from https to http, never to another scheme."""
@@ -228,6 +232,32 @@ def open_address(uri: str, address: Address, make: Callable[[Validators], S], *,
         return make(_probe(uri, address, pool, settings))
     finally:
         # The source holds the pool for itself by now; after an error nothing does.
+        pool.drop()
+
+
+def ask(uri: str, address: Address, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
+    """Return the status, the headers and the body of an answer that is no object, such as a hub's listing.
+
+    The body of a refusal is left out. Refusals that may pass are repeated, as for an object.
+
+    Args:
+        uri: for errors.
+        limit: longest accepted body, in bytes. Its time is bounded by its bytes.
+
+    Raises:
+        FormatError: the answer is longer, or compressed. SourceUnavailable, SourceStalled: as their names say.
+    """
+    pool, patience = _hold_pool(settings, bundles(settings)), Patience(uri, settings)
+    try:
+        while True:
+            try:
+                with Exchange(uri, address, pool, byte_range=None, seen=None) as exchange:
+                    status, headers = exchange.reply.status, exchange.reply.headers
+                    is_refusal = 300 <= status < 500 and status not in {407, 408, 425, 429}
+                    return status, headers, b"" if is_refusal else exchange.read_whole(limit)
+            except Failed as failed:
+                failed.ask(patience, None)
+    finally:
         pool.drop()
 
 

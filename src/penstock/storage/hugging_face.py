@@ -4,7 +4,8 @@ In: the environment by huggingface_hub's names (`HF_TOKEN`, `HF_ENDPOINT`, `HF_H
 URLs, files of the local cache.
 Not here: what hubs have in common (`repository`), writing the cache (`hub_cache`).
 
-Requests about a repository, tokens, endpoints and the cache are huggingface_hub's; only ranges of files are read here.
+Tokens, endpoints and the cache are huggingface_hub's. Its client bounds neither the length nor
+the time of an answer, so requests are made here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+import msgspec
 
 from penstock.config import Settings
 from penstock.entry_points import install_hint
@@ -28,14 +31,38 @@ from penstock.errors import (
     PermissionDenied,
     SourceUnavailable,
 )
-from penstock.http.range_request import Failed, Patience
 from penstock.storage.files import FileSource
 from penstock.storage.http import PlainAddress
-from penstock.storage.repository import COMMIT, Address, RepositoryFile, RepositoryStorage, file_of
+from penstock.storage.repository import COMMIT, Address, RepositoryFile, RepositoryStorage, ask_hub, file_of
 
 # Names of the files of one model that is published in several. Source: save_torch_state_dict of huggingface_hub.
 _SHARD = re.compile(r"(?P<model>.*)-\d+-of-(?P<total>\d{1,6})(?P<suffix>\.\w+)")
 _SIGN_IN = "HF_TOKEN, or `hf auth login`"
+
+
+_NO_ANSWER = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone"
+
+
+class _Lfs(msgspec.Struct):
+    """The content of a large file, as the hub lists it."""
+
+    sha256: str
+
+
+class _Sibling(msgspec.Struct):
+    """A file, as the hub lists it."""
+
+    rfilename: str
+    size: int | None = None
+    lfs: _Lfs | None = None
+    blobId: str | None = None
+
+
+class _Info(msgspec.Struct):
+    """The hub's answer about a revision of a repository."""
+
+    sha: str | None = None
+    siblings: list[_Sibling] | None = None
 
 
 class HuggingFaceStorage(RepositoryStorage):
@@ -64,29 +91,21 @@ class HuggingFaceStorage(RepositoryStorage):
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
-        patience = Patience(uri, settings)
-        while True:
-            try:
-                with _mapped(uri, where, api.endpoint):
-                    info = api.repo_info(
-                        where.name,
-                        revision=where.revision,
-                        repo_type=where.kind,
-                        files_metadata=True,
-                        timeout=settings.stall_s,
-                    )
-                break
-            except Failed as failed:
-                try:
-                    failed.ask(patience, None)
-                except SourceUnavailable as error:
-                    error.hint = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone"
-                    raise
+        _require_name(where, uri)
+        revision = "" if where.revision is None else f"/revision/{quote(where.revision, safe='')}"
+        url = f"{api.endpoint}/api/{where.kind}s/{where.name}{revision}?blobs=True"
+        try:
+            status, headers, info = ask_hub(url, _Info, token=token or "", uri=uri, settings=settings)
+        except SourceUnavailable as error:
+            message = f"the hub at {api.endpoint} sends no listing: {error.message}"
+            raise SourceUnavailable(message, uri=uri, hint=error.hint or _NO_ANSWER) from error
+        if info is None:
+            raise _refusal(status, headers, uri, where, api.endpoint)
         commit = str(info.sha)
         if not COMMIT.fullmatch(commit):
             raise FormatError("the hub answered without a commit", uri=uri)
         files = dict(
-            file_of(entry.rfilename, entry.size, entry.lfs and str(entry.lfs.sha256), entry.blob_id, uri)
+            file_of(entry.rfilename, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blobId, uri)
             for entry in info.siblings or ()
         )
         self.keep(*key, commit, files=files)
@@ -128,13 +147,7 @@ def typed_error(error: BaseException) -> PenstockError | None:
     match = re.search(r"(?P<endpoint>.*)/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<commit>[^/]+)/(?P<path>.+)", url)
     uri = f"hf://{match['name']}@{match['commit']}/{match['path']}" if match else url
     where = Address(scheme="hf", kind="model", name=match["name"] if match else "", revision=None, path="")
-    try:
-        with _mapped(uri, where, match["endpoint"] if match else url):
-            raise error
-    except PenstockError as typed:
-        return typed
-    except Failed as failed:
-        return SourceUnavailable(str(failed), uri=uri)
+    return _refusal(error.response.status_code, error.response.headers, uri, where, match["endpoint"] if match else url)
 
 
 def library() -> Any:
@@ -195,38 +208,31 @@ def _require_all_shards(paths: Sequence[str], uri: str) -> None:
             raise NotFound(message, uri=uri, hint="unset HF_HUB_OFFLINE, or download the repository while online")
 
 
-@contextmanager
-def _mapped(uri: str, where: Address, endpoint: str) -> Iterator[None]:
-    """Map huggingface_hub's errors to typed ones, or to `Failed` where another attempt may help."""
-    errors = library().errors
+def _require_name(where: Address, uri: str) -> None:
+    """Raise ConfigError if the hub has no repositories of such a name."""
+    hub = library()
     try:
-        yield
-    except PenstockError:
-        raise
-    except errors.GatedRepoError as error:
-        hint = f"accept its conditions at {endpoint}/{where.name} and set HF_TOKEN, or run `hf auth login`"
-        raise PermissionDenied("the repository is gated", uri=uri, hint=hint) from error
-    except errors.RepositoryNotFoundError as error:
-        hint = "check the name; a private repository needs HF_TOKEN, or `hf auth login`"
-        raise NotFound(f"no such repository at {endpoint}", uri=uri, hint=hint) from error
-    except errors.RevisionNotFoundError as error:
-        hint = "name a branch, a tag or a whole commit"
-        raise NotFound("the repository has no such revision", uri=uri, hint=hint) from error
-    except errors.HFValidationError as error:
+        hub.utils.validate_repo_id(where.name)
+    except hub.errors.HFValidationError as error:
         message, hint = f"not the name of a repository: {error}", "write it as hf://org/name"
         raise ConfigError(message, uri=uri, hint=hint) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 429 or status >= 500:
-            after = error.response.headers.get("Retry-After", "")
-            wait_s = float(after) if re.fullmatch(r"\d{1,9}", after) else None
-            raise Failed(f"HTTP {status}", wait_s=wait_s, cause=error) from error
-        if status in {401, 403}:
-            hint = "check the token (HF_TOKEN, or `hf auth whoami`) and what it may read"
-            raise PermissionDenied(f"the hub answers HTTP {status}", uri=uri, hint=hint) from error
-        raise SourceUnavailable(f"the hub answers HTTP {status}", uri=uri) from error
-    except errors.HTTPError as error:
-        raise Failed(f"no answer from {endpoint}: {type(error).__name__}: {error}"[:200], cause=error) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # The library parses the answer without checks.
-        raise FormatError(f"the hub's answer about a repository is malformed: {error}"[:300], uri=uri) from error
+
+
+def _refusal(status: int, headers: Mapping[str, str], uri: str, where: Address, endpoint: str) -> PenstockError:
+    """Return the error for an answer that is a refusal. Source: huggingface_hub, `hf_raise_for_status`."""
+    named = {name.lower(): value for name, value in headers.items()}
+    code, message = named.get("x-error-code", ""), named.get("x-error-message", "")
+    if code == "GatedRepo":
+        hint = f"accept its conditions at {endpoint}/{where.name} and set HF_TOKEN, or run `hf auth login`"
+        return PermissionDenied("the repository is gated", uri=uri, hint=hint)
+    if code == "RevisionNotFound":
+        return NotFound("the repository has no such revision", uri=uri, hint="name a branch, a tag or a whole commit")
+    # The hub answers 401 for a repository that is not there to a caller without a token.
+    is_hidden = status == 401 and message != "Invalid credentials in Authorization header"
+    if code == "RepoNotFound" or is_hidden:
+        hint = "check the name; a private repository needs HF_TOKEN, or `hf auth login`"
+        return NotFound(f"no such repository at {endpoint}", uri=uri, hint=hint)
+    if status in {401, 403}:
+        hint = "check the token (HF_TOKEN, or `hf auth whoami`) and what it may read"
+        return PermissionDenied(f"the hub answers HTTP {status}", uri=uri, hint=hint)
+    return SourceUnavailable(f"the hub answers HTTP {status}", uri=uri)

@@ -82,6 +82,10 @@ class SignedAddress:
         """See `Address.headers`: all that is needed is in the URL."""
         return {}
 
+    def is_foreign(self, url: SplitResult) -> bool:
+        """See `Address.is_foreign`."""
+        return False
+
     def renew(self, url: SplitResult, status: int) -> bool:
         """See `Address.renew`. The credentials may have been replaced meanwhile."""
         current = self._current
@@ -108,6 +112,10 @@ class AnonymousAddress:
     def headers(self, url: SplitResult) -> Mapping[str, str]:
         """See `Address.headers`."""
         return {}
+
+    def is_foreign(self, url: SplitResult) -> bool:
+        """See `Address.is_foreign`."""
+        return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
         """See `Address.renew`."""

@@ -18,14 +18,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
+import msgspec
+
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, SourceUnavailable
+from penstock.errors import MALFORMED, ConfigError, FormatError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.http.range_request import Validators
 from penstock.storage.file_digest import FileDigest
 from penstock.storage.files import FileSource
-from penstock.storage.http import HttpSource, PlainAddress, open_address
+from penstock.storage.http import HttpSource, PlainAddress, ask, open_address
 from penstock.storage.source import GLOB, MAX_SMALL_BYTES, Source, glob_pattern, read_whole
 from penstock.storage.write import new_file, typed
 
@@ -111,6 +114,30 @@ def parse(uri: str, scheme: str) -> Address:
     if ".." in path.split("/") or path.startswith("/"):
         raise ConfigError("a file of a repository cannot have this name", uri=uri)
     return Address(scheme=scheme, kind=kind, name=match["name"], revision=revision, path=path.rstrip("/"))
+
+
+MAX_LISTING_BYTES = 256 << 20
+"""Longest answer of a hub about a repository: a million files of 250 bytes each."""
+
+A = TypeVar("A")
+
+
+def ask_hub(
+    url: str, kind: type[A], *, token: str, cookie: str = "", uri: str, settings: Settings
+) -> tuple[int, Mapping[str, str], A | None]:
+    """Ask a hub about a repository; return the status, the headers and the answer. A refusal has no answer.
+
+    The token and the cookie go to the origin of `url` only. Raises as `http.ask`; FormatError: the answer is malformed.
+    """
+    address = PlainAddress(url, {"bearer_token": token} if token else {}, cookie=cookie)
+    status, headers, raw = ask(uri, address, limit=MAX_LISTING_BYTES, settings=settings)
+    if status >= 300:
+        return status, headers, None
+    try:
+        return status, headers, msgspec.json.decode(raw, type=kind)
+    except MALFORMED as error:
+        message = f"the hub's answer about a repository is malformed: {error}"
+        raise FormatError(message[:300], uri=uri) from error
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:

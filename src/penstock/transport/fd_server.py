@@ -165,8 +165,11 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
         hint = "start the peer again with this release"
         raise ConfigError("the peer's release does not pass file descriptors of its memory", uri=uri, hint=hint)
     # As for the peer's control server: a path from a peer could lead to any socket of this user.
-    fault = "" if path.startswith("\0") else private_socket_fault(path)
-    if fault and os.path.lexists(path):
+    if path.startswith("\0"):
+        fault = "" if path.startswith("\0penstock") else "it is not named as the socket of a member"
+    else:
+        fault = private_socket_fault(path)
+    if fault and (path.startswith("\0") or os.path.lexists(path)):
         raise PermissionDenied(f"cannot request the peer's memory at {path}: {fault}", uri=uri)
     try:
         with closing(connect_unix(path, TIMEOUT_S, socket.SOCK_SEQPACKET)) as peer:

@@ -83,13 +83,13 @@ def test_a_reader_without_descriptors_does_not_blame_the_peer(left: int, monkeyp
         monkeypatch.setattr(fd_server, "connect_unix", lambda *_: ours)
         # With one left it is received, and cannot be copied for the caller.
         with few_descriptors(left), pytest.raises(DestinationError, match="file") as caught:
-            fd_server.receive_fd("\0x", fd_server.PAGE, "here")
+            fd_server.receive_fd("\0penstock-x", fd_server.PAGE, "here")
     assert caught.value.blame == "destination" and "ulimit" in str(caught.value.hint)
 
 
 def test_a_reader_that_cannot_open_a_socket_does_not_blame_the_peer() -> None:
     with few_descriptors(0), pytest.raises(DestinationError, match="Too many open files"):
-        fd_server.receive_fd("\0x", fd_server.PAGE, "here")
+        fd_server.receive_fd("\0penstock-x", fd_server.PAGE, "here")
 
 
 def test_an_owner_without_descriptors_says_so(endpoint) -> None:
@@ -131,7 +131,8 @@ def test_the_page_of_another_is_not_this_one(endpoint, page, tmp_path) -> None:
     for changes, kind, match in (
         ({"host": "elsewhere"}, ConfigError, "runtime directory"),
         ({"socket": str(tmp_path / "none.sock")}, PeerLost, "not mounted here"),
-        ({"socket": str(tmp_path)}, PermissionDenied, "not a socket"),
+        ({"socket": str(tmp_path)}, PermissionDenied, "not named as the socket"),
+        ({"socket": "\0/tmp/.X11-unix/X0"}, PermissionDenied, "not named as the socket"),
     ):
         with pytest.raises(kind, match=match) as caught:
             PeerGenerationTable.open(described(page), msgspec.structs.replace(mine, **changes))

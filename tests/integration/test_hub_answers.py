@@ -1,0 +1,137 @@
+"""Answers of model hubs that are too long, too slow, too deep, or lead elsewhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.errors import FormatError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.testing.http_server import Faults, RangeServer
+
+TOKEN = "s3cret-token"
+Behave = Callable[[BaseHTTPRequestHandler], None]
+
+
+class Server:
+    """A server that behaves as one function says, and keeps the headers of its requests."""
+
+    def __init__(self, behave: Behave) -> None:
+        self.seen: list[dict[str, str]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                server.seen.append(dict(self.headers))
+                try:
+                    behave(self)
+                except OSError:
+                    self.close_connection = True
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def answer(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def drip(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    for _ in range(300):
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+def deepen(handler: BaseHTTPRequestHandler) -> None:
+    answer(handler, 200, b'{"siblings": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+def lengthen(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(1 << 40))
+    handler.end_headers()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_STALL_S", "0.6")
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture(params=["hf", "ms"])
+def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+def load(scheme: str, endpoint: str) -> PenstockError:
+    with pytest.raises(PenstockError) as caught:
+        penstock.load(f"{scheme}://org/name", storage_options={"endpoint": endpoint, "token": TOKEN})
+    return caught.value
+
+
+@pytest.mark.parametrize(("behave", "error"), [(drip, SourceStalled), (deepen, FormatError), (lengthen, FormatError)])
+def test_unbounded_listing_is_typed_error(scheme: str, behave: Behave, error: type[PenstockError]) -> None:
+    begun = time.monotonic()
+    with Server(behave) as hub:
+        assert isinstance(load(scheme, hub.url), error)
+    assert time.monotonic() - begun < 5.0
+
+
+def test_redirected_listing_takes_no_token_along(scheme: str) -> None:
+    listing = json.dumps({"sha": "c" * 40, "siblings": []}).encode()
+    with (
+        Server(lambda handler: answer(handler, 200, listing)) as other,
+        Server(lambda handler: answer(handler, 302, b"", Location=f"{other.url}/moved")) as hub,
+    ):
+        load(scheme, hub.url)
+        assert any(TOKEN in value for value in hub.seen[0].values())
+    assert other.seen
+    assert not any(TOKEN in value for headers in other.seen for value in headers.values())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[fe80::1]/",
+        "http://[fd00:ec2::254]/latest/",
+        "http://[::ffff:169.254.169.254]/",
+        "http://metadata.google.internal/computeMetadata/v1/",
+    ],
+)
+def test_redirect_to_metadata_service_is_refused(target: str) -> None:
+    with (
+        RangeServer({"m.safetensors": b""}, faults=Faults(redirect_to=target)) as server,
+        pytest.raises(SourceUnavailable, match="redirects to"),
+    ):
+        penstock.load(f"{server.url}/m.safetensors")
