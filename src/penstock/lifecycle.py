@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -80,12 +81,25 @@ def is_of_handler(error: BaseException) -> bool:
     """
     if threading.current_thread() is not threading.main_thread():
         return False
+    handlers = _codes_of_handlers()
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
+    while frame is not None and frame.tb_frame.f_code not in handlers:
         frame = frame.tb_next
-    # An error of the system call itself comes from our own frame, or from one of the modules around it.
-    name = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
-    return frame is not None and name.partition(".")[0] not in {"penstock", "socket", "ssl", "select"}
+    return frame is not None
+
+
+def _codes_of_handlers() -> set[object]:
+    """Return the code of every signal handler that is written in Python."""
+    codes = set[object]()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if callable(handler):
+            # A bound method has the code of its function, an object the code of its class's `__call__`.
+            function = handler if hasattr(handler, "__code__") else type(handler).__call__
+            codes.add(getattr(function, "__code__", None))
+    return codes - {None}
 
 
 LOOK_S = 0.2

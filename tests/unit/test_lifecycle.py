@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -177,3 +180,32 @@ def test_a_forked_child_has_the_interval_of_before() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert sys.getswitchinterval() == pytest.approx(lifecycle.HANDOVER_S)
     assert sys.getswitchinterval() == before
+
+
+class _Alarm:
+    """A signal handler that is an object."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise TimeoutError("of the program")
+
+
+def _raise_timeout(prefix: str, number: int, frame: object) -> None:
+    raise TimeoutError(prefix)
+
+
+@pytest.mark.parametrize("handler", [_Alarm(), functools.partial(_raise_timeout, "mine"), _Alarm().__call__])
+def test_error_of_signal_handler_is_recognised(handler: Any) -> None:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError) as raised:
+            signal.raise_signal(signal.SIGUSR1)
+        assert lifecycle.is_of_handler(raised.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_error_of_library_is_no_handlers_error() -> None:
+    """concurrent.futures raises the builtin TimeoutError in a module of its own."""
+    with pytest.raises(TimeoutError) as raised:
+        Future[None]().result(timeout=0)
+    assert not lifecycle.is_of_handler(raised.value)

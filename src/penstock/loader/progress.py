@@ -20,12 +20,12 @@ from penstock import lifecycle
 from penstock.arguments import wrong
 from penstock.config import Settings
 from penstock.report import bytes_text
+from penstock.waits import Threads
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from penstock.waits import Threads
-from penstock.engine.run import Ticket
+    from penstock.engine.run import Ticket
 
 ProgressOption = bool | Callable[[int, int], object] | None
 """True: a bar on stderr; False: nothing; None: as `PENSTOCK_PROGRESS` says, else a bar where stderr is a terminal; or a

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from penstock.config import Settings
-from penstock.errors import NotFound, PenstockError, PermissionDenied
+from penstock.errors import FormatError, NotFound, PenstockError, PermissionDenied
 from penstock.report import bytes_text
 from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
@@ -85,6 +85,7 @@ def files_beside(
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: of the storage.
+        FormatError: a file of the directory itself would be copied, and is no regular file.
     """
     if uri.endswith(INDEX_SUFFIX):
         uri = uri.rpartition("/")[0] or "."
@@ -155,6 +156,9 @@ def _walk(root: str) -> tuple[dict[str, str], dict[str, str]]:
                 continue
             for name, path, is_folder, why in _entries(prefix, folder):
                 num_below += bool(prefix)
+                if why and not prefix and _SMALL.search(name):
+                    hint = "replace or remove it: the result would be a model without it"
+                    raise FormatError(f"{name} is {why}", uri=path, hint=hint)
                 if why:
                     left_out[path] = why
                 elif is_folder:
@@ -190,7 +194,7 @@ def _entries(prefix: str, folder: str) -> Iterator[tuple[str, str, bool, str]]:
             elif not is_folder and not stat.S_ISREG(mode):
                 why = "not a regular file"
         except OSError as error:
-            why = "a link that leads to no file" if entry.is_symlink() else f"it cannot be read: {error.strerror}"
+            why = "a link that leads to no file" if entry.is_symlink() else f"not readable: {error.strerror}"
         yield f"{prefix}{entry.name}", os.path.join(folder, entry.name), is_folder, why
 
 
