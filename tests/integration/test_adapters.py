@@ -512,6 +512,30 @@ def test_merged_weights_that_others_changed_are_not_merged_again(host: Host) -> 
         assert torch.allclose(logits(here), logits(trained), atol=1e-4)
 
 
+def test_merging_follows_a_model_that_moved(host: Host) -> None:
+    trained, here = model(1), base_model()
+    with (
+        adapter_publisher("a", trained, base="b1") as publisher,
+        merging_subscriber("a", here, base="b1") as merging,
+    ):
+        for version in range(1, 4):
+            fill(trained, version)
+            publisher.publish(version)
+            merging.update()
+            assert torch.allclose(logits(here), logits(trained), atol=1e-4)
+            if version == 1:
+                for parameter in here.parameters():
+                    parameter.data = parameter.data.clone()
+            else:
+                here.load_state_dict({name: one.clone() for name, one in here.state_dict().items()}, assign=True)
+        here.model.layers[0].self_attn.q_proj.weight.untyped_storage().resize_(0)
+        publisher.publish(4)
+        with pytest.raises(ps.PlanError, match="q_proj") as refused:
+            merging.update()
+        assert not refused.value.mutated
+        assert merging.version == 3
+
+
 def test_adapters_that_cannot_be_merged_or_are_none(host: Host) -> None:
     with pytest.raises(ps.ConfigError, match="DoRA"):
         merged_publisher("a", model(1, use_dora=True))

@@ -304,6 +304,7 @@ class MergingSubscriber(Closing):
         report = self.received.update(version, timeout_s)
         if self.received.version == self.version and not self.is_dirty:
             return report
+        self._follow()
         if self.received.base != self._base:
             # The base was updated: what was kept of the one before is worth nothing.
             self._pristine, self._left, self._base = {}, {}, self.received.base
@@ -313,9 +314,27 @@ class MergingSubscriber(Closing):
             self._install(self.received.version, self._merged())
         return report
 
+    def _state(self) -> dict[str, torch.Tensor]:
+        state = self._model.state_dict(keep_vars=True)
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+    def _follow(self) -> None:
+        """Find the changed tensors where they are now, because an engine may have moved or replaced them.
+
+        Raises:
+            PlanError: a tensor is gone, was freed, or has another dtype or shape; nothing was touched.
+        """
+        state = self._state()
+        for name, kept in self._pristine.items():
+            rows = declared({name: state[name]}) if name in state else ()
+            if [row.form.values for row in rows] != [row.form.values for row, _ in kept]:
+                message = "the model does not have it any more as it was when a version was merged into it"
+                raise PlanError(message, tensor=name, hint="load the base again, and subscribe again")
+            self._pristine[name] = [(row, values) for row, (_, values) in zip(rows, kept, strict=True)]
+
     def _merged(self) -> dict[str, list[torch.Tensor]]:
         """Return the new values of all tensors of the model that change."""
-        state = {name.replace("_orig_mod.", ""): one for name, one in self._model.state_dict(keep_vars=True).items()}
+        state = self._state()
         adapter = self.received.tensors
         config = self.received.config
         key = repr((sorted(config.items(), key=str), [(name, one.shape) for name, one in adapter.items()]))
@@ -381,6 +400,7 @@ class MergingSubscriber(Closing):
 
     def restore(self) -> None:
         """Give the model its base's own values again."""
+        self._follow()
         with torch.no_grad():
             self._install(-1, {name: [values for _, values in rows] for name, rows in self._pristine.items()})
 

@@ -172,6 +172,11 @@ class Form:
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property
+    def values(self) -> tuple[DType, tuple[int, ...], Box, str]:
+        """Return everything but the strides: rows with equal `values` hold the same elements."""
+        return self.dtype, self.shape, self.box, self.tag
+
+    @property
     def span_bytes(self) -> int:
         """Return the number of bytes from the first one of the box in memory to past the last."""
         assert self.strides is not None

@@ -252,8 +252,8 @@ def _require_same(before: Sequence[Row], now: Sequence[Row]) -> None:
     )
 
 
-def _boxes(rows: Sequence[Row]) -> set[tuple[str, DType, tuple[int, ...], Box, str]]:
-    return {(row.name, row.form.dtype, row.form.shape, row.form.box, row.form.tag) for row in rows}
+def _boxes(rows: Sequence[Row]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
+    return {(row.name, row.form.values) for row in rows}
 
 
 def _are_in_place(before: Sequence[Row], now: Sequence[Row]) -> bool:
