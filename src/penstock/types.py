@@ -134,6 +134,11 @@ class Box:
         return tuple(map(operator.sub, self.stop, self.start))
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the region as the index of a tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
+    @property
     def num_elements(self) -> int:
         """Return the number of elements in the region; 1 for a scalar's box."""
         return math.prod(self.shape)

@@ -178,14 +178,14 @@ class CudaPlace:
     Args:
         device: with an index.
         slab_nbytes: bytes of each slab.
-        slabs: flat uint8 tensors to fill (live parameters), or None to allocate.
+        slabs: flat uint8 tensors to fill (live parameters), or None, also of single ones, to allocate.
 
     Attributes:
         is_out_of_memory: whether `allocate` failed.
     """
 
     def __init__(
-        self, device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
+        self, device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor | None] | None = None
     ) -> None:
         self.device = device
         self.registrar = CudaRegistrar(device)
@@ -330,11 +330,11 @@ class CudaPlace:
 
 
 def place_on(
-    device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor] | None = None
+    device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor | None] | None = None
 ) -> HostPlace | CudaPlace:
-    """Return slabs on a device: `slabs`, flat uint8 tensors to fill, or new ones."""
+    """Return slabs on a device: `slabs`, flat uint8 tensors to fill, and new ones where there are none."""
     if device.type == "cpu":
-        return HostPlace(slab_nbytes, None if slabs is None else [slab.numpy() for slab in slabs])
+        return HostPlace(slab_nbytes, [None if slab is None else slab.numpy() for slab in slabs or ()] or None)
     return CudaPlace(device, slab_nbytes, slabs)
 
 

@@ -38,7 +38,8 @@ from penstock.errors import (
 from penstock.fetch.report import why_command
 from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
-from penstock.loader.into import match_targets, targets_of
+from penstock.loader.into import targets_of
+from penstock.loader.match import match_targets, require_whole
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
@@ -180,6 +181,7 @@ class Discovery:
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if is_given:
+            require_whole(tensors, "fetch")
             # Tied tensors are one row of the layout, so their sources are equal.
             tied_targets(list(tensors), list(tensors.values()))
             layout, rows = layout_of_tensors(tensors)
@@ -193,9 +195,9 @@ class Discovery:
         """Return the tensors of the fallback, or those of them that the target has."""
         table, rows = session.table(), None
         if is_given:
-            taken, filled = match_targets(session, table, tensors, None, True)
-            table = table.take(taken)
-            rows = dict(zip(table.names, filled, strict=True))
+            lines = match_targets(session, tensors, None, True, whole="fetch").lines()
+            table = lines.table
+            rows = dict(zip(table.names, lines.tensors, strict=True))
         manifest = session.manifest
         layout = WeightLayout.of(table, leaf_bytes=manifest.leaf_bytes)
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))

@@ -21,7 +21,8 @@ import torch
 from penstock.arguments import require_type
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, IntegrityError
-from penstock.loader.into import device_of, load_into, own_state, place_of, places_of, put_back, targets_of
+from penstock.loader.into import device_of, load_into, own_state, places_of, put_back, targets_of
+from penstock.loader.match import place_of
 from penstock.loader.pending import PendingTensor
 from penstock.loader.report import LoadReport
 from penstock.memory.pages import give_back

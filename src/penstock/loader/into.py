@@ -7,8 +7,9 @@ Not here: the run itself (`session`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,24 +20,20 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from penstock.arguments import require_type
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
-from penstock.loader.load import deferred_interrupts, open_session, reports_failure
+from penstock.loader.load import Weights, deferred_interrupts, load, open_session, reports_failure
+from penstock.loader.match import Cast, Matched, Rename, can_cast, match_targets, require_cast
 from penstock.loader.pending import own_tensor
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
-from penstock.loader.tensor import torch_dtype, torch_shape
-from penstock.loader.tied import differing_rows
+from penstock.loader.tensor import as_tensor
 from penstock.memory.rehome import rehome
-from penstock.memory.targets import note_written, require_initialised, sources_differ, tied_targets
+from penstock.memory.targets import note_written, require_initialised
 from penstock.storage.weight_set import Names, Uris
 from penstock.telemetry.journey import Journey
-from penstock.types import TensorTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Rename = Callable[[str], str | None] | Mapping[str, str] | None
-"""Checkpoint name -> target name; None leaves the tensor out. A mapping leaves out the names that it does not have."""
 
 
 def load_into(
@@ -45,6 +42,7 @@ def load_into(
     *,
     strict: bool = True,
     rename: Rename = None,
+    dtype: Cast = None,
     arena: bool = False,
     names: Names = None,
     verify: bool | None = None,
@@ -57,7 +55,8 @@ def load_into(
     """Fill live parameters and buffers in place from a weight set.
 
     Args:
-        target: a module (its parameters and persistent buffers, tied ones filled once) or tensors by name.
+        target: a module (its parameters and persistent buffers, tied ones filled once) or tensors by name. Of a DTensor
+            this rank's part is filled. An empty dict receives new tensors on the CPU, all or none.
         uri: the weight set; see `load`.
         names: the tensors to load; see `load`.
         verify: whether bytes are compared with digests; see `load`.
@@ -68,16 +67,38 @@ def load_into(
         trace: a file for a Chrome trace; see `load`.
         strict: every tensor must have a target and every target a tensor; False fills what both sides have.
         rename: checkpoint name to target name.
+        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. None: a
+            tensor of another dtype than its target is an error.
         arena: first move the target into one arena (`memory.rehome`), so that peers reach it by one registration.
 
     Raises:
-        PlanError: names, shapes or dtypes do not fit (lists the first ten); nothing was touched.
+        PlanError: names, shapes or dtypes do not fit, the target has no tensors, or its tensors overlap; nothing was
+            touched.
         PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
 
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
         `arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
     """
     # Before anything is opened: a target that cannot be filled needs no request to a store.
+    require_cast(dtype)
+    if isinstance(target, MutableMapping) and not target:
+        return _into_empty(
+            target,
+            rename,
+            dtype,
+            arena,
+            partial(
+                load,
+                uri,
+                names=names,
+                verify=verify,
+                group=group,
+                memory_bytes=memory_bytes,
+                storage_options=storage_options,
+                progress=progress,
+                trace=trace,
+            ),
+        )
     targets = targets_of(target)
     device = device_of(targets)
     options = Options(
@@ -85,7 +106,7 @@ def load_into(
     )
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
         report = _load_into(
-            target, targets, uri, options, memory_bytes, group, journey, strict=strict, rename=rename, arena=arena
+            target, uri, options, memory_bytes, group, journey, strict=strict, rename=rename, dtype=dtype, arena=arena
         )
         journey.outcome = outcome_of(report)
         return report
@@ -93,7 +114,6 @@ def load_into(
 
 def _load_into(
     target: torch.nn.Module | Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
     uri: Uris,
     options: Options,
     memory_bytes: int | str | None,
@@ -102,6 +122,7 @@ def _load_into(
     *,
     strict: bool,
     rename: Rename,
+    dtype: Cast,
     arena: bool,
 ) -> LoadReport:
     """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
@@ -109,18 +130,40 @@ def _load_into(
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
-            table = session.table()
-            rows, filled = match_targets(session, table, targets, rename, strict)
+            # Tensors without a target, and tied targets' second names, are not read.
+            matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)
             if arena:
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
-                rows, filled = match_targets(session, table, targets_of(target), rename, strict)
-        # Tensors without a target, and tied targets' second names, are not read.
-        table = table.take(rows)
-        report = _fill(session, table, filled) if group is None else _from_group(session, group, table, filled)
+                matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)
+        report = _fill(session, matched) if group is None else _from_group(session, group, matched)
         if isinstance(target, torch.nn.Module):
             put_back(target)
         return report
+
+
+def _into_empty(
+    target: MutableMapping[str, torch.Tensor],
+    rename: Rename,
+    dtype: Cast,
+    arena: bool,
+    load_all: Callable[[], Weights],
+) -> LoadReport:
+    """Fill an empty mapping with new tensors under the target's names, all or none."""
+    weights = load_all()
+    made: dict[str, torch.Tensor] = {}
+    for name in list(weights):
+        wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
+        tensor = weights.pop(name)
+        if wanted is None:
+            continue
+        if wanted in made:
+            raise PlanError(f"{name} and another tensor both go to {wanted}", hint="correct rename=")
+        made[wanted] = tensor.to(dtype) if isinstance(dtype, torch.dtype) and can_cast(tensor.dtype, dtype) else tensor
+    if arena:
+        rehome(made)
+    target.update(made)
+    return weights.report
 
 
 def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor], *, whole: bool = False) -> dict[str, torch.Tensor]:
@@ -173,6 +216,9 @@ def put_back(module: torch.nn.Module) -> None:
 
 def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
     """Return the one device of all targets. PlanError: there are several, or the meta device is among them."""
+    if not targets:
+        hint = "pass an empty dict to load_into to receive new tensors, or a module that has tensors"
+        raise PlanError("the target has no tensors to fill", hint=hint)
     devices = {tensor.device for tensor in targets.values() if tensor.numel()}
     if any(device.type == "meta" for device in devices):
         raise PlanError(
@@ -209,177 +255,105 @@ def require_tensors(what: str, tensors: object) -> None:
         require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
-_RENAME = "give the weights of this target; load_into(rename=) gives the target's names where they differ"
-
-
-def match_targets(
-    session: Session, table: TensorTable, targets: Mapping[str, torch.Tensor], rename: Rename, strict: bool
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the rows to load, and the tensor that each fills.
-
-    Args:
-        session: opened; it reads tensors that go to one memory and have no digests, to compare them.
-        table: the rows of the weight set.
-        targets: tensors by name.
-        rename, strict: see `load_into`.
-
-    Raises:
-        PlanError: names, shapes or dtypes do not fit; lists the first ten offenders. Not strict: no name fits. Targets
-            share memory, and one would overwrite the other.
-    """
-    rows: list[int] = []
-    filled: list[torch.Tensor] = []
-    used: dict[str, str] = {}
-    faults: list[str] = []
-    absent: list[str] = []
-    for row, name in enumerate(table.names):
-        wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
-        if wanted is None:
-            continue
-        if wanted not in targets:
-            if strict:
-                absent.append(f"{name}: the target has no {'such tensor' if wanted == name else wanted}")
-            continue
-        if wanted in used:
-            faults.append(f"{name} and {used[wanted]} both go to {wanted}")
-            continue
-        used[wanted] = name
-        tensor = targets[wanted]
-        dtype, shape = torch_dtype(table.dtypes[row]), torch_shape(table.dtypes[row], table.shapes[row])
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            faults.append(f"{name}: {dtype} {list(shape)} does not fit {wanted}: {tensor.dtype} {list(tensor.shape)}")
-            continue
-        rows.append(row)
-        filled.append(tensor)
-    if strict:
-        places = set(map(place_of, filled)) if len(used) < len(targets) else set()
-        missing = [n for n, t in targets.items() if n not in used and t.numel() and place_of(t) not in places]
-        # First: of a large checkpoint there may be many tensors too many, and these few are the reason.
-        absent = [*(f"{name}: the weight set has no tensor for it" for name in missing), *absent]
-    elif not used and targets and len(table):
-        message = f"no tensor fits: the weight set has {_some(table.names)}, and the target {_some(list(targets))}"
-        raise PlanError(message, hint=_RENAME)
-    # All offenders before one error: a wrong `rename` is then plain from a single run.
-    if misfits := [*faults, *absent]:
-        more = f" (and {len(misfits) - 10} more)" if len(misfits) > 10 else ""
-        hint = "or pass strict=False" if used else _RENAME
-        if faults:
-            hint = "tensors are filled unchanged: nothing is cast or reshaped"
-        raise PlanError(f"{len(misfits)} tensors do not fit: {'; '.join(misfits[:10])}{more}", hint=hint)
-    return _once(session, table, rows, filled)
-
-
-def _once(
-    session: Session, table: TensorTable, rows: list[int], filled: list[torch.Tensor]
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Return rows and tensors with each memory once: a module lists a tied weight under all its names.
-
-    Raises:
-        PlanError: two of the tensors share a part of their memory, or are one memory and their rows have other bytes.
-    """
-    groups = tied_targets([table.names[row] for row in rows], filled)
-    if not groups:
-        return rows, filled
-    if pair := differing_rows(session, table, [[rows[at] for at in group] for group in groups]):
-        raise sources_differ(*(table.names[row] for row in pair))
-    second = {at for group in groups for at in group[1:]}
-    kept = [at for at in range(len(rows)) if at not in second]
-    return [rows[at] for at in kept], [filled[at] for at in kept]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address and the bytes of a tensor: equal for tied weights."""
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory in which a tensor lies, perhaps with others."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _fill(session: Session, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
+def _fill(session: Session, matched: Matched) -> LoadReport:
     with marks_target(session):
-        nbytes = fill_slabs(session, table, filled)
-        return session.finish(num_tensors=len(table), nbytes=nbytes)
+        nbytes = fill(session, matched)
+        return session.finish(num_tensors=len(matched.table), nbytes=nbytes)
 
 
-def fill_slabs(
+def fill(
     session: Session,
-    table: TensorTable,
-    filled: list[torch.Tensor],
+    matched: Matched,
     order: Sequence[int] | None = None,
     on_filled: Callable[[int], None] | None = None,
 ) -> int:
-    """Read every row into its tensor; return the bytes.
+    """Read every row into its tensors; return the bytes.
 
     Args:
         session: opened; the caller finishes it.
-        table: the rows, in file order.
-        filled: the tensor of each row.
+        matched: the rows and their tensors.
         order: indices of the tensors that have bytes, counted among themselves: the order in which they are wanted;
-            None: file order.
+            None: file order. Not with parts of tensors.
         on_filled: called with such an index once the tensor is complete and verified.
     """
-    plan = session.make_plan(table, [None] * len(table), pack=False, exact=session.options.device.type == "cpu")
-    filled_by_slab = [filled[row] for row in np.flatnonzero(plan.row_slab >= 0).tolist()]
+    lines = matched.lines()
+    device = session.options.device
+    regions = session.regions(lines.table, lines.boxes)
+    table, boxes = (lines.table, lines.boxes) if regions is None else (regions.table, regions.boxes)
+    is_exact = device.type == "cpu" and not any(box is not None for box in boxes)
+    plan = session.make_plan(table, boxes, pack=False, exact=is_exact)
+    rows: list[int] = np.flatnonzero(plan.row_slab >= 0).tolist()
     if order is not None:
         plan = session.plan = plan.in_order_of(order)
     # The targets themselves are the slabs, so that no second copy of the weights is needed. A target that is not
-    # contiguous is filled through a slab of its own, and copied when that is complete.
-    flat = [
-        (tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
-        .reshape(-1)
-        .view(torch.uint8)
-        for tensor in filled_by_slab
-    ]
-    place = place_on(session.options.device, plan.slab_nbytes.tolist(), flat)
-    checker = session.checker(plan, place)
-    # With a bound that is never reached, slabs are also checked one by one as they are waited for.
-    window_bytes = 0 if order is None else plan.nbytes
+    # contiguous, is cast or is cut from leaves is filled through a slab, and copied when that is complete.
+    by_itself = [row if regions is None else regions.line_of(row) for row in rows]
+    direct = [None if line is None else lines.memory(line) for line in by_itself]
+    place = place_on(device, plan.slab_nbytes.tolist(), direct)
+    checker = session.checker(plan, place, None if regions is None else regions.leaves)
+    window_bytes = 0 if None not in direct else session.settings.memory_bytes
+    # In order, with a bound that is never reached: slabs are then checked one by one as they are waited for.
+    window_bytes = window_bytes if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
     session.enter_move()
-    not_noted = set(range(len(filled_by_slab)))
+    not_noted = set(range(len(lines.tensors)))
+    cut_bytes = {} if regions is None else regions.cut_bytes()
+
+    def memory(line: int) -> torch.Tensor:
+        """Return the memory for a box that is cut: the target's own where that takes the bytes as they are."""
+        own = lines.memory(line)
+        return torch.as_tensor(place_on(device, [cut_bytes[line]]).take(0)) if own is None else own
+
     try:
         for slab in run.slabs():
             # Verified by now: where digests are compared, a damaged slab is never copied.
-            target = filled_by_slab[slab]
-            if target.is_contiguous():
-                note_written([target])
+            line = by_itself[slab]
+            if direct[slab] is not None and line is not None:
+                note_written([lines.tensors[line]])
+                not_noted.discard(line)
             else:
-                target.copy_(flat[slab].view(target.dtype).view(target.shape))
-                if order is not None and target.device.type == "cuda":
+                row, box = rows[slab], boxes[rows[slab]]
+                shape = table.shapes[row] if box is None else box.shape
+                stored = as_tensor(torch.as_tensor(place.take(slab)), table.dtypes[row], shape)
+                for line, tensor in [(row, stored)] if regions is None else regions.arrived(row, stored, memory):
+                    session.is_touched = True
+                    target = lines.tensors[line]
+                    if tensor.data_ptr() == target.data_ptr():
+                        # Cut into the target itself.
+                        note_written([target])
+                    else:
+                        target.copy_(tensor)
+                    not_noted.discard(line)
+                if order is not None and device.type == "cuda":
                     # The copy is queued on the stream that was current where the load began; its user may have another.
-                    torch.cuda.current_stream(target.device).synchronize()
-            not_noted.remove(slab)
+                    torch.cuda.current_stream(device).synchronize()
             if on_filled is not None:
                 on_filled(slab)
     except BaseException:
         # First the reads that are under way: only then is it known whether a target was written to.
         run.close()
         if run.is_touched:
-            note_written(filled_by_slab[slab] for slab in not_noted)
+            note_written(lines.tensors[line] for line in not_noted)
         raise
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
-    return plan.nbytes
+    return sum(tensor.nbytes for tensor in lines.tensors)
 
 
-def _from_group(session: Session, group: ProcessGroup, table: TensorTable, filled: list[torch.Tensor]) -> LoadReport:
+def _from_group(session: Session, group: ProcessGroup, matched: Matched) -> LoadReport:
     from penstock.loader.group import exchange
 
     nbytes = 0
-    # The ranks exchange through slabs of their own: a parameter's memory is not laid out as a round is.
+    # The ranks exchange through slabs of their own: a parameter's memory is not laid out as a round is. Tensors come
+    # whole, so that all ranks have the same rows.
     with marks_target(session):
-        targets = iter(filled)
-        for _, tensors in exchange(session, group, table, [None] * len(table)):
+        parts = iter(matched.parts)
+        for _, tensors in exchange(session, group, matched.table, [None] * len(matched.table)):
             for tensor in tensors:
-                next(targets).copy_(tensor)
-                nbytes += tensor.nbytes
-        return session.finish(num_tensors=len(table), nbytes=nbytes)
+                for box, target in next(parts):
+                    target.copy_(tensor if box is None else tensor[box.slices])
+                    nbytes += target.nbytes
+        return session.finish(num_tensors=len(matched.table), nbytes=nbytes)
 
 
 @contextmanager

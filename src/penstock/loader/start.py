@@ -25,25 +25,21 @@ from penstock.errors import Cancelled, ConfigError, DestinationError, OperationF
 from penstock.lifecycle import Closing, deferred, is_ending
 from penstock.loader.into import (
     Place,
-    Rename,
     device_of,
-    fill_slabs,
+    fill,
     marks_target,
-    match_targets,
-    memory_of,
     own_state,
-    place_of,
     places_of,
     targets_of,
 )
 from penstock.loader.load import open_session
+from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
 from penstock.loader.pending import PendingTensor, own_tensor
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
-from penstock.types import TensorTable
 
 _LOOK_S = 0.5
 """Longest wait of a user of the module between two looks at the state; the end of each wait is announced."""
@@ -63,12 +59,12 @@ class Loading(Closing):
     """
 
     def __init__(
-        self, module: torch.nn.Module, session: Session, journey: Journey, table: TensorTable, filled: _Filled
+        self, module: torch.nn.Module, session: Session, journey: Journey, matched: Matched, filled: _Filled
     ) -> None:
         self.module = module
         self._session = session
         self._journey = journey
-        self._table = table
+        self._matched = matched
         self._filled = filled
         self._pid = os.getpid()
         self._report: LoadReport | None = None
@@ -184,8 +180,8 @@ class Loading(Closing):
         )
         try:
             with self._caller_stream, marks_target(session):
-                nbytes = fill_slabs(session, self._table, self._filled.tensors, self._filled.order, self._note)
-                report = session.finish(num_tensors=len(self._table), nbytes=nbytes)
+                nbytes = fill(session, self._matched, self._filled.order, self._note)
+                report = session.finish(num_tensors=len(self._matched.table), nbytes=nbytes)
             self._journey.outcome = outcome_of(report)
             self._journey.end()
             self._finish(report)
@@ -276,7 +272,7 @@ class _Filled:
         state = own_state(module)
         with_bytes = [tensor for tensor in filled if tensor.numel()]
         slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
-        memories = {memory_of(tensor) for tensor in with_bytes}
+        memories = {tensor.untyped_storage().data_ptr() for tensor in with_bytes}
         wanted: dict[int, tuple[int, int]] = {}
         self.replaced: list[tuple[torch.Tensor, list[Place], int]] = []
         # By the module's own tensors: pending ones of a load that failed may be in their places.
@@ -286,7 +282,7 @@ class _Filled:
             places.setdefault(id(own), []).extend(of_one)
         seen = set[int]()
         for position, (name, tensor) in enumerate(state.items()):
-            if not tensor.numel() or memory_of(tensor) not in memories:
+            if not tensor.numel() or tensor.untyped_storage().data_ptr() not in memories:
                 continue
             slab = slab_of.get(place_of(tensor), len(with_bytes))
             # A tied weight is wanted as early as the first of its names.
@@ -306,6 +302,7 @@ def start_loading(
     first: Sequence[str] = (),
     strict: bool = True,
     rename: Rename = None,
+    dtype: Cast = None,
     names: Names = None,
     verify: bool | None = None,
     memory_bytes: int | str | None = None,
@@ -324,8 +321,8 @@ def start_loading(
         module: its parameters and persistent buffers are filled; on one device, not meta.
         uri: the weight set; see `load`.
         first: globs of names of the module's tensors to read before the others, in the order of the globs.
-        strict, rename, names, memory_bytes, storage_options, progress, trace: see `load_into`. `progress` is called by
-            the thread that loads.
+        strict, rename, dtype, names, memory_bytes, storage_options, progress, trace: see `load_into`. `progress` is
+            called by the thread that loads.
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
             files are compared at the end of each file, when parts of it may have been used: with `verify=True` they do
             not suffice.
@@ -344,6 +341,7 @@ def start_loading(
     """
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
     globs = "a sequence of globs, such as ['model.language_model.*']"
+    require_cast(dtype)
     require_type("first", first, (list, tuple), globs)
     targets = targets_of(module)
     device = device_of(targets)
@@ -361,9 +359,8 @@ def start_loading(
                     why = session.weights.why_unverified or "there are no digests of its parts"
                     why += ": they would be used before they are verified"
                     raise nothing_to_verify(why, uri=str(uri), hint="use load_into")
-                table = session.table()
-                rows, filled = match_targets(session, table, targets, rename, strict)
-                loading = Loading(module, session, journey, table.take(rows), _Filled(module, filled, first))
+                matched = match_targets(session, targets, rename, strict, cast=dtype, whole="start_loading")
+                loading = Loading(module, session, journey, matched, _Filled(module, matched.lines().tensors, first))
                 loading._start()
             except BaseException:
                 session.close()

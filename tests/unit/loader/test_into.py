@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections import UserDict
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -208,7 +210,7 @@ def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
         penstock.load_into({"extra": torch.zeros(3), "mean": torch.zeros(7)}, path)
     assert caught.value.hint == "or pass strict=False"  # which would do
     # What the target lacks tensors for comes first: the weights may have thousands that it has no place for.
-    assert "tensors do not fit: extra: the weight set has no tensor for it; " in caught.value.message
+    assert "tensors do not fit: the weight set has no tensor for extra; " in caught.value.message
     assert not any(tensor.any() for tensor in targets.values())
 
 
@@ -230,6 +232,86 @@ def test_names_that_do_not_fit_at_all_are_an_error(path: Path, strict: bool) -> 
     assert not any(tensor.any() for tensor in target.values())
 
 
+def test_wrong_dtype_everywhere_is_one_line(tmp_path: Path) -> None:
+    save_file({f"layer.{i}": torch.zeros(4) for i in range(300)}, tmp_path / "m.safetensors")
+    targets = {f"layer.{i}": torch.zeros(4, dtype=torch.bfloat16) for i in range(300)}
+    with pytest.raises(PlanError) as raised:
+        penstock.load_into(targets, tmp_path)
+    assert "300 tensors differ in dtype only: " in raised.value.message and "and 297 more" in raised.value.message
+    assert len(str(raised.value)) < 400 and 'dtype="target"' in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("dtype", ["target", torch.bfloat16])
+@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+@pytest.mark.parametrize("memory_bytes", [None, "1M"])
+def test_tensors_are_cast_to_their_target(tmp_path: Path, dtype: Any, verb: str, memory_bytes: str | None) -> None:
+    stored = {"a": torch.randn(700, 900), "b": torch.randn(9).bfloat16(), "n": torch.arange(5)}
+    save_file(stored, tmp_path / "m.safetensors")
+    penstock.manifest(tmp_path)
+    module = torch.nn.Module()
+    module.a = torch.nn.Parameter(torch.zeros(700, 900, dtype=torch.bfloat16))
+    module.b = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+    module.register_buffer("n", torch.zeros(5, dtype=torch.int64))
+    loaded = getattr(penstock, verb)(module, tmp_path, dtype=dtype, memory_bytes=memory_bytes)
+    report = loaded.wait() if verb == "start_loading" else loaded
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
+    assert report.verified
+
+
+@pytest.mark.parametrize(
+    ("stored", "target", "dtype"),
+    [
+        (torch.float32, torch.float16, torch.bfloat16),
+        (torch.int64, torch.float32, "target"),
+        (torch.float32, torch.int64, "target"),
+        (torch.float8_e4m3fn, torch.bfloat16, "target"),
+    ],
+)
+def test_cast_that_changes_meaning_is_refused(
+    tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any
+) -> None:
+    save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match="dtype"):
+        penstock.load_into({"w": torch.zeros(4, dtype=target)}, tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "bfloat16", 3, torch.float8_e4m3fn])
+def test_unknown_cast_is_config_error(path: Path, dtype: Any) -> None:
+    for verb in (penstock.load_into, penstock.start_loading):
+        with pytest.raises(penstock.ConfigError, match="cannot be cast"):
+            verb(Model(), path, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_empty_mapping_receives_new_tensors(path: Path, kind: type[Any]) -> None:
+    wanted, target = load_file(path), kind()
+    report = penstock.load_into(target, path, rename=lambda name: None if name == "mean" else f"m.{name}")
+    assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert state(target) == state({f"m.{name}": tensor for name, tensor in wanted.items() if name != "mean"})
+    cast: dict[str, torch.Tensor] = {}
+    penstock.load_into(cast, path, names="hidden*", dtype=torch.float32, arena=True)
+    assert {tensor.dtype for tensor in cast.values()} == {torch.float32} and len(cast) == 2
+
+
+def test_empty_mapping_stays_empty_after_failure(path: Path) -> None:
+    target: dict[str, torch.Tensor] = {}
+    with pytest.raises(PlanError, match="both go to x"):
+        penstock.load_into(target, path, rename=lambda name: "x")
+    with pytest.raises(penstock.PenstockError):
+        penstock.load_into(target, path, verify=True)
+    assert not target
+
+
+@pytest.mark.parametrize("target", [torch.nn.ReLU(), MappingProxyType({})])
+def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
+    with pytest.raises(PlanError, match="no tensors to fill"):
+        penstock.load_into(target, path)
+    if isinstance(target, torch.nn.Module):
+        with pytest.raises(PlanError, match="no tensors to fill"):
+            penstock.start_loading(target, path)
+
+
 def test_two_tensors_for_one_target(path: Path) -> None:
     with pytest.raises(penstock.PlanError, match="both go to x"):
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
@@ -240,12 +322,6 @@ def test_meta_targets_are_told_what_to_do(path: Path) -> None:
         model = Model()
     with pytest.raises(penstock.PlanError, match="to_empty"):
         penstock.load_into(model, path)
-
-
-def test_nothing_to_fill(path: Path) -> None:
-    assert penstock.load_into({}, path, strict=False).num_tensors == 0
-    with pytest.raises(penstock.PlanError):
-        penstock.load_into({}, path)
 
 
 def digest(path: Path) -> None:
@@ -271,7 +347,7 @@ def test_a_flipped_bit_says_that_the_target_was_touched(path: Path) -> None:
 def test_nothing_to_verify_against_is_told_before_anything_is_touched(path: Path) -> None:
     model = Model()
     before = state(tensors_of(model))
-    with pytest.raises(penstock.IntegrityError) as caught:
+    with pytest.raises(penstock.NotFound) as caught:
         penstock.load_into(model, path, verify=True)
     assert not caught.value.mutated and state(tensors_of(model)) == before
 

@@ -336,7 +336,7 @@ def test_a_flipped_bit_anywhere_is_caught(sharded: Path, tmp_path: Path, copy: b
 def test_why_nothing_was_verified_is_said(big: Path) -> None:
     report = penstock.load(big).report
     assert not report.verified and "no manifest at" in report.why
-    with pytest.raises(penstock.IntegrityError, match="penstock manifest"):
+    with pytest.raises(penstock.NotFound, match="penstock manifest"):
         penstock.load(big, verify=True)
     digest(big)
     assert penstock.load(big, verify=True).report.verified

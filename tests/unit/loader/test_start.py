@@ -36,15 +36,15 @@ def test_the_thread_works_on_the_callers_stream(tmp_path: Path, monkeypatch: pyt
         session.options = dataclasses.replace(options, device=CUDA)
         return session
 
-    def fill_on_cpu(session: Session, *args: Any) -> int:
+    def on_cpu(session: Session, *args: Any) -> int:
         used.append(current_stream(CUDA))
         session.options = dataclasses.replace(session.options, device=CPU)
-        return fill_slabs(session, *args)
+        return fill(session, *args)
 
     used: list[str] = []
-    open_session, fill_slabs = start.open_session, start.fill_slabs
+    open_session, fill = start.open_session, start.fill
     monkeypatch.setattr(start, "open_session", open_for_cuda)
-    monkeypatch.setattr(start, "fill_slabs", fill_on_cpu)
+    monkeypatch.setattr(start, "fill", on_cpu)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     module = torch.nn.Linear(4, 4)

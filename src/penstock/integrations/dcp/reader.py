@@ -290,7 +290,7 @@ class CheckpointReader(StorageReader):
         place: HostPlace | CudaPlace = (
             HostPlace(sizes, [None if slab is None else slab.numpy() for slab in slabs])
             if is_host
-            else CudaPlace(device, sizes, slabs)  # type: ignore[arg-type]
+            else CudaPlace(device, sizes, slabs)
         )
         checker = session.checker(plan, place)
         # Slabs of their own are allocated when reads reach them: these stay near those that are delivered.
