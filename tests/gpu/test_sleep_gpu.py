@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.support.sync import SyncTask, SyncWorker, whole
 
 import penstock as ps
 from penstock.errors import IntegrityError, VersionNotLive
+from penstock.sync.receive.released import MemoryDigests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 DEVICE = "cuda:0"
@@ -130,3 +132,24 @@ def test_bytes_that_are_staged_ahead(stack: ExitStack, tmp_path: Path) -> None:
         assert ahead - 4096 <= report.ahead_bytes <= ahead
         assert report.staging_bytes <= ahead
     assert seen == [True, True, True]
+
+
+def test_digests_of_many_tensors_are_quick() -> None:
+    torch.manual_seed(0)
+    sizes = [*range(1, 300), 4096, 1 << 20, 3 << 20, *([1 << 24] * 16)]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE) for size in sizes]
+    tensors.append(tensors[-1][5:4000])  # a view is of the same storage
+    digests = MemoryDigests(tensors)
+    on_host = MemoryDigests(one.cpu() for one in tensors[:-1])
+    assert digests.digests == on_host.digests
+    for number in (0, 7, 240, len(sizes) - 1):
+        tensors[number][-1] ^= 1
+        assert not digests.is_same()
+        tensors[number][-1] ^= 1
+    began = time.perf_counter()
+    assert digests.is_same()
+    digest_s = time.perf_counter() - began
+    began = time.perf_counter()
+    kept = [one.cpu() for one in tensors]
+    copy_s = time.perf_counter() - began
+    assert len(kept) == len(tensors) and digest_s < copy_s, (digest_s, copy_s)

@@ -335,6 +335,14 @@ def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torc
     return plan_leaves(addresses, nbytes, device).digest()
 
 
+def place_constants(device: torch.device) -> None:
+    """Put the kernels' constants on a device, where they stay for the life of the process.
+
+    Order: before this thread's allocations go to a pool whose memory is given back, as in a sleep mode of an engine.
+    """
+    _constants(device)
+
+
 def warm_up(device: torch.device) -> None:
     """Compile the kernels for `device`, or read them from Triton's cache: seconds, once a process; any thread.
 

@@ -5,7 +5,8 @@ In: classes of vLLM; `sleep` and `wake_up` of its engine and workers, level 1 (w
 Not here: bringing a version back (`Subscriber.restore`), installing it (`vllm_staging`); other changes of vLLM's
 classes (`vllm_patches`).
 
-    sleep      the staging model is freed, the version that vLLM reports is `none`
+    load       meanwhile, the kernels are made ready that digest the weights on the device
+    sleep      level 1: digests of the weights; the staging model is freed, the version that vLLM reports is `none`
     wake_up    level 1: vLLM copies the weights back; their digests must be those of before
                level 2: the newest version of the sync; without one, the weights that the engine was started with
     resume     refused until then: requests wait in vLLM's paused scheduler
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import PenstockError
 from penstock.integrations.vllm_patches import after_construction, is_sent_by, loads_by
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 NO_VERSION = "none"
 """The version that vLLM reports while its weights are away."""
+_WARM_UP_S = 60.0
+"""Seconds to wait for the kernels after the model is loaded: compiling them takes about six, mostly during the load."""
 _TAGS = frozenset({"weights", "kv_cache"})
 """The tags of memory that sleeps. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
 
@@ -125,10 +130,29 @@ class WorkerSleep:
         worker = self._worker
         for name, method in (("sleep", self.sleep), ("wake_up", self.wake_up)):
             setattr(worker, name, functools.partial(method, getattr(worker, name)))
+        if getattr(worker.vllm_config.model_config, "enable_sleep_mode", False) and hasattr(worker, "load_model"):
+            worker.load_model = functools.partial(self.load_model, worker.load_model)
         for name, method in (("execute_model", self.execute_model), ("reload_weights", self.reload_weights)):
             if hasattr(worker, name):
                 setattr(worker, name, functools.partial(method, getattr(worker, name)))
         worker.penstock_version_after_sleep = lambda: self._version_after
+
+    def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Load the model. Meanwhile, get the kernels ready that digest it at the first sleep."""
+        if self._worker.device.type != "cuda":
+            original(*arguments, **named)
+            return
+        from penstock.digest.cuda import place_constants
+
+        # Here, because vLLM allocates the model, and what this thread allocates meanwhile, from memory that sleeps.
+        place_constants(self._worker.device)
+        warming = _WarmUp(self._worker.device)
+        warming.start()
+        try:
+            original(*arguments, **named)
+        finally:
+            # vLLM measures the device's memory next.
+            warming.join(_WARM_UP_S)
 
     def sleep(self, original: Callable[[int], None], level: int = 1) -> None:
         """Put the worker to sleep. Order: no request is running."""
@@ -215,6 +239,23 @@ class WorkerSleep:
     def _engine(self) -> Any:
         """Return the worker's end of a sync; None: weights are not sent by Penstock."""
         return self._worker.weight_transfer_engine if self._is_sent else None
+
+
+class _WarmUp(threading.Thread):
+    """Compiles the kernels of digests, or reads them from a disk: seconds where no process has compiled them before."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(name="penstock-warm-up", daemon=True)
+        self._device = device
+
+    def run(self) -> None:
+        from penstock.sync.digester import Digester
+
+        try:
+            Digester(str(self._device)).warm_up()
+        except (PenstockError, RuntimeError, OSError) as error:
+            # The first sleep tries it again, and raises what is wrong.
+            _log(f"the kernels of digests are not ready: {error}")
 
 
 def _digests(model: torch.nn.Module) -> Any:

@@ -21,6 +21,7 @@ from blake3 import blake3
 from penstock.cuda.events import is_passed
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
 from penstock.digest.strip import Strips, memory_at, strip_digests
+from penstock.errors import DeviceOutOfMemory
 from penstock.transport.protocol import Memory
 from penstock.types import U64
 
@@ -110,6 +111,42 @@ class Digester:
 def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
     """Return one digester for each device of the memories."""
     return {name: Digester(name) for name in {memory.device for memory in memories}}
+
+
+def digests_of(memories: Sequence[Memory]) -> U64:
+    """Return one digest for each whole memory, in their order, of the bytes that the current streams leave there.
+
+    Raises:
+        DeviceOutOfMemory: a device has no room for the tables of the digests: 0.02 % of the bytes, and 64 MiB.
+
+    Cost: one table, one set of launches and one wait for each device. Of 300 parameters of their own memory, each with
+        a table and a wait, most of the time was Python's.
+    """
+    out = np.empty(len(memories), np.uint64)
+    for device, digester in digesters_of(memories).items():
+        mine = np.flatnonzero([memory.device == device for memory in memories])
+        some = [memories[i] for i in mine.tolist()]
+        # Offsets count from the lowest address. What lies between the memories is not read.
+        base = min(some, key=lambda memory: memory.address)
+        nbytes = max(memory.address + memory.nbytes for memory in some) - base.address
+        sizes = np.array([memory.nbytes for memory in some], np.int64)
+        strips = Strips(
+            at=np.array([memory.address - base.address for memory in some], np.int64),
+            run_bytes=sizes,
+            num_rows=np.ones(len(some), np.int64),
+            pitch=sizes,
+        )
+        whole = Memory(address=base.address, nbytes=nbytes, device=device, owner=some)
+        after = []
+        if device.startswith("cuda"):
+            after = [torch.cuda.Event()]
+            after[0].record(torch.cuda.current_stream(device))
+        try:
+            out[mine] = digester.digests(whole, strips, after=after)
+        except torch.OutOfMemoryError as error:
+            message = f"{device} has no room for the digests of {int(sizes.sum())} bytes"
+            raise DeviceOutOfMemory(message, hint="leave some memory of the device free") from error
+    return out
 
 
 class Foreseen:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from penstock.cuda.device_memory import DeviceMemory, memory_of
@@ -31,7 +30,7 @@ from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
-from penstock.sync.digester import digesters_of
+from penstock.sync.digester import digests_of
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
@@ -40,7 +39,7 @@ from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable, Row, declared
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Memory
-from penstock.types import I64, U64, Box, DType
+from penstock.types import U64, Box, DType
 
 _LISTED = 10
 
@@ -185,11 +184,15 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor
 
 
 class MemoryDigests:
-    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back."""
+    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back.
+
+    Attributes:
+        digests: one for each storage, in the order of the tensors.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
-        self._digests = self._now()
+        self.digests = self._now()
 
     @classmethod
     def of_target(cls, target: torch.nn.Module | Mapping[str, Declarable]) -> MemoryDigests:
@@ -200,12 +203,12 @@ class MemoryDigests:
 
     def is_same(self) -> bool:
         """Return whether every byte is as it was."""
-        return self._digests == self._now()
+        return self.digests == self._now()
 
-    def _now(self) -> list[list[int]]:
-        memories = _memories(self._tensors)
-        digesters = digesters_of(memories)
-        return [digesters[memory.device].digests(memory, _whole(memory)).tolist() for memory in memories]
+    def _now(self) -> list[int]:
+        # On the device: its memory is read once, at its own speed, before an engine copies it to the host.
+        digests: list[int] = digests_of(_memories(self._tensors)).tolist()
+        return digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,16 +280,11 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
-        by_address.setdefault(memory.address, memory)
+        # Memory that was freed has no bytes, so the digests are fewer, and differ.
+        if memory.nbytes:
+            by_address.setdefault(memory.address, memory)
     # In the order of the tensors: an engine may bring the bytes back at other addresses.
     return list(by_address.values())
-
-
-def _whole(memory: Memory) -> Strips:
-    def column(number: int) -> I64:
-        return np.array([number], np.int64)
-
-    return Strips(at=column(0), run_bytes=column(memory.nbytes), num_rows=column(1), pitch=column(memory.nbytes))
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
