@@ -118,6 +118,29 @@ def test_a_module_uses_kept_memory(keeper, wanted) -> None:
         assert (module.lm_head.weight is before) == (device == "cpu")
 
 
+def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = torch.nn.Parameter(torch.empty_like(attached["lm_head.weight"]))
+            self.lm_head, self.model = torch.nn.Module(), torch.nn.Module()
+            self.model.embed_tokens = torch.nn.Module()
+            self.lm_head.weight = self.model.embed_tokens.weight = shared
+
+    attached = ps.attach("llama")
+    assert attached["lm_head.weight"].shape == attached["model.embed_tokens.weight"].shape
+    module = Tied()
+    before = module.lm_head.weight.data_ptr()
+    with pytest.raises(ps.PlanError, match="are one memory"):
+        attached.attach_into(module, strict=False)
+    assert module.lm_head.weight.data_ptr() == before
+    attached["lm_head.weight"].copy_(attached["model.embed_tokens.weight"])
+    attached.attach_into(module, strict=False)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    with pytest.raises(ps.PlanError, match="not initialised"):
+        attached.attach_into(torch.nn.ModuleDict({"lm_head": torch.nn.LazyLinear(4)}), strict=False)
+
+
 def test_nobody_keeps_it(llama) -> None:
     begun = time.monotonic()
     with pytest.raises(ps.NotFound, match="no hub runs"):

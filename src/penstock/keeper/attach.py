@@ -49,6 +49,8 @@ from penstock.lifecycle import Closing
 from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
+from penstock.memory.local_shards import is_sharded
+from penstock.memory.targets import require_initialised, sources_differ
 from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import (
@@ -590,19 +592,34 @@ def match_parameters(
     """Return a module's parameters and buffers, each once, with the tensor for it; see `Attached.attach_into`.
 
     Targets of one memory are tied, as they are where weights are kept: the first of their tensors is for all of them.
+
+    Raises:
+        PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or tensors of other
+            bytes are kept for tied targets.
     """
-    state: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+    state = {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+    }
     bound: dict[tuple[int, int, int], torch.Tensor] = {}
+    bound_names: dict[tuple[int, int, int], str] = {}
     faults = []
     for name, tensor in tensors.items():
         target = state.get(name)
         if target is None:
             faults += [f"{name}: the target has none"] * strict
             continue
+        require_initialised(name, target)
+        if is_sharded(target):
+            hint = "attach before the module is sharded, or load each rank's part with load_into"
+            raise PlanError("a DTensor cannot be bound to whole tensors", tensor=name, hint=hint)
         if target.dtype != tensor.dtype or target.shape != tensor.shape:
             ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
             faults.append(f"{name}: {ours} does not fit {theirs}")
-        bound.setdefault(_memory_of(target), tensor)
+        memory = _memory_of(target)
+        other = bound.setdefault(memory, tensor)
+        first = bound_names.setdefault(memory, name)
+        if other is not tensor and not _are_equal(other, tensor):
+            raise sources_differ(first, name)
     if strict:
         left = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
         faults += [f"{name}: the keeper has no such tensor" for name in left]
@@ -613,6 +630,15 @@ def match_parameters(
     targets = {id(target): target for target in state.values()}.values()
     pairs = [(target, bound[place]) for target in targets if (place := _memory_of(target)) in bound]
     return [(target, _as_target(tensor, target)) for target, tensor in pairs]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two kept tensors have the same bytes. Those that are tied where they are kept are not read."""
+    if one.nbytes != other.nbytes or one.device != other.device:
+        return False
+    if one.data_ptr() == other.data_ptr():
+        return True
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _as_target(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
