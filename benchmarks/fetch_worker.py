@@ -178,7 +178,7 @@ class Worker:
 
         attach = penstock.attach  # imports its room, as an engine does before it has a model to ask for
         begun = time.perf_counter()
-        attached = attach(name, connection=hub, device=self.device, verify=verify, wait_s=5.0)
+        attached = attach(name, connection=hub, device=self.device, verify=verify, timeout_s=5.0)
         first = next(iter(attached.values()))
         float(first.view(-1)[:16].float().sum())
         seconds = time.perf_counter() - begun

@@ -30,7 +30,7 @@ def replica(config: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).eval()
     with ps.join("transformers-example") as fleet:
         # Live parameters are filled in place; without a fallback every byte comes from a member.
-        report = fleet.fetch(model, wait_s=30)
+        report = fleet.fetch(model, timeout_s=30)
         print(report.summary(), file=sys.stderr)
         print(json.dumps({"text": generate(model), "storage_bytes": report.storage_bytes}))
 

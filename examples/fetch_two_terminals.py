@@ -28,7 +28,7 @@ def main() -> None:
         fleet = stack.enter_context(ps.join("two-terminals"))
         weights: dict[str, torch.Tensor] = {}
         try:
-            report = fleet.fetch(weights, fallback=args.checkpoint, device=args.device, wait_s=1)
+            report = fleet.fetch(weights, fallback=args.checkpoint, device=args.device, timeout_s=1)
         except ps.NotFound:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             print("nobody has it: a small checkpoint is made up")

@@ -6,10 +6,37 @@ Not here: what depends on more than the type (each function checks that itself).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function also accept arguments by their former names, with a DeprecationWarning.
+
+    Args:
+        names: the former name -> the name of the argument.
+    """
+
+    def accepting(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for former, name in names.items():
+                if former in kwargs:
+                    warnings.warn(f"{former}= is called {name}= now", DeprecationWarning, stacklevel=2)
+                    kwargs[name] = kwargs.pop(former)
+            return function(*args, **kwargs)
+
+        return call
+
+    return accepting
 
 
 def wrong(what: str, value: object, expected: str) -> ConfigError:

@@ -58,7 +58,7 @@ def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> N
         x = torch.randn(4, head.in_features, device="cuda:0", dtype=torch.bfloat16)
         torch.testing.assert_close(head(x), x @ wanted["lm_head.weight"].to("cuda:0").T)
         with pytest.raises(ps.NotFound):
-            ps.attach("llama", device="cpu", wait_s=0.0)
+            ps.attach("llama", device="cpu", timeout_s=0.0)
         keeper.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
         while attached.standing != "draining":
@@ -93,7 +93,7 @@ def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocat
                 assert_same(attached, wanted, device="cuda:0")
         del attached
         gc.collect()
-        with ps.attach("llama", wait_s=60.0) as attached:
+        with ps.attach("llama", timeout_s=60.0) as attached:
             assert attached.report.verified
             assert_same(attached, wanted, device="cuda:0")
         assert keeper.models()[0].num_reloads == 1
@@ -129,5 +129,5 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
 def test_another_device_is_refused(llama) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:1"], timeout_s=120):
         with pytest.raises(ps.ConfigError, match="kept on cuda:1"):
-            ps.attach("llama", device="cuda:0", wait_s=0.0)
+            ps.attach("llama", device="cuda:0", timeout_s=0.0)
         assert str(next(iter(ps.attach("llama").values())).device) == "cuda:1"

@@ -65,7 +65,7 @@ def test_every_verb_takes_hub_and_token_from_the_environment(variables: None, hu
         assert joined == {one.member for one in ps.status().members}
         assert ps.why("m").lines
         with pytest.raises(ps.NotFound, match="no keeper on this host has 'm'"):  # the hub was asked, with the token
-            ps.attach("m", wait_s=0.0)
+            ps.attach("m", timeout_s=0.0)
         explicit = ps.ConnectionSettings(hub=hub, token=TOKEN)
         assert joined == {one.member for one in ps.status(connection=explicit).members}
     assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("hub*.sock"))

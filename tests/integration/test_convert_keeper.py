@@ -78,12 +78,12 @@ def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path
         assert process.stdout.readline().split() == ["keeper:f32", revision]
         while "keeping f32" not in (line := process.stderr.readline()):
             assert line, "it ended"
-        with ps.attach("f32", verify=True, wait_s=10) as attached:
+        with ps.attach("f32", verify=True, timeout_s=10) as attached:
             assert attached.report.revision == revision
             assert_same(attached, tensors)
         with ps.join("f32") as fleet:
             fetched: dict[str, torch.Tensor] = {}
-            report = fleet.fetch(fetched, wait_s=10)
+            report = fleet.fetch(fetched, timeout_s=10)
             assert report.storage_bytes == 0
             assert_same(fetched, tensors)
         process.send_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path:
         assert (report.uri, report.revision, report.num_resumed) == ("keeper:f32", revision, 0)
         keeper.keep("plain", str(source))
         assert [one.tier for one in keeper.models()] == ["disk", "host"]
-        with ps.attach("f32", verify=True, wait_s=10) as attached:
+        with ps.attach("f32", verify=True, timeout_s=10) as attached:
             assert_same(attached, tensors)
         with pytest.raises(ConfigError, match="kept already"):
             ps.convert(source, keeper.into("f32"), **told)

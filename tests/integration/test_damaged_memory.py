@@ -76,7 +76,7 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
         until(lambda: engine.standing == "damaged")
         with pytest.raises(ps.IntegrityError, match="bytes of this memory changed"):
             engine.check()
-        with ps.attach("large", wait_s=30.0) as again:
+        with ps.attach("large", timeout_s=30.0) as again:
             assert again.report.verified
             assert_same(again, wanted)
         until(lambda: any("loaded again and verified" in line for line in keeper.errors))
@@ -111,7 +111,7 @@ def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, smal
         until(lambda: keeper.models()[0].num_reloads == 1)
         (holding,) = keeper.member.weights
         assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
-        with ps.attach("small", wait_s=10.0) as attached:
+        with ps.attach("small", timeout_s=10.0) as attached:
             assert_same(attached, by_safetensors(small))
 
 
@@ -174,7 +174,7 @@ def test_status_says_which_memory_changed_and_a_new_fetch_mends_it(runtime, smal
         with pytest.raises(ps.IntegrityError, match="of 'm' changed in memory"):
             fleet.check()
         with ps.join("m") as reader, pytest.raises(ps.NotFound):
-            reader.fetch({}, wait_s=1.0)
+            reader.fetch({}, timeout_s=1.0)
         fleet.fetch(weights, fallback=small)
         fleet.check()
         assert_same(weights, by_safetensors(small))

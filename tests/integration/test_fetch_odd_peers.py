@@ -193,10 +193,10 @@ def test_a_target_that_wrong_bytes_were_written_to_is_touched(tmp_path: Path) ->
 def test_a_target_that_nothing_was_written_to_is_not_touched() -> None:
     with ps.join("m") as fleet:
         with pytest.raises(PenstockError) as caught:
-            fleet.fetch(weights(), wait_s=0.2)
+            fleet.fetch(weights(), timeout_s=0.2)
         assert not caught.value.mutated
-        with pytest.raises(ConfigError, match="wait_s"):
-            fleet.fetch(weights(), wait_s="0.2")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="timeout_s"):
+            fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
 def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
@@ -269,7 +269,7 @@ def test_tensors_that_are_not_of_the_layout_they_are_held_as_are_not_taken() -> 
         other = {f"x{name}": tensor for name, tensor in weights().items()}
         whole(bad).layout = layout_of_tensors(other)[0]
         with pytest.raises(FormatError, match="layout"):
-            reader.fetch({}, wait_s=0.1)
+            reader.fetch({}, timeout_s=0.1)
 
 
 def test_storage_of_another_revision_than_is_asked_for_is_not_read(sealed: Path) -> None:

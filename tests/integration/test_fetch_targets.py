@@ -141,7 +141,7 @@ def test_what_differs_is_not_exchanged_and_is_named(host: Host, made: Path, trut
         holder.fetch(first, fallback=made)
         weights: dict[str, torch.Tensor] = {}
         with pytest.raises(NotFound, match=field):
-            reader.fetch(weights, wait_s=0.0)
+            reader.fetch(weights, timeout_s=0.0)
         assert not weights
         why = reader.member.hub.why(WhyRequest(model="m", identity=reader.identity))
         assert any(field in line for line in why.lines), why.lines
@@ -156,7 +156,7 @@ def test_a_target_of_another_layout(host: Host, made: Path, truth) -> None:
         holder.fetch(first, fallback=made)
         half = {name: torch.zeros_like(tensor) for name, tensor in list(truth.items())[::2]}
         with pytest.raises(NotFound, match="layout"):
-            reader.fetch(half, wait_s=0.0)
+            reader.fetch(half, timeout_s=0.0)
         with pytest.raises(PlanError):
             reader.fetch(half, fallback=made)
         assert not any(tensor.any() for tensor in half.values())
@@ -209,7 +209,7 @@ def test_what_is_offered_is_fetched(host: Host) -> None:
         tensors["t0"].add_(1)
         with pytest.raises(NotFound), ps.join("m") as third:
             other.leave()
-            third.fetch({}, wait_s=0.0)
+            third.fetch({}, timeout_s=0.0)
 
 
 def test_the_order_of_the_bytes_does_not_depend_on_the_files(host: Host, tmp_path: Path) -> None:

@@ -148,4 +148,4 @@ def test_a_holder_that_disagrees_with_the_manifest(host: Host, sealed: Path, tru
         # PeerLost: where the machine is busy, the hub may list the one that left until its heartbeats are missed.
         with ps.join("m") as late, pytest.raises((NotFound, PeerLost)):
             reader.fence()
-            late.fetch({}, wait_s=0.0)
+            late.fetch({}, timeout_s=0.0)

@@ -78,7 +78,7 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         show(monkeypatch, authority, "reader")
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
-            report = reader.fetch(found, wait_s=20.0)
+            report = reader.fetch(found, timeout_s=20.0)
         assert_same(found, truth)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
         # One whose doors lead to another member: it would be shown grants, and answer for it.

@@ -319,7 +319,7 @@ def waterfalls(browser: webdriver.Chrome) -> list[tuple[str, list[list[str]]]]:
     return [(title, lines) for title, lines in browser.execute_script(script)]
 
 
-FAILS = "import penstock as ps\nwith ps.join('no-such-model') as fleet:\n    fleet.fetch({}, wait_s=0.0)\n"
+FAILS = "import penstock as ps\nwith ps.join('no-such-model') as fleet:\n    fleet.fetch({}, timeout_s=0.0)\n"
 
 
 def test_starts_are_shown_as_waterfalls(

@@ -68,7 +68,7 @@ def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> Non
                 fleet.fetch(target)
             assert caught.value.hint and not caught.value.mutated
     with pytest.raises(ps.PermissionDenied, match="this token is not for m"):
-        ps.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), wait_s=float(FAR_S))
+        ps.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
 
 
 def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
@@ -104,7 +104,7 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
 def test_a_holder_that_is_not_there(hub, made) -> None:
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as fleet:
         with pytest.raises(ps.NotFound, match="no member holds 'm'"):
-            fleet.fetch({}, wait_s=0.0)
+            fleet.fetch({}, timeout_s=0.0)
         report = fleet.fetch({}, fallback=made)
     assert report.faults == ()
     assert list(report.why.values()) == ["no member had these chunks or was reading them"]

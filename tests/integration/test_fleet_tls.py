@@ -63,7 +63,7 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
                 ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as stranger,
                 pytest.raises(PenstockError),
             ):
-                stranger.fetch({}, wait_s=1.0)
+                stranger.fetch({}, timeout_s=1.0)
         url = urlsplit(door)
         blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE

@@ -119,7 +119,7 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=url) as holder, ps.join("m", connection=url) as reader:
         holder.fetch({}, fallback=made)
-        report = reader.fetch(found, wait_s=20.0)
+        report = reader.fetch(found, timeout_s=20.0)
         assert reader.member.hub.status("m").members
     assert_same(found, truth)
     assert report.faults == () and all(holder.member.id[:8] in path for path in report.nbytes_by_path)
@@ -143,7 +143,7 @@ def test_what_a_newer_member_adds_at_its_door_is_ignored(
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
         holder.fetch({}, fallback=made)
-        report = reader.fetch(found, wait_s=20.0)
+        report = reader.fetch(found, timeout_s=20.0)
     assert_same(found, truth)
     assert report.faults == ()
 
@@ -246,7 +246,7 @@ def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) 
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
         holder.fetch({}, fallback=made)
         with pytest.raises(PlanError, match=refusal):
-            reader.fetch({}, wait_s=20.0)
+            reader.fetch({}, timeout_s=20.0)
         # With a source to fall back on it is read instead, and the report says why.
         report = reader.fetch(found, fallback=made)
     assert_same(found, truth)

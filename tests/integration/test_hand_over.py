@@ -332,7 +332,7 @@ def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         (weights,) = keeper.member.weights
         weights.rows[0][0] ^= 1
         with pytest.raises(ps.PenstockError):
-            ps.attach("finished", wait_s=0.2)
+            ps.attach("finished", timeout_s=0.2)
         deadline = time.monotonic() + 30
         while keeper.models()[0].state != "lost":
             assert time.monotonic() < deadline

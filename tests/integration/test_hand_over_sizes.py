@@ -76,9 +76,9 @@ def test_a_rank_is_found_by_its_coordinates(keeper: ps.Keeper) -> None:
     give(0, 2)
     give(1, 2)
     with pytest.raises(ps.ConfigError, match="parallel="):
-        ps.attach("finished", wait_s=0)
+        ps.attach("finished", timeout_s=0)
     with pytest.raises(NotFound):
-        ps.attach("finished", parallel=KeptSet(2, "another").coordinates(0), wait_s=0)
+        ps.attach("finished", parallel=KeptSet(2, "another").coordinates(0), timeout_s=0)
     toy, true = Toy(Place(tp_rank=1, tp=2)), loaded(1, 2)
     with ps.attach("finished", parallel=TWO.coordinates(1)) as attached:
         assert attached.layout and LAYOUT not in attached

@@ -70,12 +70,12 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
     truth = by_safetensors(llama)
     target = {name: torch.zeros_like(tensor) for name, tensor in truth.items()} if is_given else {}
     begun = time.monotonic()
-    with caplog.at_level(logging.WARNING), ps.join("m", connection=connection, wait_s=0.3) as fleet:
+    with caplog.at_level(logging.WARNING), ps.join("m", connection=connection, timeout_s=0.3) as fleet:
         report = fleet.fetch(target, fallback=str(llama))
         assert_same(target, truth)
         # Without a fallback nothing but the fleet has the weights.
         with pytest.raises(ps.HubUnavailable, match="refused connections"):
-            fleet.fetch({}, wait_s=0.3)
+            fleet.fetch({}, timeout_s=0.3)
     assert time.monotonic() - begun < 6
     assert "not in the fleet yet, storage is read where there is a fallback" in caplog.text
     assert [why.startswith("no hub answered: ") for why in report.why.values()] == [True]
@@ -83,7 +83,7 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
 
 
 def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, caplog) -> None:
-    with ps.join("m", connection=connection, wait_s=0.3) as fleet:
+    with ps.join("m", connection=connection, timeout_s=0.3) as fleet:
         fleet.fetch({}, fallback=str(llama))
         with caplog.at_level(logging.WARNING):
             start_hub()
@@ -93,14 +93,14 @@ def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, c
         assert fleet.member.away is None and "has joined the fleet" in caplog.text
         received: dict[str, torch.Tensor] = {}
         with ps.join("m", connection=connection) as second:
-            report = second.fetch(received, wait_s=5)
+            report = second.fetch(received, timeout_s=5)
         assert report.storage_bytes == 0 and fleet.member.id[:8] in str(report)
         assert_same(received, by_safetensors(llama))
 
 
 def test_hub_that_is_needed_is_an_error(connection) -> None:
     with pytest.raises(ps.HubUnavailable, match="refused connections"):
-        ps.join("m", connection=connection, wait_s=0.3, needs_hub=True)
+        ps.join("m", connection=connection, timeout_s=0.3, needs_hub=True)
 
 
 def test_hub_that_refuses_is_an_error(connection, start_hub) -> None:
@@ -118,5 +118,5 @@ def test_long_wait_for_holder_is_logged_once(connection, start_hub, caplog) -> N
         caplog.at_level(logging.WARNING),
         pytest.raises(ps.NotFound, match="no member holds 'm' after"),
     ):
-        fleet.fetch({}, wait_s=1.5)
+        fleet.fetch({}, timeout_s=1.5)
     assert caplog.text.count("waiting for a holder of m, at most 1.5 s: there is none, and no fallback=") == 1

@@ -81,7 +81,7 @@ def test_readers_go_on_when_the_hubs_clock_steps_back(stack: ExitStack, tmp_path
     hub.step(-40.0)
     found: dict[str, torch.Tensor] = {}
     reader = stack.enter_context(ps.join("m", connection=hub.url))
-    report = reader.fetch(found, wait_s=20.0)
+    report = reader.fetch(found, timeout_s=20.0)
     assert_same(found, truth)
     assert report.faults == ()
     assert all(holder.member.id[:8] in path for path in report.nbytes_by_path)
@@ -122,6 +122,6 @@ def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)
                 with ps.join("m", connection=listen) as reader:
                     found: dict[str, torch.Tensor] = {}
-                    reader.fetch(found, wait_s=10.0)
+                    reader.fetch(found, timeout_s=10.0)
                 assert_same(found, truth)
     assert "event=refused" not in caplog.text

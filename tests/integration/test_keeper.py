@@ -144,21 +144,21 @@ def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
 def test_nobody_keeps_it(llama) -> None:
     begun = time.monotonic()
     with pytest.raises(ps.NotFound, match="no hub runs"):
-        ps.attach("llama", wait_s=0.0)
+        ps.attach("llama", timeout_s=0.0)
     with ps.join("llama") as fleet:
         fleet.fetch({}, fallback=llama)
         with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
-            ps.attach("llama", wait_s=0.0)
+            ps.attach("llama", timeout_s=0.0)
         with pytest.raises(ps.NotFound, match="no keeper on this host has 'other'"):
-            ps.attach("other", wait_s=0.0)
+            ps.attach("other", timeout_s=0.0)
     assert time.monotonic() - begun < 20
     with pytest.raises(ps.HubUnavailable):
-        ps.attach("llama", connection="unix:///nowhere/hub.sock", wait_s=0.0)
+        ps.attach("llama", connection="unix:///nowhere/hub.sock", timeout_s=0.0)
 
 
 def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:
     with KeeperProcess([str(llama)]):
-        assert_same(ps.attach("llama", wait_s=30.0, device="cpu"), wanted)
+        assert_same(ps.attach("llama", timeout_s=30.0, device="cpu"), wanted)
 
 
 def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> None:
@@ -166,7 +166,7 @@ def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> N
     keeper.process.send_signal(signal.SIGTERM)
     until(lambda: attached.standing == "draining")
     with pytest.raises(ps.NotFound):
-        ps.attach("llama", wait_s=0.0)
+        ps.attach("llama", timeout_s=0.0)
     attached.check()
     assert keeper.process.poll() is None
     attached.close()
@@ -222,7 +222,7 @@ def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
         keeper.drop("llama", drain_s=5)
         assert keeper.models() == []
         with pytest.raises(ps.NotFound):
-            ps.attach("llama", wait_s=0.0)
+            ps.attach("llama", timeout_s=0.0)
         with pytest.raises(ps.NotFound):
             keeper.drop("llama")
 

@@ -99,11 +99,11 @@ def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
         until(lambda: not keeper.models()[0].num_attached)
         keeper.keep("b", models["b"])
         with ps.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
-            ps.attach("a", wait_s=0.0)
+            ps.attach("a", timeout_s=0.0)
         assert_same(attached, wanted["a"])  # host memory stays while it is mapped
         with pytest.raises((ps.StaleDescriptor, ps.PeerLost)):
             attached.check()
-        assert_same(ps.attach("a", wait_s=20.0, verify=True), wanted["a"])
+        assert_same(ps.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
 def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> None:
@@ -128,7 +128,7 @@ def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted,
             "c": "host",
         }
         for name in models:
-            assert_same(ps.attach(name, verify=True, wait_s=20.0), wanted[name])
+            assert_same(ps.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
             until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().links["source", "host"].num_moves >= 4
@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted
         assert tiers(keeper) == {"a": "source", "b": "host"}
         assert "from host to disk: cannot write: No space left" in caplog.text
         for name in ("a", "b"):
-            assert_same(ps.attach(name, verify=True, wait_s=20.0), wanted[name])
+            assert_same(ps.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
             until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().tiers["disk"].used_bytes == 0
@@ -157,10 +157,10 @@ def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) 
         assert tiers(keeper) == {"a": "source", "b": "host"}
         away = source.rename(tmp_path / "away")
         with pytest.raises(ps.PenstockError):
-            ps.attach("a", wait_s=0.0)
+            ps.attach("a", timeout_s=0.0)
         assert tiers(keeper)["a"] == "source"
         away.rename(source)
-        assert_same(ps.attach("a", wait_s=20.0, verify=True), wanted["a"])
+        assert_same(ps.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
 def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_path) -> None:
@@ -172,7 +172,7 @@ def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_pa
         shutil.rmtree(source)
         shutil.copytree(models["c"], source)
         with pytest.raises(ps.PenstockError, match="was kept in revision"):
-            ps.attach("a", wait_s=0.0)
+            ps.attach("a", timeout_s=0.0)
         assert tiers(keeper)["a"] == "source"
         assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
 
@@ -186,7 +186,7 @@ def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) ->
         assert tiers(keeper) == {"a": "host"}
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
-        assert_same(ps.attach("a", wait_s=20.0), wanted["a"])
+        assert_same(ps.attach("a", timeout_s=20.0), wanted["a"])
         links = keeper.stats().links
         assert (links["source", "host"].num_moves, links["host", "disk"].num_moves) == (3, 2)
 
@@ -217,7 +217,7 @@ def test_a_resting_model_is_dropped(models, tmp_path) -> None:
         assert keeper.models() == []
         assert {one.used_bytes for one in keeper.stats().tiers.values()} == {0}
         with pytest.raises(ps.NotFound):
-            ps.attach("a", wait_s=0.0)
+            ps.attach("a", timeout_s=0.0)
 
 
 def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, tmp_path) -> None:
@@ -226,7 +226,7 @@ def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, t
     def engine(name: str) -> None:
         try:
             for _ in range(4):
-                with ps.attach(name, wait_s=60.0, verify=True) as attached:
+                with ps.attach(name, timeout_s=60.0, verify=True) as attached:
                     assert_same(attached, wanted[name])
                     attached.check()
         except BaseException as error:

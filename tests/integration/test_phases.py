@@ -194,7 +194,7 @@ def test_the_hub_shows_the_starts_of_a_fleet(hub: HubThread, fleet: ps.Fleet, as
 def test_a_start_that_failed_is_remembered_when_its_process_has_left(hub: HubThread, ask: Ask, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     with pytest.raises(ps.NotFound), ps.join("llama", connection=connection) as fleet:
-        fleet.fetch({}, wait_s=0.0)
+        fleet.fetch({}, timeout_s=0.0)
     now = read(ask(hub.url, "/v1/phases", TOKEN))
     assert (now["ready"], now["starting"], now["failed"]) == (0, 0, 1)
     (replica,) = now["replicas"]
@@ -233,7 +233,7 @@ def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
             seconds = {one.name: one.seconds for one in boot.phases if one.journey == "attach"}
             assert seconds == pytest.approx(attached.report.phases, abs=1e-3)
         with pytest.raises(ps.NotFound):
-            ps.attach("other", connection=connection, wait_s=0.0)
+            ps.attach("other", connection=connection, timeout_s=0.0)
         boot = phases.boot_record().snapshot()
         assert boot is not None and boot.error is not None
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")

@@ -48,7 +48,7 @@ def test_reader_uses_the_pinned_ports(llama: str, two_ports: tuple[int, int]) ->
             pass
         received: dict[str, object] = {}
         with ps.join("m", connection=ps.ConnectionSettings(transports=["http"])) as reader:
-            report = reader.fetch(received, wait_s=5)
+            report = reader.fetch(received, timeout_s=5)
         assert report.storage_bytes == 0 and any(path.startswith("http") for path in report.nbytes_by_path)
         assert_same(received, by_safetensors(Path(llama)))
 

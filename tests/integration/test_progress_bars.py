@@ -96,7 +96,7 @@ def test_ctrl_c_clears_the_bar(made: Path, fork_server: ForkServer) -> None:
 
 def test_a_wait_for_a_holder_counts_its_seconds_and_leaves_an_error_alone(fork_server: ForkServer) -> None:
     with Terminal() as terminal:
-        terminal.fork(fork_server, ["pull", "nobody-has-this", "--device", "cpu", "--wait-s", "1.5"])
+        terminal.fork(fork_server, ["pull", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)
         assert terminal.end() == 3
         assert terminal.lines[0].startswith("penstock: NotFound: no member holds")

@@ -70,9 +70,9 @@ def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkey
 
 
 def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path, capsys) -> None:
-    assert command("org/name", "--to", tmp_path / "out", "--wait-s", "0") == 3
+    assert command("org/name", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback org/name " in capsys.readouterr().err
-    assert command("llama", "--to", tmp_path / "out", "--wait-s", "0") == 3
+    assert command("llama", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback URI " in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_a_holder_under_another_key_is_named(tmp_path, llama, capsys) -> None:
 @pytest.mark.parametrize("to", [True, False])
 def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None:
     where = ["--to", tmp_path / "out"] if to else ["--device", "cpu"]
-    words = ["--hub", "http://127.0.0.1:9", "--wait-s", "0.5", "--fallback", llama, "--format", "json"]
+    words = ["--hub", "http://127.0.0.1:9", "--timeout-s", "0.5", "--fallback", llama, "--format", "json"]
     assert command("llama", *where, *words) == 0
     printed = json.loads(capsys.readouterr().out)
     assert "refused connections" in printed["faults"][0] and "without the fleet" in printed["faults"][0]
@@ -99,12 +99,12 @@ def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None
 
 def test_without_a_hub_and_a_fallback_the_error_says_what_happened(llama, capsys) -> None:
     begun = time.monotonic()
-    assert command("llama", "--device", "cpu", "--hub", "http://127.0.0.1:9", "--wait-s", "0.5") == 3
+    assert command("llama", "--device", "cpu", "--hub", "http://127.0.0.1:9", "--timeout-s", "0.5") == 3
     assert time.monotonic() - begun < 5
     assert "the hub's address refused connections for 0." in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as mute:
         hub = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        assert command("llama", "--device", "cpu", "--hub", hub, "--wait-s", "0.5") == 3
+        assert command("llama", "--device", "cpu", "--hub", hub, "--timeout-s", "0.5") == 3
     assert "accepted the connection and sent no answer, for 0.5" in capsys.readouterr().err
 
 
@@ -125,12 +125,12 @@ def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
             said = json.loads(capsys.readouterr().out)
             assert said["revision"] == word and said["storage_bytes"] == 0
     other = f"w1-{'0' * 64}"
-    assert command("llama", "--device", "cpu", "--revision", other, "--wait-s", "0") == 3
+    assert command("llama", "--device", "cpu", "--revision", other, "--timeout-s", "0") == 3
     assert word in capsys.readouterr().err
     assert command("llama", "--to", tmp_path / "out", "--revision", other, "--fallback", llama) == 3
     assert not (tmp_path / "out").exists()
     with pytest.raises(ps.NotFound):
-        ps.attach("llama", revision=other, wait_s=0.0)
+        ps.attach("llama", revision=other, timeout_s=0.0)
 
 
 def test_every_dtype_torch_has(tmp_path) -> None:
@@ -156,7 +156,7 @@ def test_to_a_device_nothing_is_written(keeper, tmp_path, monkeypatch, capsys) -
 def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> None:
     assert command("llama") == 2
     assert command("llama", "--to", tmp_path / "out", "--device", "cpu") == 2
-    assert command("nobody", "--device", "cpu", "--wait-s", "0.1") == 3
+    assert command("nobody", "--device", "cpu", "--timeout-s", "0.1") == 3
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("mine")
     assert command("llama", "--to", tmp_path / "taken") == 2

@@ -86,7 +86,7 @@ def test_fetch_into_module_without_tensors_is_refused(tmp_path: Any) -> None:
     with ps.join("m") as fleet:
         for fallback in (None, str(tmp_path)):
             with pytest.raises(ps.PlanError, match="the target has no tensors"):
-                fleet.fetch(torch.nn.ReLU(), fallback=fallback, wait_s=0.0)
+                fleet.fetch(torch.nn.ReLU(), fallback=fallback, timeout_s=0.0)
 
 
 def test_loose_dict_keeps_tensors_nobody_publishes() -> None:

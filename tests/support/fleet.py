@@ -269,7 +269,7 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
         fallback=task.fallback,
         device=task.device,
         storage_options=task.storage_options or None,
-        wait_s=task.wait_s,
+        timeout_s=task.wait_s,
     )
     say(
         "fetched",

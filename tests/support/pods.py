@@ -163,7 +163,7 @@ def _attach(task: EngineTask, kept: list[Any]) -> dict[str, Any]:
     import penstock as ps
 
     free_bytes = torch.cuda.mem_get_info()[0] if task.device != "cpu" else 0
-    attached = ps.attach(task.model, device=task.device, wait_s=10.0)
+    attached = ps.attach(task.model, device=task.device, timeout_s=10.0)
     kept.append(attached)
     report = attached.report
     device = {}
@@ -194,7 +194,7 @@ def _fetch(task: EngineTask) -> dict[str, Any]:
 
     weights: dict[str, Any] = {}
     with ps.join(task.model) as fleet:
-        report = fleet.fetch(weights, device=task.device, wait_s=20.0)
+        report = fleet.fetch(weights, device=task.device, timeout_s=20.0)
         return {
             "paths": dict(report.nbytes_by_path),
             "why": dict(report.why),
@@ -209,7 +209,7 @@ def _failure(task: EngineTask, device: str) -> dict[str, Any]:
     import penstock as ps
 
     try:
-        ps.attach(task.model, device=device, wait_s=0.5)
+        ps.attach(task.model, device=device, timeout_s=0.5)
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {"error": "", "message": ""}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -79,7 +80,7 @@ def join(name: str, model: str, connection: dict[str, Any]) -> str:
 def fetch(name: str, fallback: str | None = None) -> dict[str, Any]:
     """Fetch the model of a fleet and serve it from then on."""
     weights: dict[str, torch.Tensor] = {}
-    report = _open[name].fetch(weights, fallback=fallback, wait_s=20.0)
+    report = _open[name].fetch(weights, fallback=fallback, **_waiting(20.0))
     return {
         "digests": digests(weights),
         "paths": dict(report.nbytes_by_path),
@@ -87,6 +88,11 @@ def fetch(name: str, fallback: str | None = None) -> dict[str, Any]:
         "faults": list(report.faults),
         "revision": report.revision,
     }
+
+
+def _waiting(seconds: float) -> dict[str, float]:
+    """Return the argument for the longest wait, by the name that this release has for it."""
+    return {"timeout_s" if "timeout_s" in inspect.signature(ps.attach).parameters else "wait_s": seconds}
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -141,7 +147,7 @@ def update(name: str, version: int) -> dict[str, Any]:
 
 
 def attach(name: str, model: str, hub: str | None = None) -> dict[str, Any]:
-    attached = _open[name] = ps.attach(model, connection=hub, wait_s=20.0)
+    attached = _open[name] = ps.attach(model, connection=hub, **_waiting(20.0))
     return {"digests": digests(dict(attached)), "path": attached.report.path, "verified": attached.report.verified}
 
 

@@ -55,9 +55,9 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "a mapping as a connection": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, connection={"hub": None}),
     "a number as a keeper's hub": lambda file: ps.Keeper(connection=3),
     "a number as the hub to ask": lambda file: ps.status(connection=3),
-    "a wait below 0 s": lambda file: ps.join("m", wait_s=-1),
-    "a wait that is no number": lambda file: ps.join("m", wait_s=float("nan")),
-    "a text as a wait": lambda file: ps.join("m", wait_s="5"),
+    "a wait below 0 s": lambda file: ps.join("m", timeout_s=-1),
+    "a wait that is no number": lambda file: ps.join("m", timeout_s=float("nan")),
+    "a text as a wait": lambda file: ps.join("m", timeout_s="5"),
     "a stall that never ends": lambda file: ps.join("m", connection=ps.ConnectionSettings(stall_s=float("nan"))),
     "a text as readers": lambda file: ps.join("m", max_readers="4"),
     "a float as a rate": lambda file: ps.join("m", max_bytes_per_s=1.5),
@@ -71,7 +71,7 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "a rank of three numbers": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=(0, 1, 2)),
     "texts as a rank": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=("0", "1")),
     "a model of None": lambda file: ps.attach(None),
-    "a text as seconds to wait": lambda file: ps.attach("m", wait_s="x"),
+    "a text as seconds to wait": lambda file: ps.attach("m", timeout_s="x"),
     "a text as a configuration": lambda file: ps.artifacts.restore(file, engine="torch", config="x"),
 }
 
@@ -100,3 +100,11 @@ def test_a_format_given_as_an_operation_is_named(file: Path) -> None:
 def test_operations_are_texts_or_mappings_alone_or_in_a_list(operations: object, file: Path) -> None:
     report = ps.convert(file, file.parent / "out", operations=operations, devices="cpu", workers=1)
     assert report.operation.startswith(("dequantise to BF16", "copy"))
+
+
+def test_former_name_of_wait_is_deprecated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
+    with pytest.warns(DeprecationWarning, match="wait_s= is called timeout_s= now"), pytest.raises(ps.NotFound):
+        ps.attach("nobody", wait_s=0.0)  # type: ignore[call-arg]
+    with pytest.raises(ps.ConfigError, match="timeout_s"), ps.join("m") as fleet:
+        fleet.fetch({}, timeout_s=-1)

@@ -481,7 +481,7 @@ def _fetch(
             report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
         except NotFound:
             # Not in the storage: a member may have it all the same, as one whose engine has no right to write there.
-            report = fleet.fetch(tensors, wait_s=_HOLDER_S, progress=False)
+            report = fleet.fetch(tensors, timeout_s=_HOLDER_S, progress=False)
     except BaseException:
         fleet.leave()
         raise

@@ -418,9 +418,9 @@ def pull(
     listen: Listen = None,
     data_port: DataPort = 0,
     token_file: TokenFile = None,
-    wait_s: Annotated[
+    timeout_s: Annotated[
         float | None,
-        typer.Option("--wait-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
+        typer.Option("--timeout-s", "--wait-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
     ] = None,
     force: Force = False,
     format: FormatOption = Format.human,
@@ -432,8 +432,8 @@ def pull(
     if [to is not None, device is not None, cache].count(True) != 1:
         raise ConfigError("no destination, or two", hint="give one of --to DIR, --device DEVICE and --cache")
     if cache:
-        if fallback is not None or revision or wait_s is not None or force:
-            hint = "write a revision as org/name@REVISION, and leave --fallback, --wait-s and --force out"
+        if fallback is not None or revision or timeout_s is not None or force:
+            hint = "write a revision as org/name@REVISION, and leave --fallback, --timeout-s and --force out"
             raise ConfigError("--cache reads the model's own hub, not the fleet", hint=hint)
         _fill(model, format)
         return
@@ -454,7 +454,7 @@ def pull(
             to=to,
             device=device or "cpu",
             fallback=fallback,
-            wait_s=wait_s,
+            timeout_s=timeout_s,
             replace=force,
         )
     except NotFound as error:

@@ -161,7 +161,7 @@ _OPTIONS = {
     "public_key": "--public-key",
     "shard_bytes": "--shard-bytes",
     "task_bytes": "--task-bytes",
-    "wait_s": "--wait-s",
+    "timeout_s": "--timeout-s",
 }
 # The bare word `fallback` is English, or a part of a path.
 _ARGUMENT = re.compile(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from penstock.arguments import require_name, require_seconds, require_text_map, require_type
+from penstock.arguments import formerly, require_name, require_seconds, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
@@ -59,6 +59,7 @@ class Fleet:
         self._max_readers = max_readers
         self._left = threading.Event()
 
+    @formerly(wait_s="timeout_s")
     def fetch(
         self,
         target: Target,
@@ -66,7 +67,7 @@ class Fleet:
         fallback: Uris | None = None,
         device: str | int | torch.device = "cpu",
         storage_options: Mapping[str, str] | None = None,
-        wait_s: float | None = None,
+        timeout_s: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
@@ -78,7 +79,7 @@ class Fleet:
             fallback: URI of the model in storage; None: read from members only.
             device: device of new tensors.
             storage_options: see `load`.
-            wait_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
+            timeout_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
             trace: where to save a Chrome trace.
             progress: see `load`; of verified bytes.
 
@@ -94,7 +95,7 @@ class Fleet:
         Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
         record = open_trace(trace)
-        require_seconds("wait_s", wait_s)
+        require_seconds("timeout_s", timeout_s)
         is_over = threading.Event()
         with (
             Phases("discover", journey="fetch", model=self.identity.model) as phases,
@@ -104,7 +105,7 @@ class Fleet:
             stack.callback(is_over.set)
             shown = stack.enter_context(Progress(progress, self.identity.model))
             target_weights = Discovery(self.identity, self.member, self._settings, shown.state).find(
-                target, fallback, resolve_device(device), storage_options, wait_s, stack
+                target, fallback, resolve_device(device), storage_options, timeout_s, stack
             )
             phases.enter("allocate")
             weights, make_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
@@ -337,6 +338,7 @@ class Variant:
         )
 
 
+@formerly(wait_s="timeout_s")
 def join(
     model: str,
     *,
@@ -347,7 +349,7 @@ def join(
     max_bytes_per_s: int | str = 0,
     min_gb_per_s: float = 0.0,
     memory_bytes: int | str | None = None,
-    wait_s: float | None = None,
+    timeout_s: float | None = None,
     needs_hub: bool = False,
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
@@ -367,7 +369,7 @@ def join(
         max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
         min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
         memory_bytes: limit of host staging memory when storage is read.
-        wait_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
+        timeout_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
         needs_hub: whether a hub that does not answer is an error.
 
     Raises:
@@ -376,7 +378,7 @@ def join(
     """
     require_type("needs_hub", needs_hub, bool, "True or False")
     require_name("model", model)
-    require_seconds("wait_s", wait_s)
+    require_seconds("timeout_s", timeout_s)
     connection = resolve_connection(connection)
     variant = Variant() if variant is None else variant
     require_type("variant", variant, Variant, "a penstock.Variant, or None")
@@ -392,7 +394,7 @@ def join(
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
         min_gb_per_s=min_gb_per_s,
         stall_s=settings.stall_s,
-        join_s=None if wait_s is None else max(LEAST_ASK_S, wait_s),
+        join_s=None if timeout_s is None else max(LEAST_ASK_S, timeout_s),
         needs_hub=needs_hub,
     )
     if member.away is not None:
@@ -406,7 +408,7 @@ def join_or_warn(
     *,
     connection: ConnectionSettings | str | None = None,
     revision: str = "",
-    wait_s: float | None = None,
+    timeout_s: float | None = None,
 ) -> Fleet | HubUnavailable:
     """Join a fleet; if no hub answers, warn that `place` is read from storage instead, and return the hub's error.
 
@@ -414,10 +416,10 @@ def join_or_warn(
 
     Args:
         place: URI of the model in storage.
-        connection, revision, wait_s: see `join`.
+        connection, revision, timeout_s: see `join`.
     """
     try:
-        return join(model, connection=connection, revision=revision, wait_s=wait_s, needs_hub=True)
+        return join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=True)
     except HubUnavailable as error:
         _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
         return error

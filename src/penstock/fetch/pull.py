@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.arguments import formerly
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
 from penstock.errors import IntegrityError, SourceError
@@ -49,7 +50,7 @@ def pull(
     to: str | os.PathLike[str] | None = None,
     device: str | int | torch.device = "cpu",
     fallback: Uris | None = None,
-    wait_s: float | None = None,
+    timeout_s: float | None = None,
     replace: bool = False,
     progress: ProgressOption = None,
 ) -> FetchReport:
@@ -59,7 +60,7 @@ def pull(
         fleet: a member, from `join`.
         to: a directory that does not exist or is empty; it appears complete, with its manifest. None: write nothing.
         device: destination of the fetch; must be the host if `to` is given.
-        fallback, wait_s, progress: see `Fleet.fetch`.
+        fallback, timeout_s, progress: see `Fleet.fetch`.
         replace: a weight set at `to` stays until the new one is complete, which takes its place; then it is removed.
 
     Returns:
@@ -74,7 +75,7 @@ def pull(
     Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
     """
     if to is None:
-        return fleet.fetch({}, fallback=fallback, device=device, wait_s=wait_s, progress=progress)
+        return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
     # Checked before anything is fetched, and again when the directory is renamed to this name.
     place = Place.at(to)
     sources = [] if fallback is None else texts_of(fallback)
@@ -86,7 +87,7 @@ def pull(
     with Claim(place.path, staging):
         files = _Files(staging)
         try:
-            report = fleet.fetch(files, fallback=fallback, wait_s=wait_s, progress=progress)
+            report = fleet.fetch(files, fallback=fallback, timeout_s=timeout_s, progress=progress)
             with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
                 weights = next(shown for shown in fleet.member.weights if shown.key == report.key)
                 files.publish(place.path, weights, replace)
@@ -96,6 +97,7 @@ def pull(
     return dataclasses.replace(report, phases=phases, wall_s=sum(phases.values()))
 
 
+@formerly(wait_s="timeout_s")
 def pull_model(
     model: str,
     *,
@@ -104,7 +106,7 @@ def pull_model(
     to: str | os.PathLike[str] | None = None,
     device: str | int | torch.device = "cpu",
     fallback: str | None = None,
-    wait_s: float | None = None,
+    timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
     """Join the fleet of a model, and fetch it as `pull` does; if no hub answers, read the fallback.
@@ -113,14 +115,14 @@ def pull_model(
         model, connection, revision: see `penstock.join`.
         to, device, replace: see `pull`.
         fallback: URI of the model in storage; None: a hub that does not answer is an error.
-        wait_s: how long to wait for the hub, and for a first holder.
+        timeout_s: how long to wait for the hub, and for a first holder.
 
     Raises:
         HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
     """
     before = None if to is None else _directory_at(Place.at(to).path)
     try:
-        return _pull_model(model, connection, revision, fallback, wait_s, to=to, device=device, replace=replace)
+        return _pull_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:
         # The fetch may be published, and its readers waited for.
         if to is not None and _directory_at(to) != before:
@@ -143,7 +145,7 @@ def _pull_model(
     connection: ConnectionSettings,
     revision: str,
     fallback: str | None,
-    wait_s: float | None,
+    timeout_s: float | None,
     *,
     to: str | os.PathLike[str] | None,
     device: str | int | torch.device,
@@ -152,8 +154,8 @@ def _pull_model(
     """Fetch as `pull_model`, without a word about an interrupt."""
     # Without a fallback nothing can be done without the hub, and the error of joining says best what is wrong with it.
     needs_hub = fallback is None
-    with join(model, connection=connection, revision=revision, wait_s=wait_s, needs_hub=needs_hub) as fleet:
-        report = pull(fleet, to=to, device=device, fallback=fallback, wait_s=wait_s, replace=replace)
+    with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
+        report = pull(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
         return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
 
 

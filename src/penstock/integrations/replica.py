@@ -279,7 +279,7 @@ def _attach_to_same(
             device="cpu",
             revision=revision,
             verify=options.get("verify", True),
-            wait_s=0,
+            timeout_s=0,
         )
     # As in `_attach`. The fleet is next, and its log says where the bytes came from.
     except (NotFound, HubUnavailable) as error:

@@ -395,7 +395,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         try:
             with contextlib.ExitStack() as stack:
                 attached = stack.enter_context(
-                    api.attach(name, device=device, verify=arguments["verify"] is not False, wait_s=0)
+                    api.attach(name, device=device, verify=arguments["verify"] is not False, timeout_s=0)
                 )
                 with initialization.no_init_weights(), torch.device("meta"):
                     model = concrete._from_config(copy.deepcopy(config), dtype=kind)

@@ -97,7 +97,7 @@ def load_finished(
                     device="cpu",
                     parallel=start.own.coordinates(rank),
                     verify=start.verify,
-                    wait_s=0,
+                    timeout_s=0,
                 )
             )
             attached.attach_into(model)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.arguments import require_name, require_text_map, require_type
+from penstock.arguments import formerly, require_name, require_text_map, require_type
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
@@ -205,6 +205,7 @@ class Attached(Closing, Mapping[str, torch.Tensor]):
         self._renewal.close()
 
 
+@formerly(wait_s="timeout_s")
 def attach(
     model: str,
     *,
@@ -213,7 +214,7 @@ def attach(
     revision: str | None = None,
     parallel: Mapping[str, str] | None = None,
     verify: bool = True,
-    wait_s: float = WAIT_S,
+    timeout_s: float = WAIT_S,
 ) -> Attached:
     """Map weights that `penstock keep` holds on this host; no byte is moved.
 
@@ -227,15 +228,15 @@ def attach(
         verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
             takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust the keeper,
             which verified every chunk on arrival and checks one again with each heartbeat.
-        wait_s: seconds to wait for a keeper that is not running or still loads. A model in another tier is waited for
-            as long as the keeper is bringing it back.
+        timeout_s: seconds to wait for a keeper that is not running or still loads. A model in another tier is waited
+            for as long as the keeper is bringing it back.
 
     Returns:
         Tensors by name. They must not be written to: on the host a write is visible in this process only (and takes
         memory of its own), on a device in every engine.
 
     Raises:
-        NotFound: no keeper on this host has the model after `wait_s`.
+        NotFound: no keeper on this host has the model after `timeout_s`.
         ConfigError: the weights cannot be mapped here (another device; device memory without file descriptors, from
             another container), or there are several revisions.
         IntegrityError: the bytes mapped here differ from the digests while the keeper's do not; or the digests are not
@@ -243,7 +244,7 @@ def attach(
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
-    require_type("wait_s", wait_s, (int, float), "seconds, as 30.0")
+    require_type("timeout_s", timeout_s, (int, float), "seconds, as 30.0")
     require_text_map("parallel", parallel, 'coordinates: {"rank": "0/2"}')
     wanted = _Wanted(
         model=model,
@@ -252,7 +253,7 @@ def attach(
         device=None if device is None else resolve_device(device),
     )
     with Journey("attach", model) as journey:
-        attached = _attach(wanted, resolve_connection(connection), verify=verify, wait_s=wait_s)
+        attached = _attach(wanted, resolve_connection(connection), verify=verify, wait_s=timeout_s)
         report = attached.report
         journey.outcome = Outcome(
             nbytes=report.nbytes,

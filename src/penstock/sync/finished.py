@@ -170,7 +170,7 @@ def reshard(
                     device="cpu",
                     parallel=source.coordinates(rank),
                     verify=verify,
-                    wait_s=0,
+                    timeout_s=0,
                 )
             )
             for rank in range(source.size)

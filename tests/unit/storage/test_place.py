@@ -328,7 +328,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
     "initialize": lambda source, to: initialize(str(source), to),
     "place": lambda source, to: Place.at(to).require_free(),
     "pull": lambda source, to: pull_model(
-        "m", connection=ps.ConnectionSettings(), to=to, fallback=str(source), wait_s=0.1
+        "m", connection=ps.ConnectionSettings(), to=to, fallback=str(source), timeout_s=0.1
     ),
 }
 
