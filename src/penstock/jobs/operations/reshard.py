@@ -106,28 +106,35 @@ class Reshard(Unchanged):
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
     def _by_rows(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
-        """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank."""
+        """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank.
+
+        After these are the copies of heads that several sources have, to be compared with the first one.
+        """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Rows of each part in one source, and in one output. Of sources with the same share the first is read.
+        # Rows of each part in one source, and in one output. Several sources or outputs may have the same share.
         held, wanted = rule.num_shares(ranks), rule.num_shares(self.to)
         have = [int(length / shares) for length, shares in zip(lengths, held, strict=True)]
         give = [int(length / shares) for length, shares in zip(lengths, wanted, strict=True)]
-        inputs = []
+        inputs, copies = [], []
         for rank in range(self.to):
             for part, number in enumerate(rule.share_of(rank, self.to)):
                 here, there, before = have[part], give[part], sum(have[:part])
                 for share in range(held[part]):
                     low, high = max(number * there, share * here), min((number + 1) * there, (share + 1) * here)
                     if low < high:
-                        i = -(-share * ranks // held[part])
+                        i, after = (-(-one * ranks // held[part]) for one in (share, share + 1))
                         first = before - share * here
                         start = (first + low, *(0,) * (len(spec.shape) - 1))
                         box = Box(start=start, stop=(first + high, *spec.shape[1:]))
                         at = sum(give[:part]) + low - number * there
                         inputs.append(Input(source=i, spec=specs[i], box=box, at=at))
+                        # Once is enough: outputs may repeat the share too.
+                        if rank == -(-number * self.to // wanted[part]):
+                            copies += [Input(source=j, spec=specs[j], box=box, at=at) for j in range(i + 1, after)]
         rows = sum(give)
-        return Recipe(outputs=self._outputs(spec, (rows, *spec.shape[1:])), inputs=tuple(inputs), num_rows=rows)
+        outputs = self._outputs(spec, (rows, *spec.shape[1:]))
+        return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
         """Return a recipe that cuts along another dim: each row of an output needs that row of every source."""
@@ -153,15 +160,27 @@ class Reshard(Unchanged):
         return [tensor.view(dtype) for tensor in results]
 
     def _shared(self, recipe: Recipe, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the rows of each output, whose inputs follow each other."""
+        """Return the rows of each output, whose inputs follow each other. PlanError if copies of a head differ."""
         import torch
 
+        taken: dict[tuple[tuple[int, ...], int | None], dict[int, torch.Tensor]] = {}
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
         # `_by_rows` lists the inputs output by output, and those of one sum to its rows: so the sum tells the output.
         ends = accumulate(rank_input.box.shape[0] for rank_input in recipe.inputs)
-        for end, tensor in zip(ends, tensors, strict=True):
-            if tensor is not None:
+        for rank_input, end, tensor in zip(recipe.inputs, ends, tensors, strict=True):
+            if tensor is None:
+                continue
+            here = taken.setdefault((rank_input.box.start, rank_input.at), {})
+            if end <= len(recipe.outputs) * recipe.num_rows:
                 shares[(end - 1) // recipe.num_rows].append(tensor)
+                here[rank_input.source] = tensor
+                continue
+            # The nearest rank before it whose rows were taken has the same head.
+            holder = max(source for source in here if source < rank_input.source)
+            if not torch.equal(tensor.reshape(-1).view(torch.uint8), here[holder].reshape(-1).view(torch.uint8)):
+                message = f"rank {rank_input.source} has other bytes in a head that rank {holder} has too"
+                hint = "are these the ranks of one model, in order?"
+                raise PlanError(message, tensor=rank_input.spec.name, hint=hint)
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:

@@ -203,6 +203,17 @@ def test_fewer_key_heads_than_ranks_are_repeated(have, want):
         assert torch.equal(torch.cat(parts), rank_of(name, one, want - 1, want)), name
 
 
+@pytest.mark.parametrize("name", ["a.k_proj.weight", "a.qkv_proj.weight"])
+@pytest.mark.parametrize("want", [1, 2, 8])
+def test_copies_of_heads_that_differ_are_refused(name, want):
+    whole = grouped_query()
+    sources = [{part: rank_of(part, one, rank, 4).clone() for part, one in whole.items()} for rank in range(4)]
+    sources[3][name][-1] += 1
+    with pytest.raises(PlanError, match="rank 3 has other bytes in a head that rank 2 has too") as caught:
+        made(Reshard(want, heads=(8, 2)), *sources)
+    assert caught.value.tensor == name
+
+
 def test_heads_of_another_module_are_not_repeated():
     encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
     with pytest.raises(PlanError, match="are not 2 and 8 heads") as caught:
