@@ -274,11 +274,29 @@ def test_links_and_odd_files_are_named_not_followed(tmp_path: Path) -> None:
     (source / "vocab.txt").symlink_to(secret / "key.txt")
     (source / "loop").symlink_to(source)
     (source / "away").symlink_to(secret)
-    (source / "merges.txt").symlink_to("nowhere")
-    os.mkfifo(source / "tokenizer.json")
+    odd = os.fsencode(source) + b"/odd-\xff.json"
+    with open(odd, "wb") as file:
+        file.write(b"{}")
+    (source / "part").mkdir()
+    (source / "part" / "merges.txt").symlink_to("nowhere")
+    os.mkfifo(source / "part" / "tokenizer.json")
     report = convert(source, tmp_path / "out", **TOLD)
-    assert set(report.left_out) == {str(source / name) for name in ("loop", "away", "merges.txt", "tokenizer.json")}
+    assert set(report.left_out) == {
+        str(source / name) for name in ("loop", "away", "part/merges.txt", "part/tokenizer.json", "odd-\\udcff.json")
+    }
     assert (tmp_path / "out" / "vocab.txt").read_text() == "x" and not (tmp_path / "out" / "vocab.txt").is_symlink()
+
+
+@pytest.mark.parametrize("odd", ["a link that leads to no file", "not a regular file"])
+def test_odd_tokenizer_ends_conversion_before_work(odd: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    if "link" in odd:
+        (source / "tokenizer.json").symlink_to("nowhere")
+    else:
+        os.mkfifo(source / "tokenizer.json")
+    with pytest.raises(FormatError, match=odd):
+        convert(source, tmp_path / "out", **TOLD)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_large_vocabulary_is_copied_to_every_rank(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.cli.checkpoints import manifest
 from penstock.config import Settings
+from penstock.errors import SourceError
 from penstock.fetch import storage_initializer
 from penstock.fetch.storage_initializer import PARTIAL
 from penstock.hub.local_hub import find_hub
@@ -227,3 +228,19 @@ def test_a_failure_leaves_no_directory_that_it_made(model: Path, tmp_path: Path,
     with pytest.raises(ps.DiskFull):
         storage_initializer.initialize(str(model), tmp_path / "full" / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_of_a_source_are_followed_once(tmp_path: Path) -> None:
+    source, shared = tmp_path / "source", tmp_path / "shared"
+    write_llama(source, total_bytes=100_000, shards=1)
+    shared.mkdir()
+    (shared / "vocab.txt").write_text("x")
+    for name in ("a", "b", "c"):
+        (source / name).symlink_to(source)
+    (source / "part").symlink_to(shared)
+    storage_initializer.initialize(str(source), tmp_path / "out")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert "part/vocab.txt" in found and not any(name.startswith(("a/", "b/", "c/")) for name in found)
+    (source / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(SourceError, match="leads to no file"):
+        storage_initializer.initialize(str(source), tmp_path / "again")

@@ -8,7 +8,6 @@ Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`sto
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import tempfile
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import ConfigError, HubUnavailable
+from penstock.errors import ConfigError, HubUnavailable, SourceUnavailable
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, pinned, read_small
+from penstock.storage.beside import walk
 from penstock.storage.download import download, inside
 from penstock.storage.locate import (
     INDEX_SUFFIX,
@@ -203,10 +203,17 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
         # No listing, so no directories below it: `list_files` knows the files by their published names.
         return {file.removeprefix(directory_prefix(place)): file for file in listed}
     root = listed[0].rpartition("/")[0]
-    pattern = root if is_remote(place) else glob.escape(root)
+    if not is_remote(place):
+        # All of them, as the cluster's own initializers copy. A link that leads above itself is followed once.
+        found, left_out = walk(root, follow_links=True, max_below=None)
+        # A folder that is left out was walked by another name. Anything else is missing from the copy.
+        for path, why in left_out.items():
+            if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
+                raise SourceUnavailable(why, uri=path, hint="remove it, or repair it")
+        return found
     return {
         file.removeprefix(f"{root}/"): file
-        for file in list_uris(f"{pattern}/**", settings=settings, storage_options=storage_options)
+        for file in list_uris(f"{root}/**", settings=settings, storage_options=storage_options)
     }
 
 

@@ -94,6 +94,10 @@ def files_beside(
     models = _other_models(found, parts)
     taken: dict[str, str] = {}
     for name, file in found.items():
+        # Such a name cannot be written to the JSON that lists the result's files.
+        if _printable(name) != name:
+            left_out[file] = "its name is not Unicode"
+            continue
         if _OWN.search(name) or name in weights:
             continue
         if why := _why_not(name, models):
@@ -102,7 +106,7 @@ def files_beside(
             taken[name] = file
     for name, why in _too_large(taken, settings, storage_options).items():
         left_out[taken.pop(name)] = why
-    return Beside(files=taken, left_out={display(file): why for file, why in left_out.items()})
+    return Beside(files=taken, left_out={_printable(display(file)): why for file, why in left_out.items()})
 
 
 def _below(
@@ -111,7 +115,13 @@ def _below(
     """Return the files below a place by their names, and those that cannot be files of a model, with the reason."""
     if not is_remote(uri):
         path = local_path(uri)
-        return _walk(path) if os.path.isdir(path) else ({}, {})
+        found, left_out = walk(path) if os.path.isdir(path) else ({}, {})
+        for file, why in left_out.items():
+            name = os.path.basename(file)
+            if os.path.samefile(os.path.dirname(file), path) and _SMALL.search(name) and not os.path.isdir(file):
+                hint = "replace or remove it: the result would be a model without it"
+                raise FormatError(f"{name} is {why}", uri=file, hint=hint)
+        return found, left_out
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     if listed == [uri] or (glob.has_magic(uri) and not uri.startswith(("http://", "https://"))):
         return {}, {}
@@ -144,58 +154,77 @@ def _is_plain(name: str) -> bool:
     return str(PurePosixPath(name)) == name and name[:1] != "/" and ".." not in name.split("/") and "\0" not in name
 
 
-def _walk(root: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a local directory by their names, those of the directory itself first."""
+def walk(
+    root: str, *, follow_links: bool = False, max_below: int | None = _MAX_FILES
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the files below a local directory by their names, its own first, and what is left out by paths, with why.
+
+    Hidden files are not looked at.
+
+    Args:
+        follow_links: follow links to folders too, each folder once.
+        max_below: most entries of folders that are looked at; None: all.
+    """
     found, left_out = dict[str, str](), dict[str, str]()
     level, num_below = [("", root)], 0
+    # A link may lead to a folder above itself.
+    seen = {_identity(root)}
     while level:
         folders = []
         for prefix, folder in level:
-            if num_below > _MAX_FILES:
+            if max_below is not None and num_below > max_below:
                 left_out[folder] = _TOO_MANY
                 continue
-            for name, path, is_folder, why in _entries(prefix, folder):
+            for entry, why in _entries(folder):
                 num_below += bool(prefix)
-                if why and not prefix and _SMALL.search(name):
-                    hint = "replace or remove it: the result would be a model without it"
-                    raise FormatError(f"{name} is {why}", uri=path, hint=hint)
+                name = f"{prefix}{entry.name}"
+                if not why and entry.is_dir():
+                    is_new = follow_links or not entry.is_symlink()
+                    if is_new and (identity := _identity(entry.path)) not in seen:
+                        seen.add(identity)
+                        folders.append((f"{name}/", entry.path))
+                        continue
+                    why = "a link to a folder"
                 if why:
-                    left_out[path] = why
-                elif is_folder:
-                    folders.append((f"{name}/", path))
+                    left_out[entry.path] = why
                 else:
-                    found[name] = path
+                    found[name] = entry.path
         level = folders
     return found, left_out
 
 
-def _entries(prefix: str, folder: str) -> Iterator[tuple[str, str, bool, str]]:
-    """Yield name, path, and whether it is a folder, of the entries of a folder, and why one is not looked at."""
+def _identity(folder: str) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _printable(path: str) -> str:
+    return path.encode(errors="backslashreplace").decode()
+
+
+def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
+    """Yield the entries of a folder that are not hidden, and why one is no file or folder to look at.
+
+    Raises:
+        PermissionDenied, SourceUnavailable: the folder cannot be listed.
+    """
     try:
         with os.scandir(folder) as entries:
-            listed = sorted(
-                (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name
-            )
-    except OSError as error:
-        if prefix:
-            yield prefix.rstrip("/"), folder, True, f"the folder cannot be listed: {error.strerror}"
-            return
-        # PermissionDenied or SourceUnavailable, as for the weights.
+            listed = sorted((entry for entry in entries if entry.name[0] != "."), key=lambda entry: entry.name)
+    except OSError:
         list_uris(folder, settings=Settings.read())
         raise
     for entry in listed:
-        # A link to a folder may lead to itself, or to files that are not the model's.
-        why, is_folder = "", False
+        why = ""
         try:
             mode = entry.stat().st_mode
-            is_folder = stat.S_ISDIR(mode)
-            if is_folder and entry.is_symlink():
-                why = "a link to a folder"
-            elif not is_folder and not stat.S_ISREG(mode):
+            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
                 why = "not a regular file"
+            elif stat.S_ISDIR(mode) and not os.access(entry.path, os.R_OK | os.X_OK):
+                why = "the folder cannot be listed"
         except OSError as error:
             why = "a link that leads to no file" if entry.is_symlink() else f"not readable: {error.strerror}"
-        yield f"{prefix}{entry.name}", os.path.join(folder, entry.name), is_folder, why
+        yield entry, why
 
 
 def _parts_of_model(
