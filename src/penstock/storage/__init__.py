@@ -59,7 +59,7 @@ _READABLE = "this user needs the right to read it, and to enter every directory 
 
 
 def text_of(uri: object) -> str:
-    """Return the text of a path or URI that a user gave, with `~` expanded as a shell does.
+    """Return the text of a path or URI that a user gave, with `~` expanded as a shell does, and a scheme in lower case.
 
     Raises:
         ConfigError: it is neither a string nor a path, it is empty, or the system cannot have a file of that name.
@@ -77,6 +77,14 @@ def text_of(uri: object) -> str:
         is_name = False
     if not is_name:
         raise ConfigError(f"no file can have this name: {text[:200]!r}")
+    scheme, separator, rest = text.partition("://")
+    lower = scheme.lower()
+    if separator and scheme != lower and (lower == "file" or is_registered(lower)):
+        # RFC 3986, 3.1: the case of a scheme means nothing.
+        text = f"{lower}://{rest}"
+    if lower in {"http", "https"}:
+        # A fragment is never sent to a server. In the name of an object or a file `#` is a letter.
+        return text.partition("#")[0]
     # Shells leave it in Python strings and in `--out=~/x`, and a directory called `~` is dangerous to remove.
     return os.path.expanduser(text) if text.startswith("~") else text
 

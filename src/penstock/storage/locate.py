@@ -31,6 +31,7 @@ from penstock.storage import (
     registered_schemes,
     text_of,
 )
+from penstock.storage.alternatives import belonging
 from penstock.storage.safetensors import parse_index
 from penstock.waits import Threads
 
@@ -42,10 +43,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?")
 """A name as Hugging Face has it: an owner and a repository, with a revision or not."""
 _INDEX = f"model{INDEX_SUFFIX}"
-# Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
-# Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
-_MODEL = re.compile(r"(^|/)model(-\d+-of-\d+)?\.safetensors$")
-_CONSOLIDATED = re.compile(r"(^|/)consolidated([.-][^/]*)?\.safetensors$")
 _ONLY = (
     "name a file, or a directory or prefix that has files of safetensors or one GGUF model itself; no others are read"
 )
@@ -105,13 +102,14 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     """Find the files of a weight set; bodies and headers are not read.
 
     A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
-    `*.safetensors` count, not those of directories below, nor `consolidated*` beside `model*`. A directory without
-    them may have one model of GGUF. Any file of a split one stands for all its parts.
+    `*.safetensors` count, not those of directories below, nor those that `alternatives` leaves out: hidden files, and
+    beside the model adapters, variants and `consolidated*`. A directory without them may have one model of GGUF. Any
+    file of a split one stands for all its parts.
 
     Raises:
         NotFound: no such place, or no file of weights in it.
         FormatError: the index is malformed, or names files outside its directory. UnsafeFormat: pickled weights only.
-        ConfigError: several models of GGUF in one directory.
+        ConfigError: several models of GGUF, or several variants, in one directory.
     """
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     named = texts_of(uri)
@@ -227,11 +225,15 @@ def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[
 def _nothing_at(path: str) -> NotFound:
     """Return the error for a local path that is not there, or has no file of weights in it."""
     if os.path.isdir(path):
+        if os.path.isdir(os.path.join(path, "snapshots")):
+            name = os.path.basename(path.rstrip("/")).removeprefix("models--").replace("--", "/", 1)
+            hint = f"this is the cache of a repository: give {name}, or {path.rstrip('/')}/snapshots/COMMIT"
+            return NotFound("no weights there, but snapshots of them", uri=path, hint=hint)
         return NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} there", uri=path, hint=_ONLY)
     # `s3:/bucket` is a path to the system, and a slip to its user.
     scheme, _, rest = path.partition(":/")
-    hint = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
-    return NotFound("no such file or directory", uri=path, hint=hint)
+    slashes = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
+    return NotFound("no such file or directory", uri=path, hint=slashes)
 
 
 def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
@@ -423,17 +425,18 @@ def _sidecar_of_only_file(file: str) -> str | None:
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
     """Return the files of weights among `uris`. NotFound where there is none; UnsafeFormat where all are pickled."""
     here = [name for name in uris if _is_child(name, prefix)]
-    files = [name for name in here if name.endswith(SUFFIX)]
-    if not files:
-        return _gguf_files(here, place, prefix)
-    if prefix is not None and any(_MODEL.search(name) for name in files):
-        return [name for name in files if not _CONSOLIDATED.search(name)]
-    return files
+    # In any case: some systems write MODEL.SAFETENSORS.
+    files = [name for name in here if name.lower().endswith(SUFFIX)]
+    if prefix is not None and files:
+        files = belonging(files, uri=display(place))
+    return files or _gguf_files(here, place, prefix)
 
 
 def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
     """Return the files of the one model of GGUF in a directory, or all that a glob matches."""
-    files = sorted(name for name in uris if name.endswith(GGUF_SUFFIX))
+    files = sorted(name for name in uris if name.lower().endswith(GGUF_SUFFIX))
+    if prefix is not None:
+        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
     if not files:
         unsafe = sorted(filter(pickled.is_weights, uris))
         if unsafe:
@@ -464,6 +467,8 @@ def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
         return named[0]
+    weights = [name for name in uris if name.lower().endswith(SUFFIX) and _is_child(name, prefix)]
+    indexes = belonging(indexes, also=weights, uri=display(prefix))
     # Of several indexes under unusual names none is more right than another: then all files count.
     return indexes[0] if len(indexes) == 1 else None
 

@@ -15,7 +15,8 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -165,20 +166,26 @@ def open_place(
 ) -> WeightSet:
     """Open the weights of a place already resolved, as `open_weights` does."""
     files = list(place.files)
+    wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
         tensors = list(place.weight_map)
         # Selected by the index alone, before any file is opened: a few tensors of a large model are one or two shards.
-        needed = {place.weight_map[tensors[row]] for row in _select(tensors, names, place.uri)}
+        wanted = {tensors[row] for row in _select(tensors, names, place.uri)}
+        needed = {place.weight_map[name] for name in wanted}
         files = [file for file in files if file[0] in needed]
     opened, raw = _open_all(place, files, settings, storage_options, rename)
     try:
         gguf.check_parts([(shard.name, shard.header) for shard in opened], place.uri)
-        table = _join([shard.header.tensors for shard in opened], [shard.name for shard in opened], place.uri)
+        table = _join(_decided(opened, place.weight_map), [shard.name for shard in opened], place.uri)
         if place.weight_map is not None:
-            _hold_to_index(table, [shard.name for shard in opened], place.weight_map, str(place.index_uri))
+            _hold_to_index(table, [shard.name for shard in opened], place.weight_map, wanted, str(place.index_uri))
         manifest, why = _manifest(opened, table, raw, place)
         if names is not None:
-            manifest = _take(manifest, np.asarray(_select(table.names, names, place.uri), np.int64))
+            rows = _select(table.names, names, place.uri)
+            if wanted is not None:
+                # A shard may hold tensors that the index does not name.
+                rows = [row for row in rows if table.names[row] in wanted]
+            manifest = _take(manifest, np.asarray(rows, np.int64))
     except BaseException:
         for shard in opened:
             shard.source.close()
@@ -273,6 +280,24 @@ def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[st
     return opened
 
 
+def _decided(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) -> list[TensorTable]:
+    """Return the table of each file. Of a name in two files the index decides, if one of them is where it says."""
+    tables = [shard.header.tensors for shard in opened]
+    names = Counter(chain.from_iterable(table.names for table in tables))
+    if weight_map is None or len(names) == sum(names.values()):
+        return tables
+    holders = {(name, shard.name) for shard in opened for name in shard.header.tensors.names}
+    twice = {name for name, count in names.items() if count > 1 and (name, weight_map.get(name)) in holders}
+
+    def is_decided(name: str, file: str) -> bool:
+        return name not in twice or weight_map[name] == file
+
+    return [
+        table.take([row for row, name in enumerate(table.names) if is_decided(name, shard.name)])
+        for table, shard in zip(tables, opened, strict=True)
+    ]
+
+
 def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
     """Return one table of all files. FormatError when two of them hold the same name."""
     if len(tables) == 1:
@@ -286,7 +311,7 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
         for name, file in zip(names, file_index.tolist(), strict=True):
             if name in first:
                 both = f"{clip(files[first[name]])!r} and {clip(files[file])!r}"
-                raise FormatError(f"tensor is in two files, {both}", uri=uri, tensor=clip(name))
+                raise FormatError(f"tensor is in two files, {both}", uri=uri, tensor=clip(name), hint=_TWICE)
             first[name] = file
     return TensorTable(
         names=names,
@@ -298,23 +323,44 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
     )
 
 
-def _hold_to_index(table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], uri: str) -> None:
-    """Raise FormatError unless the opened files hold exactly the tensors that the index puts there."""
+_TWICE = (
+    "these files are alternatives and not parts of one set: name one of them, or give a list or a glob of the files "
+    "that belong together"
+)
+_OTHER_INDEX = (
+    "the index belongs to other files: get index and files of one revision, or give a glob as *.safetensors, which "
+    "loads all tensors of the files without the index"
+)
+
+
+def _hold_to_index(
+    table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], wanted: Collection[str] | None, uri: str
+) -> None:
+    """Raise FormatError unless the opened files hold exactly the tensors that the index puts there.
+
+    Args:
+        wanted: only these count; None: all.
+    """
     # Whole lists are compared, and searched only where they differ.
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
-    if stated != actual:
-        row = next(row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b)
+    differ = [row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b] if stated != actual else []
+    if wanted is not None:
+        differ = [row for row in differ if table.names[row] in wanted]
+    if differ:
+        row = differ[0]
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
-        raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
+        raise FormatError(fault, uri=uri, tensor=clip(table.names[row]), hint=_OTHER_INDEX)
     # The other direction, of the opened shards alone: with `names` the rest of the index is not looked at.
     opened = set(files)
-    if len(actual) < sum(shard in opened for shard in weight_map.values()):
+    if wanted is not None or len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
-        name = next(name for name, shard in weight_map.items() if shard in opened and name not in there)
-        fault = f"the index puts it in shard {clip(weight_map[name])!r}, which does not hold it"
-        raise FormatError(fault, uri=uri, tensor=clip(name))
+        searched = weight_map if wanted is None else wanted
+        absent = (name for name in searched if weight_map[name] in opened and name not in there)
+        if (name := next(absent, None)) is not None:
+            fault = f"the index puts it in shard {clip(weight_map[name])!r}, which does not hold it"
+            raise FormatError(fault, uri=uri, tensor=clip(name), hint=_OTHER_INDEX)
 
 
 def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
