@@ -79,6 +79,15 @@ def test_a_load_streams_and_compares_the_hubs_digest(hub: HuggingFaceServer, tmp
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
 
 
+def test_mirror_that_lists_names_only_is_read(hub: HuggingFaceServer, tmp_path: Path) -> None:
+    hub.lists_names_only = True
+    for name in ("org/tiny", "org/sharded"):
+        weights = load(hub, f"hf://{name}")
+        assert_same(weights, TENSORS)
+        # There is nothing to compare with.
+        assert not weights.report.verified
+
+
 def test_a_header_longer_than_the_first_read_is_hashed_too(hub: HuggingFaceServer) -> None:
     many = {f"model.layers.{i}.self_attn.q_proj.weight": torch.full((8,), float(i)) for i in range(400)}
     data = save(many)

@@ -6,6 +6,7 @@ Not here: the index, which decides where there is one (`locate`); globs and list
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -31,10 +32,12 @@ _VARIANT = re.compile(
 )
 _PLAIN = re.compile(r"(?P<stem>.+?)(-\d+-of-\d+)?\.safetensors", re.IGNORECASE)
 _NAMED = 5
+_HIDDEN = "it is hidden"
+_SAME = "the same weights are there under other names"
 
 
 def belonging(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
-    """Return the files that belong together, in order. The others are logged.
+    """Return the files that belong together, in order. The others are logged, once.
 
     Args:
         files: names or URIs of weights, or of their indexes, in one directory.
@@ -44,20 +47,19 @@ def belonging(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> li
     Raises:
         ConfigError: there are several variants, and no plain file that would be the usual choice.
     """
-    kept = _without(list(files), "hidden", lambda name: name.startswith("."), uri)
+    kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
     names = [_last(file) for file in (*kept, *also)]
     if any(not _ADAPTER.fullmatch(name) and not name.startswith(".") for name in names):
-        kept = _without(kept, "an adapter beside the model", lambda name: _ADAPTER.fullmatch(name) is not None, uri)
+        kept = _without(kept, "an adapter lies beside a model", lambda name: _ADAPTER.fullmatch(name) is not None, uri)
     if any(_MODEL.fullmatch(name) for name in names):
-        why = "the same weights under other names"
-        kept = _without(kept, why, lambda name: _CONSOLIDATED.fullmatch(name) is not None, uri)
+        kept = _without(kept, _SAME, lambda name: _CONSOLIDATED.fullmatch(name) is not None, uri)
     plain = {match["stem"] for name in names if not _VARIANT.fullmatch(name) and (match := _PLAIN.fullmatch(name))}
 
     def has_plain(name: str) -> bool:
         match = _VARIANT.fullmatch(name)
         return match is not None and match["stem"] in plain
 
-    kept = _without(kept, "a variant of the plain file", has_plain, uri)
+    kept = _without(kept, "it is a variant of a plain file", has_plain, uri)
     _require_one_variant(kept, uri)
     return kept
 
@@ -71,8 +73,17 @@ def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: s
     others = [file for file in files if is_other(_last(file))]
     if not others:
         return files
-    log.info("%s: left out, %s: %s", uri, why, ", ".join(_last(file) for file in others[:_NAMED]))
+    _say(uri, why, tuple(map(_last, others)))
     return [file for file in files if file not in set(others)]
+
+
+@functools.lru_cache(maxsize=256)
+def _say(uri: str, why: str, names: tuple[str, ...]) -> None:
+    """Log what is left out, once: a place is looked at several times in a load."""
+    named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    # An adapter and a variant may be what the user wanted.
+    level = logging.INFO if why in {_HIDDEN, _SAME} else logging.WARNING
+    log.log(level, "%s: %s is left out: %s. Name a file to load it.", uri, named, why)
 
 
 def _require_one_variant(files: Sequence[str], uri: str) -> None:

@@ -50,10 +50,11 @@ class RepositoryFile:
     """A file of one commit, as the hub lists it."""
 
     nbytes: int
+    """-1: a mirror lists no sizes."""
     sha256: str | None
     """Digest of the content; None for a small file that is in git itself."""
     identity: str
-    """The hub's name of the content: SHA-256, or git's blob id."""
+    """The hub's name of the content: SHA-256, or git's blob id; empty where a mirror lists neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +148,13 @@ def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, u
         raise FormatError(
             f"the hub lists a file of the name {str(name)[:200]!r}, which no repository can have", uri=uri
         )
-    if not isinstance(nbytes, int) or nbytes < 0 or (sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256)):
+    is_digest = sha256 is None or re.fullmatch("[0-9a-f]{64}", sha256) is not None
+    # Mirrors list names alone: the size is then that of the answer, and there is no digest to compare with.
+    is_name_alone = nbytes is None and sha256 is None
+    if not is_digest or not (is_name_alone or (isinstance(nbytes, int) and nbytes >= 0)):
         raise FormatError(f"the hub's listing of {name[:200]!r} has no valid size or digest", uri=uri)
-    return name, RepositoryFile(nbytes=nbytes, sha256=sha256, identity=sha256 or f"git:{blob_id}")
+    identity = sha256 or (f"git:{blob_id}" if blob_id else "")
+    return name, RepositoryFile(nbytes=nbytes if isinstance(nbytes, int) else -1, sha256=sha256, identity=identity)
 
 
 def paths_of(where: Address, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
@@ -350,7 +355,7 @@ class RepositoryStorage(ABC):
             raise PermissionDenied(f"the hub refuses this file: {error.message}", uri=uri, hint=hint) from error
         except NotFound as error:
             raise NotFound("the hub lists this file and does not serve it", uri=uri) from error
-        if source.nbytes != file.nbytes:
+        if file.nbytes >= 0 and source.nbytes != file.nbytes:
             source.close()
             raise FormatError(f"it has {source.nbytes} bytes; the hub lists {file.nbytes}", uri=uri)
         return source
@@ -374,7 +379,9 @@ class HubSource(HttpSource):
         self, file: RepositoryFile, address: PlainAddress, seen: Validators, *, uri: str, settings: Settings
     ) -> None:
         super().__init__(uri, address, seen, settings=settings)
-        self.identity = f"hf:{file.identity}"
+        # Without a name of the content, that of the server: its ETag.
+        if file.identity:
+            self.identity = f"hf:{file.identity}"
         self.sha256 = file.sha256
         self._digest = None if file.sha256 is None else FileDigest(file.sha256, self.nbytes, uri, settings.stall_s)
 

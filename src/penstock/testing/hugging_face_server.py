@@ -89,6 +89,8 @@ class HuggingFaceServer:
         self.status = 0
         self.num_status = 0
         self.retry_after = ""
+        self.lists_names_only = False
+        """List files as some mirrors do: without size and digest."""
         self._initial = repositories
 
     def __enter__(self) -> Self:
@@ -261,7 +263,7 @@ class _Handler(HubHandler):
             entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": _blob_id(data)}
             if path.endswith(LARGE):
                 entry["lfs"] = {"sha256": sha256_of(data), "size": len(data), "pointerSize": 134}
-            siblings.append(entry)
+            siblings.append({"rfilename": path} if self.server.owner.lists_names_only else entry)
         answer: object = {
             "id": match["name"], "modelId": match["name"], "sha": commit, "private": False, "gated": False,
             "tags": [], "siblings": siblings,
