@@ -68,6 +68,23 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
         raise PlanError("its values differ from its memory", tensor=name, hint="give tensor.resolve_conj()")
 
 
+def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
+    """Raise PlanError if the storage of a strided tensor ends before its last element: an access ends the process.
+
+    Args:
+        span_bytes: bytes from the first to the last element, if they are known.
+    """
+    if not tensor.numel():
+        return
+    itemsize = tensor.element_size()
+    if span_bytes is None:
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        span_bytes = (sum((size - 1) * step for size, step in dims) + 1) * itemsize
+    if int(tensor.storage_offset()) * itemsize + span_bytes > tensor.untyped_storage().nbytes():
+        hint = "bring it back first, for example from where the memory was offloaded"
+        raise PlanError("its storage was freed or made smaller", tensor=name, hint=hint)
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of a subclass has memory. Fake and functional tensors have none."""
     try:
@@ -155,9 +172,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
         nbytes = (reach + 1) * itemsize
         strides = tuple(step * itemsize for step, _ in dims)
         extent = tensor.data_ptr(), nbytes, tuple(size for _, size in dims), strides, itemsize
-    if int(tensor.storage_offset()) * itemsize + nbytes > tensor.untyped_storage().nbytes():
-        hint = "bring it back first, for example from where the memory was offloaded"
-        raise PlanError("its storage was freed or made smaller", tensor=name, hint=hint)
+    require_stored(name, tensor, nbytes)
     return extent
 
 

@@ -32,13 +32,14 @@ from penstock.errors import FormatError, IntegrityError, PlanError
 from penstock.hub.messages import HoldingMap, HoldingState, Identity, LogReply, State, layout_digest, prepare
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import ALIGN_BYTES, Arena
+from penstock.memory.targets import require_stored
 from penstock.memory.tiers import SOURCE
 from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Lending, Memory, encode
-from penstock.transport.storages import TorchStorage, require_memory
+from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
@@ -153,7 +154,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
         if not tensor.is_contiguous():
             message = f"a tensor of strides {tensor.stride()} cannot be exchanged: it is not contiguous"
             raise PlanError(message, tensor=name, hint="call .contiguous() on it")
-        require_memory(name, tensor)
+        require_stored(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
         # torch packs two F4 elements into one; the format counts elements.

@@ -25,11 +25,10 @@ from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
 from penstock.memory.local_shards import local_parts
 from penstock.memory.rehome import rehome
-from penstock.memory.targets import require_initialised
+from penstock.memory.targets import require_initialised, require_stored
 from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
-from penstock.transport.storages import require_memory
 from penstock.types import Box, DType
 
 
@@ -100,7 +99,7 @@ def row_of(
     if not len(tensor.shape) == len(global_shape) == len(offset):
         message = f"shape {list(tensor.shape)}, offset {list(offset)} and global shape {list(global_shape)}"
         raise PlanError(f"{message} have different numbers of dims", tensor=name)
-    require_memory(name, tensor)
+    require_stored(name, tensor)
     try:
         form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 
-from penstock.errors import PlanError
 from penstock.transport.protocol import Memory, Owner
 
 
@@ -47,22 +46,4 @@ class RegisteredStorages:
         return (
             list(map(torch.UntypedStorage.data_ptr, self._storages)) == self._addresses
             and list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes
-        )
-
-
-def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Check that the storage of a strided tensor reaches to its last element.
-
-    Raises:
-        PlanError: the storage was freed or made smaller, so an access would end the process.
-    """
-    if not tensor.numel():
-        return
-    last = sum((num - 1) * step for num, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
-    nbytes = tensor.untyped_storage().nbytes()
-    if nbytes < needed:
-        message = f"its storage has {nbytes} bytes, and the tensor ends at byte {needed}: the memory was freed"
-        raise PlanError(
-            message, tensor=name, hint="give the tensor its memory back first, as offloaded parameters get it"
         )

@@ -10,7 +10,8 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.memory.arena import Arena
-from penstock.sync.shards import Shard, declared, layout_of, local_runs, regions_of
+from penstock.memory.local_shards import local_runs
+from penstock.sync.shards import Shard, declared, layout_of, regions_of
 from penstock.types import Box, DType
 
 

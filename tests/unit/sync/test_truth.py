@@ -11,8 +11,9 @@ import torch
 from tests.unit.sync.moved import move, same, spoil
 from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
+from penstock.memory.local_shards import local_runs
 from penstock.sync.recording.requirements import Requirements, record, wanted
-from penstock.sync.shards import Row, Shard, declared, local_runs
+from penstock.sync.shards import Row, Shard, declared
 
 TRAINERS = [
     (1, 1, 1),

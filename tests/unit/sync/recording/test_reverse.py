@@ -11,9 +11,10 @@ from tests.unit.sync.recording.test_record import LOADERS, Holder, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
+from penstock.memory.local_shards import local_runs
 from penstock.sync.recording.layout import checkpoint_shards
 from penstock.sync.recording.requirements import record, wanted
-from penstock.sync.shards import Shard, declared, local_runs
+from penstock.sync.shards import Shard, declared
 
 
 def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shard]]:
