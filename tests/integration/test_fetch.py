@@ -137,6 +137,14 @@ def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> 
     assert max(report["phases"]["move"] for report in reports) > 0.5 * taken / cap
 
 
+def test_cap_holds_from_first_byte(host: Host, made: Path, truth) -> None:
+    cap = 16 << 20
+    holder = host.start(fallback=str(made), join={"max_bytes_per_s": cap})
+    check(holder, truth)
+    report = check(host.start(), truth)
+    assert report["phases"]["move"] >= sum(report["paths"].values()) / cap
+
+
 def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
     check(holder, truth)

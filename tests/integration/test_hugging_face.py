@@ -147,6 +147,8 @@ def test_a_glob_matches_as_in_a_directory(hub: HuggingFaceServer) -> None:
     assert names("**/*.safetensors") == ["model.safetensors", "original/model.safetensors"]
     assert names("**") == ["config.json", "m[1].txt", "model.safetensors", "original/model.safetensors"]
     assert names("m[1].txt") == ["m[1].txt"]
+    hub.commit("org/tiny", TINY | {"d[1]/a.txt": b"x", "d1": b"y"})
+    assert names("d[1]") == names("d[1]/") == ["d[1]/a.txt"]
     assert_same(load(hub, "hf://org/tiny/*.safetensors"), TENSORS)
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import obstore
 import pytest
+import torch
+from safetensors.torch import save
 
+import penstock as ps
 from penstock.config import Settings
 from penstock.errors import (
     ConfigError,
@@ -306,3 +309,19 @@ def test_forked_child(server: S3Server, options: dict[str, str]) -> None:
         assert read(source, 20, [10])[0] == data[20:30]
     finally:
         source.close()
+
+
+def test_brackets_in_names_are_names(server: S3Server, options: dict[str, str]) -> None:
+    one, other, third = (save({name: torch.ones(2)}) for name in ("one", "other", "third"))
+    put(server, "brackets/model[1]/model.safetensors", one)
+    put(server, "brackets/model1/model.safetensors", other)
+    put(server, "brackets/file[1].safetensors", third)
+    prefix = "s3://weights/brackets"
+    for uri, name in (
+        (f"{prefix}/model[1]/", "one"),
+        (f"{prefix}/model[1]", "one"),
+        (f"{prefix}/model[1]/model.safetensors", "one"),
+        (f"{prefix}/file[1].safetensors", "third"),
+        (f"{prefix}/model1/*.safetensors", "other"),
+    ):
+        assert list(ps.load(uri, storage_options=options)) == [name]

@@ -514,6 +514,7 @@ class Fetch(Run):
                         break
                     self._flying[chunks] = True
                     reader.num_flying += 1
+                    reader.charge(self.nbytes_of(chunks))
                     items.append(ReadFromUpstream(self, reader, chunks))
                 if not gathers and self._choice.wants_news(reader):
                     reader.request_news()

@@ -57,6 +57,9 @@ MAPPED_STEP_CHUNKS = 32
 starting larger delays the first news for the next member of a chain."""
 MAX_STEP_CHUNKS = 128
 """2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/003-fetch.md."""
+_FIRST_S = 5.0
+"""Longest wait for the first read under a limit. Reason: a chunk of 16 MiB takes it at 3 MB/s. A slower reader should
+rather exceed the limit once than seem to stall."""
 LIMITED_STEP_S = 0.1
 """Duration of one read of an upstream that limits its readers: its bytes arrive evenly, not in bursts."""
 JUDGED_AFTER_S = 1.0
@@ -249,8 +252,13 @@ class UpstreamReader:
         if self._max_bytes_per_s:
             most = int(self._max_bytes_per_s * LIMITED_STEP_S / self._weights.layout.chunks.chunk_bytes)
             self.step_chunks = max(1, min(self.step_chunks, most))
-            # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down.
-            self.not_before = max(self.not_before, now - seconds) + nbytes / self._max_bytes_per_s
+
+    def charge(self, nbytes: int) -> None:
+        """Count a read that begins now against the holder's limit."""
+        # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down. A read
+        # counts when it begins, because several are under way at once.
+        if self._max_bytes_per_s:
+            self.not_before = max(self.not_before, time.monotonic()) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
         """Record that it gave, or now has, these chunks."""
@@ -279,6 +287,11 @@ class UpstreamReader:
 
     def _apply_limit(self, max_bytes_per_s: int) -> None:
         """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
+        if max_bytes_per_s and not self.not_before:
+            # A read begins once the limit allows all of its bytes: the first one waits for as long as the largest takes.
+            chunk_s = self._weights.layout.chunks.chunk_bytes / max_bytes_per_s
+            first_s = min(_FIRST_S, max(LIMITED_STEP_S, chunk_s))
+            self.not_before = time.monotonic() + first_s
         self._max_bytes_per_s = max_bytes_per_s
         if max_bytes_per_s:
             self._check_floor(max_bytes_per_s, "gives at most")

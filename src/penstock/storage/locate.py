@@ -131,7 +131,18 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     if is_remote(place) and not _is_glob(place) and pickled.is_weights(place):
         raise pickled.refusal([place], display(place))
     if prefix is None or _is_glob(place):
-        listed = list_uris(place, settings=settings, storage_options=storage_options)
+        try:
+            listed = list_uris(place, settings=settings, storage_options=storage_options)
+        except NotFound:
+            if not is_remote(place):
+                raise
+            # Only a listing tells that `model[1]` is the name of a directory.
+            with contextlib.suppress(NotFound):
+                return _of_directory(place, directory_prefix(place), settings, storage_options)
+            raise
+        if listed == [place] and place.endswith(_FILES):
+            # Nor that `model[1].safetensors` is the name of a file.
+            return _of_files(place, _parts(place), _sidecar_of(place))
         return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
     return _of_directory(place, prefix, settings, storage_options)
 
@@ -352,7 +363,8 @@ def _is_http(uri: str) -> bool:
 
 def _is_glob(uri: str) -> bool:
     """Return whether `uri` is a glob. HTTP has none (`?` begins a query); a local path that exists is itself."""
-    if _is_http(uri) or not glob.has_magic(uri):
+    # With a slash at its end it names a directory: no glob matches those.
+    if _is_http(uri) or not glob.has_magic(uri) or (is_remote(uri) and uri.endswith("/")):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
 
@@ -371,7 +383,7 @@ def _prefix_of(uri: str) -> str | None:
     """Return what stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
-        return None if _is_glob(prefix) else prefix
+        return None if _is_glob(prefix.rstrip("/")) else prefix
     return directory_prefix(uri)
 
 

@@ -260,7 +260,8 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     # An object and a prefix may have one name: the object wins, since a user who means the prefix can add a slash.
     if key and not key.endswith("/") and _exists(place):
         return [uri]
-    glob = GLOB.search(key)
+    # A glob matches objects, so a key with a slash at its end is the name of a prefix.
+    glob = None if key.endswith("/") else GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     # All keys below the prefix only where the glob needs them: a bucket may have millions.

@@ -162,10 +162,10 @@ def paths_of(where: Address, files: Mapping[str, RepositoryFile], *, below: bool
     # A file of this name is itself, even if it reads as a glob.
     if where.path in files:
         return [where.path]
-    if GLOB.search(where.path):
-        return list(filter(glob_pattern(where.path).fullmatch, files))
     prefix = f"{where.path.rstrip('/')}/" if where.path else ""
-    return [path for path in files if path.startswith(prefix) and (below or "/" not in path.removeprefix(prefix))]
+    named = [path for path in files if path.startswith(prefix) and (below or "/" not in path.removeprefix(prefix))]
+    # A directory of this name is itself, too.
+    return named or list(filter(glob_pattern(where.path).fullmatch, files))
 
 
 class RepositoryStorage(ABC):
