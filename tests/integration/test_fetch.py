@@ -138,11 +138,12 @@ def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> 
 
 
 def test_cap_holds_from_first_byte(host: Host, made: Path, truth) -> None:
-    cap = 16 << 20
+    cap = 2 << 20
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": cap})
     check(holder, truth)
     report = check(host.start(), truth)
-    assert report["phases"]["move"] >= sum(report["paths"].values()) / cap
+    # The time of one chunk: the phase begins when the first read does, which has waited for so long.
+    assert report["phases"]["move"] >= sum(report["paths"].values()) / cap - 0.2
 
 
 def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:

@@ -255,8 +255,8 @@ class UpstreamReader:
 
     def charge(self, nbytes: int) -> None:
         """Count a read that begins now against the holder's limit."""
-        # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down. A read
-        # counts when it begins, because several are under way at once.
+        # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down.
+        # A read counts when it begins, because several are under way at once.
         if self._max_bytes_per_s:
             self.not_before = max(self.not_before, time.monotonic()) + nbytes / self._max_bytes_per_s
 
@@ -288,7 +288,7 @@ class UpstreamReader:
     def _apply_limit(self, max_bytes_per_s: int) -> None:
         """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
         if max_bytes_per_s and not self.not_before:
-            # A read begins once the limit allows all of its bytes: the first one waits for as long as the largest takes.
+            # A read begins once the limit allows all of its bytes. The first one waits as long as the largest takes.
             chunk_s = self._weights.layout.chunks.chunk_bytes / max_bytes_per_s
             first_s = min(_FIRST_S, max(LIMITED_STEP_S, chunk_s))
             self.not_before = time.monotonic() + first_s
