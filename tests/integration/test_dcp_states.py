@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.integration.test_dcp import failure
+from tests.integration.test_dcp import ENVIRON, failure
+from tests.support.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import penstock
@@ -212,7 +213,7 @@ def test_unreadable_result_keeps_old_checkpoint(tmp_path: Path, at: int | None) 
         """Writes through a disk that loses what it has, before the checkpoint is published."""
 
         def finish(self, metadata: Any, results: Any) -> None:
-            [file] = tmp_path.glob("checkpoint.*/model.safetensors")
+            [file] = [file for file in tmp_path.glob("*/model.safetensors") if file.parent != place]
             with file.open("r+b") as stream:
                 if at is None:
                     stream.truncate(100)
@@ -226,3 +227,18 @@ def test_unreadable_result_keeps_old_checkpoint(tmp_path: Path, at: int | None) 
     error = failure(caught.value)
     assert isinstance(error, PenstockError) and (at is None or isinstance(error, DestinationError)), error
     assert penstock.verify(place).verified and float(penstock.load(place)["w"][0]) == 1.0
+
+
+def save_with_one_odd_rank(rank: int, world_size: int, place: str) -> Any:
+    state = {f"w{rank}": torch.ones(4), f"odd{rank}": freed() if rank == 1 else torch.ones(2)}
+    try:
+        dcp.async_save(state, storage_writer=CheckpointWriter(place)).result(timeout=60)
+    except CheckpointException as error:
+        return {number: (type(cause).__name__, cause.tensor) for number, (cause, _) in error.failures.items()}
+    return None
+
+
+def test_refusal_on_one_rank_ends_all(tmp_path: Path) -> None:
+    outcomes = run_ranks(save_with_one_odd_rank, 2, str(tmp_path / "checkpoint"), environ=ENVIRON)
+    assert [outcome.value for outcome in outcomes] == [{1: ("PlanError", "odd1")}] * 2
+    assert not (tmp_path / "checkpoint").exists()
