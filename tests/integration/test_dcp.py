@@ -174,6 +174,19 @@ def test_hugging_face_checkpoint_equals_torchs_reader(llama: Path) -> None:
     assert not reader.reports[0].verified and "no manifest" in reader.reports[0].why
 
 
+def test_overlapping_state_is_refused_and_writes_noted(tmp_path: Path) -> None:
+    save_file({"a": torch.full((48,), 3.0), "b": torch.ones(6)}, tmp_path / "m.safetensors")
+    memory = torch.zeros(60)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"a": memory[:48], "b": memory[45:51]}, storage_reader=CheckpointReader(tmp_path))
+    assert isinstance(raised.value.failures[0][0], PlanError) and not memory.any()
+    weight = torch.ones(48, requires_grad=True)
+    loss = (weight * weight).sum()
+    dcp.load({"a": weight.detach(), "b": memory[:6]}, storage_reader=CheckpointReader(tmp_path))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_casts_and_strided_tensors_as_torchs_reader(llama: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     shape = empty_like(llama)[name].shape

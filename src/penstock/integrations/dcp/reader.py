@@ -39,6 +39,7 @@ from penstock.loader.load import deferred_interrupts
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import torch_dtype
+from penstock.memory.targets import note_written, tied_targets
 from penstock.storage import text_of
 from penstock.storage.files import FileSource
 from penstock.telemetry.journey import Journey
@@ -167,13 +168,19 @@ class CheckpointReader(StorageReader):
                 self._fill(checkpoint, torch.device("cpu"), values)
             decoded = [_value(part, checkpoint.uri) for part in values]
             tensors = [part for part in parts if not part.row.is_bytes]
+            filled = [(part.row.name, target) for part in tensors for target in part.targets]
+            tied_targets([name for name, _ in filled], [target for _, target in filled])
             for device in dict.fromkeys(part.device for part in tensors):
                 try:
                     self._fill(checkpoint, device, [part for part in tensors if part.device == device])
                 except PenstockError as error:
                     # The tensors of another device may be filled already.
                     error.mutated |= any(report.nbytes for report in self.reports[bool(values) :])
+                    if error.mutated:
+                        note_written(target for _, target in filled)
                     raise
+            # Bytes are read into the tensors by address, which torch does not see.
+            note_written(target for _, target in filled)
         for part, value in zip(values, decoded, strict=True):
             for item in part.items:
                 planner.load_bytes(item, io.BytesIO(value))
