@@ -79,6 +79,10 @@ _SPEAKS = re.compile(
     r"(^|[._])(w?t?scales?|scale_\w+|zeros?|zero_points?|g_idx|amax|codebooks?|smooth_\w+|biases)(_inv|_2)?$"
 )
 """Names that are parts of a quantised tensor where their own module has codes."""
+_WORDS = re.compile(
+    "scale|scalar|zero|quant|packed|g_idx|blocks|shape|format|qdata|qweight|SCB|W_q|absmax|_data|_shift|amax|codebook|smooth|biases"
+)
+"""Words of which every name has one that a pattern above matches."""
 _MISFIT = "scales "
 """Beginning of the reasons that are about the shape of scales."""
 _NEVER_PARTS = re.compile(r"(^|[._])(logit|layer|residual|skip|hc_\w+)_scale$|(^|\.)scale_shift_table$")
@@ -168,9 +172,10 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     # A marker or a scale of activations also says that the checkpoint is quantised. Then FP8 without scales is damage.
     is_quantised = bool(stored or unread or config is not None)
     bare = frozenset(name for name in specs if name not in used and name not in unread and specs[name][0] in FP8)
-    says_more = any(_MARKERS.search(name) or (bare and _ACTIVATIONS.search(name)) for name in specs)
+    spoken = [name for name in specs if _WORDS.search(name)]
+    says_more = any(_MARKERS.search(name) or (bare and _ACTIVATIONS.search(name)) for name in spoken)
     if is_quantised or says_more:
-        companions |= {name for name in specs if _MARKERS.search(name) or _ACTIVATIONS.search(name)} - used
+        companions |= {name for name in spoken if _MARKERS.search(name) or _ACTIVATIONS.search(name)} - used
         for name, (dtype, shape) in specs.items():
             if name in used or name in unread or name in companions:
                 continue
@@ -193,7 +198,10 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
     is_quantised = bool(used or unread or is_declared)
     found = {}
     for name, (dtype, _) in specs.items():
-        if name in used or name in unread or _MARKERS.search(name) or _ACTIVATIONS.search(name):
+        # The names of nearly all tensors have none of these words, and models have a hundred thousand tensors.
+        if name in used or name in unread or not (_WORDS.search(name) or dtype is DType.F8_E8M0):
+            continue
+        if _MARKERS.search(name) or _ACTIVATIONS.search(name):
             continue
         # Two modules may hold a float `weight` and a parameter `scale` without any quantisation.
         speaks = bool(_SPEAKS.search(name)) and not _NEVER_PARTS.search(name)
