@@ -52,6 +52,25 @@ def without_secrets(text: str) -> str:
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
+def printable(text: str, *, keep_lines: bool = False) -> str:
+    """Return a text that cannot steer a terminal or a log: control and invisible characters are escaped.
+
+    Names of files, answers of servers and messages of other members may have escape sequences, line breaks that forge a
+    line of a log, and marks that turn the direction of writing.
+
+    Args:
+        keep_lines: leave line breaks, in texts that are composed here.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter
+        if letter.isprintable() or (keep_lines and letter == "\n")
+        else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for letter in text
+    )
+
+
 def sendable(text: str, limit: int) -> str:
     """Return a text for others: without secrets, at most `limit` characters, and encodable as UTF-8."""
     # Names of files are bytes: one that is no UTF-8 has surrogates as a str, and no message could carry it.
@@ -83,14 +102,14 @@ class PenstockError(Exception):
         hint: str | None = None,
     ) -> None:
         # Errors are logged, and shown to other members: no message may carry credentials.
-        message = without_secrets(message)
+        message = printable(without_secrets(message), keep_lines=True)
         super().__init__(message)
         self.message = message
         self.mutated = mutated
-        self.uri = None if uri is None else without_secrets(uri)
+        self.uri = None if uri is None else printable(without_secrets(uri))
         self.tensor = tensor
         self.byte_range = byte_range
-        self.hint = hint
+        self.hint = None if hint is None else printable(hint, keep_lines=True)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to make an equal error, in this process or another: with its fields, notes and causes.

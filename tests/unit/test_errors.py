@@ -242,3 +242,16 @@ def test_no_handler_of_pythons_errors_takes_ours_for_them() -> None:
 )
 def test_class_named_by_another_process_is_a_known_one(name: str, least: type, kind: type) -> None:
     assert errors.class_named(name, least) is kind
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x9b31m", "\r", "\x00", "\u202e", "\u2066", "\u2028", "\ufeff", "\udc80"])
+def test_text_of_others_cannot_steer_terminal(text: str) -> None:
+    error = errors.NotFound(f"a name {text}", uri=f"s3://b/{text}\nforged: line", tensor=text, hint=f"look at {text}")
+    shown = str(error)
+    assert shown.isprintable()
+    assert text not in shown
+    assert "\\nforged" in shown
+
+
+def test_line_breaks_of_own_messages_stay() -> None:
+    assert str(errors.PlanError("first:\n  second")).startswith("first:\n  second")

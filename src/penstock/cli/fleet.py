@@ -31,12 +31,11 @@ from penstock.cli.terminal import (
     connection_of,
     note,
     option,
-    plain_line,
     terminal_width,
     write_json,
     write_lines,
 )
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import ConfigError, NotFound, printable
 from penstock.hub.summary import failure_lines
 from penstock.report import bytes_text, plain
 
@@ -148,7 +147,7 @@ def _show(fleet: Status, model: str | None, format: Format) -> None:
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
     """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then failures."""
     # Also without members: a process that failed or died is no member any more.
-    failures = [plain_line(line) for line in failure_lines(fleet.to_dict()["failures"])]
+    failures = [printable(line) for line in failure_lines(fleet.to_dict()["failures"])]
     if not fleet.members and not fleet.jobs:
         return ["no members" if model is None else f"no member has or wants {model}", *failures]
     weights = [row for member in fleet.members for row in _rows(member, model)]

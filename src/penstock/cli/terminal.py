@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, printable
 from penstock.report import plain
 
 
@@ -33,7 +33,7 @@ def write_json(value: object) -> None:
 
 def write_lines(*lines: str) -> None:
     """Write lines to stdout."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{printable(line, keep_lines=True)}\n" for line in lines))
 
 
 def write_fields(fields: Mapping[str, object]) -> None:
@@ -56,7 +56,7 @@ def columns(
         width: longest line: long cells are cut, then columns are left out and named below; None: nothing is cut.
         spare: columns that may be left out, the first one first.
     """
-    cells = [list(header), *([plain_line(str(cell)) for cell in row] for row in rows)]
+    cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
     widths = {name: max(len(row[i]) for row in cells) for i, name in enumerate(header)}
     left_out: list[str] = []
@@ -89,11 +89,6 @@ _LEAST_CELL = 16
 """A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
 
 
-def plain_line(text: str) -> str:
-    """Return a text on one line and without control characters: a member's text must not steer the terminal."""
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
-
-
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
@@ -121,7 +116,7 @@ def keep_stdout() -> None:
 
 def note(text: str) -> None:
     """Write a remark to stderr."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text, keep_lines=True)}\n")
 
 
 def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:

@@ -35,6 +35,7 @@ from penstock.errors import (
     SourceBusy,
     UnknownMember,
     class_named,
+    printable,
 )
 from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
@@ -400,7 +401,7 @@ class HubClient(Closing):
                 # 503: the hub's store does not answer, or its connections are at their limit. Both pass.
                 if status != 503:
                     return self._decode(status, answer, gives, url)
-                last = HubUnavailable(_fault(status, answer).error, uri=url)
+                last = HubUnavailable(printable(_fault(status, answer).error), uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = _unanswered(last, time.monotonic() - begun)
                 hint = "is it running, and can this host reach its address?"
@@ -432,7 +433,7 @@ class HubClient(Closing):
         least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
         kind = class_named(fault.kind or "", least)
         kind = HubUnavailable if kind is PenstockError else kind
-        raise kind(fault.error, uri=url, hint=fault.hint or None)
+        raise kind(printable(fault.error), uri=url, hint=printable(fault.hint) or None)
 
     def _connections(self, url: str) -> tuple[ControlPool, str]:
         """Return the connections to this address, and the prefix of its paths; close those to an earlier one."""

@@ -24,6 +24,7 @@ from penstock.errors import (
     PlanError,
     SourceBusy,
     SourceStalled,
+    printable,
 )
 from penstock.http.control import Connect, ControlConnection, over_tcp
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url
@@ -255,6 +256,7 @@ class PeerClient(Closing):
             fault = msgspec.msgpack.decode(raw, type=Fault)
         except MALFORMED:
             fault = Fault(error=f"HTTP {code}")
+        fault = msgspec.structs.replace(fault, error=printable(fault.error), hint=printable(fault.hint))
         if code == 429:
             others = ", ".join(reader[:8] for reader in fault.alternatives)
             return SourceBusy(fault.error, uri=self._uri(), hint=f"read from one of its readers instead: {others}")

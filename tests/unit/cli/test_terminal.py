@@ -74,7 +74,7 @@ def test_columns_fit_a_width(width: int | None, lines: list[str]) -> None:
 
 
 def test_the_text_of_a_cell_is_one_line_and_does_not_steer_the_terminal() -> None:
-    assert columns(["error"], [["no room\n\x1b[2Jon the disk"]]) == ["error", "no room  [2Jon the disk"]
+    assert columns(["error"], [["no room\n\x1b[2Jon the disk"]]) == ["error", r"no room\n\x1b[2Jon the disk"]
 
 
 def test_columns_without_rows_are_the_header(capsys) -> None:
