@@ -217,3 +217,26 @@ def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
             assert (tmp_path / "whole" / "config.json").exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_prefix_with_weights_of_others_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": torch.randn(8, 8)}, config=CONFIG)
+    folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
+    try:
+        with SwiftServer(folder) as server:
+            server.make_bucket("weights")
+            store, told = server.store("weights"), {"storage_options": server.storage_options, "scratch": tmp_path}
+            store.put("other/model.safetensors", b"precious")
+            store.put("failed/model.safetensors", b"half")
+            store.put("failed/penstock.uploading", b"")
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"did not write.*model\.safetensors"):
+                    one_by_one([source], "s3://weights/other", {"op": "store", "format": "cast:BF16"}, **told)
+            assert bytes(store.get("other/model.safetensors").bytes()) == b"precious"
+            # What an upload left that did not end is overwritten.
+            one_by_one([source], "s3://weights/failed", {"op": "store", "format": "cast:BF16"}, **told)
+            assert penstock.verify("s3://weights/failed", storage_options=server.storage_options).verified
+            names = {one["path"] for page in store.list("failed/") for one in page}
+            assert "failed/model.safetensors" in names and "failed/penstock.uploading" not in names
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

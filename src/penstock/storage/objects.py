@@ -7,6 +7,7 @@ Not here: credentials and options (`object_stores`), the retries of ranged reads
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -317,6 +318,17 @@ def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: M
     place = locate_object(uri, settings=settings, options=storage_options or {})
     # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
     _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
+
+
+def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
+    """Remove an object; none of that name is no error.
+
+    Raises:
+        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
+    """
+    place = locate_object(uri, settings=settings, options=storage_options or {})
+    with contextlib.suppress(NotFound), mapped(uri):
+        obstore.delete(place.store, place.key)
 
 
 def upload_file(

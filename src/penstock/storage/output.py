@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock import descriptors
 from penstock.config import Settings
-from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound
+from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, SourceError
 from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.local import exchange, is_in_memory, reserve
@@ -53,6 +53,9 @@ _DISK_WRITE_BYTES = 1 << 20
 """Bytes of one write into the page cache of a disk. For larger ones Linux takes memory in pieces of 2 MiB, which a
 virtual machine may have to get from its host first: 4 GB to FP8 on ext4 took twice as long.
 Source: benchmarks/results/cpu2_202611/convert.md."""
+
+UPLOADING = "penstock.uploading"
+"""Object that is under a prefix for as long as an upload has not ended."""
 
 # Files uploaded at once, each in several parts; see `objects.upload_file`.
 _UPLOADS = 4
@@ -394,16 +397,18 @@ def publish_remote(
         storage_options: options of the store by obstore's names.
 
     Raises:
-        ConfigError: something is under the prefix already, with a manifest that says it is whole.
+        ConfigError: a weight set is under the prefix already, or files of others.
         SourceUnavailable, PermissionDenied: of the store; what was uploaded has no manifest, and may be overwritten.
     """
     # Imported on first use: obstore takes 100 ms, which a conversion to local files need not pay.
-    from penstock.storage.objects import upload_file, write_small
+    from penstock.storage.objects import remove_object, upload_file, write_small
 
     prefix = uri.rstrip("/")
     require_free_remote(prefix, settings=settings, storage_options=storage_options)
 
     out.read_back(small)
+    # First: the next call may then overwrite what this one leaves if it is killed.
+    write_small(f"{prefix}/{UPLOADING}", b"", settings=settings, storage_options=storage_options)
 
     def upload(name: str) -> None:
         path = out.directory / name
@@ -417,6 +422,11 @@ def publish_remote(
     for name, content in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
         data = content if isinstance(content, bytes) else content()
         write_small(f"{prefix}/{name}", data, settings=settings, storage_options=storage_options)
+    try:
+        remove_object(f"{prefix}/{UPLOADING}", settings=settings, storage_options=storage_options)
+    except SourceError as error:
+        # All is there. A user may have the right to write and not to remove.
+        log.warning("%s/%s stays, because it cannot be removed: %s", prefix, UPLOADING, error.message)
     out.remove()
 
 
@@ -429,17 +439,23 @@ def _rank(name: str) -> int:
 
 
 def require_free_remote(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """Raise ConfigError where a whole weight set is under the prefix already: one that has a manifest."""
+    """Raise ConfigError where a weight set is under the prefix already, whole or not uploaded by Penstock."""
     from penstock.storage.objects import list_objects
 
     prefix = uri.rstrip("/")
     try:
-        there = list_objects(f"{prefix}/{SIDECAR}", settings=settings, storage_options=storage_options)
+        listed = list_objects(f"{prefix}/", settings=settings, storage_options=storage_options)
     except NotFound:
         return
-    # Objects below a prefix of that name would be listed too, and are no manifest.
-    if f"{prefix}/{SIDECAR}" in there:
-        raise ConfigError("a weight set is there already", uri=prefix, hint="remove it, or write elsewhere")
+    there = {name.rpartition("/")[2] for name in listed}
+    hint = "remove it, or write elsewhere"
+    if SIDECAR in there:
+        raise ConfigError("a weight set is there already", uri=prefix, hint=hint)
+    # What an upload of Penstock's left that did not end may be overwritten, and no other weights or configuration.
+    others = sorted(name for name in there if name.endswith((SUFFIX, GGUF_SUFFIX, ".json")))
+    if others and UPLOADING not in there:
+        message = f"files that Penstock did not write are there already: {', '.join(others[:5])}"
+        raise ConfigError(message, uri=prefix, hint=hint)
 
 
 def _sync_directory(path: Path) -> None:
