@@ -29,6 +29,7 @@ from penstock.cli.terminal import (
     TokenFile,
     columns,
     connection_of,
+    cut,
     note,
     option,
     terminal_width,
@@ -145,11 +146,13 @@ def _show(fleet: Status, model: str | None, format: Format) -> None:
 
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
-    """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then failures."""
-    # Also without members: a process that failed or died is no member any more.
-    failures = [printable(line) for line in failure_lines(fleet.to_dict()["failures"])]
+    """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then lost members."""
+    # A process that failed or was killed is no member any more. Those of members that live are on the fleet page.
+    live = {member.member for member in fleet.members}
+    failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
+    lost = [cut(printable(line), width) for line in failure_lines(failures)]
     if not fleet.members and not fleet.jobs:
-        return ["no members" if model is None else f"no member has or wants {model}", *failures]
+        return ["no members" if model is None else f"no member has or wants {model}", *lost]
     weights = [row for member in fleet.members for row in _rows(member, model)]
     syncs = [row for member in fleet.members for row in _sync_rows(member)]
     lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
@@ -160,7 +163,7 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
         lines.append("")
     jobs = [_job_row(job.state) for job in fleet.jobs]
     lines += columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else []
-    return [*lines, "", *failures] if failures else lines
+    return [*lines, "", *lost] if lost else lines
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:

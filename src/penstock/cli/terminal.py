@@ -75,22 +75,23 @@ def columns(
     lines = []
     for row in cells:
         padded = [
-            _cut(cell, widths[name]).rjust(widths[name]) if to_right else _cut(cell, widths[name]).ljust(widths[name])
+            cut(cell, widths[name]).rjust(widths[name]) if to_right else cut(cell, widths[name]).ljust(widths[name])
             for name, cell, to_right in zip(header, row, right, strict=True)
             if name in widths
         ]
         lines.append("  ".join(padded).rstrip())
     if left_out:
         lines.append(f"no room for: {', '.join(left_out)}; --format json has all")
-    return lines if width is None else [_cut(line, width) for line in lines]
+    return [cut(line, width) for line in lines]
 
 
 _LEAST_CELL = 16
 """A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+def cut(text: str, width: int | None) -> str:
+    """Return a text of at most this width; None: as it is."""
+    return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 
 def terminal_width() -> int | None:
