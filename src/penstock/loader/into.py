@@ -20,6 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from penstock.arguments import require_type
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
+from penstock.lifecycle import paused_gc
 from penstock.loader.load import Weights, deferred_interrupts, load, open_session, reports_failure
 from penstock.loader.match import Cast, Matched, Rename, can_cast, match_targets, require_cast
 from penstock.loader.pending import own_tensor
@@ -106,7 +107,17 @@ def load_into(
     )
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
         report = _load_into(
-            target, uri, options, memory_bytes, group, journey, strict=strict, rename=rename, dtype=dtype, arena=arena
+            target,
+            targets,
+            uri,
+            options,
+            memory_bytes,
+            group,
+            journey,
+            strict=strict,
+            rename=rename,
+            dtype=dtype,
+            arena=arena,
         )
         journey.outcome = outcome_of(report)
         return report
@@ -114,6 +125,7 @@ def load_into(
 
 def _load_into(
     target: torch.nn.Module | Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     uri: Uris,
     options: Options,
     memory_bytes: int | str | None,
@@ -126,12 +138,13 @@ def _load_into(
     arena: bool,
 ) -> LoadReport:
     """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
-    with open_session(uri, options, memory_bytes, group) as session:
+    # Some small objects for each tensor, all of which stay until the end.
+    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
             # Tensors without a target, and tied targets' second names, are not read.
-            matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)
+            matched = match_targets(session, targets, rename, strict, cast=dtype)
             if arena:
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
@@ -291,7 +304,7 @@ def fill(
     direct = [None if line is None else lines.memory(line) for line in by_itself]
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
     checker = session.checker(plan, place, None if regions is None else regions.leaves)
-    window_bytes = 0 if None not in direct else session.settings.memory_bytes
+    window_bytes = session.settings.memory_bytes if any(memory is None for memory in direct) else 0
     # In order, with a bound that is never reached: slabs are then checked one by one as they are waited for.
     window_bytes = window_bytes if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
@@ -309,8 +322,10 @@ def fill(
             # Verified by now: where digests are compared, a damaged slab is never copied.
             line = by_itself[slab]
             if direct[slab] is not None and line is not None:
-                note_written([lines.tensors[line]])
-                not_noted.discard(line)
+                # All in one call at the end, unless this one can be used from now on.
+                if on_filled is not None:
+                    note_written([lines.tensors[line]])
+                    not_noted.discard(line)
             else:
                 row, box = rows[slab], boxes[rows[slab]]
                 shape = table.shapes[row] if box is None else box.shape
@@ -318,12 +333,10 @@ def fill(
                 for line, tensor in [(row, stored)] if regions is None else regions.arrived(row, stored, memory):
                     session.is_touched = True
                     target = lines.tensors[line]
-                    if tensor.data_ptr() == target.data_ptr():
-                        # Cut into the target itself.
-                        note_written([target])
-                    else:
+                    # Not one that was cut into the target itself.
+                    if tensor.data_ptr() != target.data_ptr():
                         target.copy_(tensor)
-                    not_noted.discard(line)
+                        not_noted.discard(line)
                 if order is not None and device.type == "cuda":
                     # The copy is queued on the stream that was current where the load began; its user may have another.
                     torch.cuda.current_stream(device).synchronize()
@@ -335,6 +348,7 @@ def fill(
         if run.is_touched:
             note_written(lines.tensors[line] for line in not_noted)
         raise
+    note_written(lines.tensors[line] for line in not_noted)
     with session.progress() as progress:
         progress.follow(run.ticket, stall_s=session.settings.stall_s)
     return sum(tensor.nbytes for tensor in lines.tensors)
