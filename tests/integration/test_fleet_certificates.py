@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.support.authority import Authority
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.errors import PermissionDenied
+from penstock.errors import ConfigError, PermissionDenied
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
@@ -89,3 +90,12 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         with liar, ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
             report = reader.fetch(found, fallback=made)
         assert any("the peer's certificate names" in fault for fault in report.faults), report.faults
+
+
+def test_plain_http_to_tls_hub_says_so(hub: str) -> None:
+    with HubClient.connect(hub.replace("https://", "http://")) as client:
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match="speaks TLS") as caught:
+            client.status()
+    assert time.monotonic() - begun < 3.0
+    assert "https://" in str(caught.value.hint)

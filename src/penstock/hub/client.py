@@ -37,7 +37,8 @@ from penstock.errors import (
     class_named,
     printable,
 )
-from penstock.http.control import ControlPool, NoAnswer, PoolClosed, over_tcp, over_unix
+from penstock.http.client import connect_tcp
+from penstock.http.control import ControlPool, MalformedAnswer, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.messages import (
     PROTOCOL,
@@ -78,6 +79,8 @@ REST = 4.0
 """A polling loop pauses this many times as long as the last answer took, so that a slow hub gets fewer requests: one
 that shared two cores with 64 copying processes fell behind until its clients took it for silent."""
 MAX_REST_S = 5.0
+_TLS_PROBE_S = 1.0
+"""Longest handshake with a server that does not answer plain HTTP."""
 _MAX_PAUSE_S = 0.5
 _ID_LENGTH = len(member_of(""))
 _MAX_REASON = 256
@@ -362,6 +365,7 @@ class HubClient(Closing):
         timeout_s = timeout_s if within_s is None else min(timeout_s, within_s)
         deadline = begun + timeout_s
         pause_s = 0.01
+        is_first = True
         last: Exception
         while True:
             # At least one real try, also with a deadline that has nearly passed: a hub that is there answers in 1 ms.
@@ -389,6 +393,10 @@ class HubClient(Closing):
                         uri=url,
                         hint="write http:// if it was started without --cert, or correct the port",
                     ) from error
+                if is_first and isinstance(error, ConnectionResetError | MalformedAnswer) and _speaks_tls(url):
+                    message, hint = "the hub at this address speaks TLS", "write https:// in place of http://"
+                    raise ConfigError(message, uri=url, hint=hint) from error
+                is_first = False
                 # A try shortened by the end of the deadline cannot tell a silent hub from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):
@@ -472,6 +480,22 @@ class HubClient(Closing):
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
+
+
+def _speaks_tls(url: str) -> bool:
+    """Return whether a server that did not answer plain HTTP answers a TLS handshake. Nothing else is sent."""
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        return False
+    # It is asked only whether it speaks TLS, so no certificate is compared.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        connect_tcp(parts.hostname or "", parts.port or 80, _TLS_PROBE_S, context).close()
+    except OSError:
+        return False
+    return True
 
 
 def _unanswered(last: Exception, waited_s: float) -> str:
