@@ -135,7 +135,8 @@ def pull_model(
 
 def _directory_at(path: str | os.PathLike[str]) -> int | None:
     """Return the inode of what is at a path; None: nothing is there."""
-    with contextlib.suppress(FileNotFoundError):
+    # Whatever else is wrong with the path, the work itself says.
+    with contextlib.suppress(OSError):
         return os.stat(path).st_ino
     return None
 

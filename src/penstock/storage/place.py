@@ -332,6 +332,8 @@ class Claim(Closing):
         """Make the directory if it is not there, and lock it."""
         with contextlib.suppress(FileExistsError):
             self.staging.mkdir(mode)
+            # Removed with the directories above it, if it stays empty.
+            self._new.insert(0, self.staging)
         try:
             folder = os.open(self.staging, _FOLDER_FLAGS)
         except OSError as error:

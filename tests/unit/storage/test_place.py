@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import penstock as ps
-from penstock.errors import ConfigError, DestinationError
+from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.fetch.pull import pull_model
 from penstock.fetch.storage_initializer import initialize
 from penstock.storage.place import Claim, Place, clear, fill, remove_dead, require_apart, unlock
@@ -367,3 +368,21 @@ def test_conversion_to_undecodable_name_is_refused(source: Path, tmp_path: Path)
         convert(source, tmp_path / "bytes\udcff")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert initialize(str(source), tmp_path / "bytes\udcff").num_files == 3
+
+
+def test_disk_without_inodes_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Its root, the destination and one directory in it: the next file has no inode.
+    if libc.mount(b"none", str(disk).encode(), b"tmpfs", 0, b"nr_inodes=3"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        for write_to in (lambda: initialize(str(source), disk / "a"), lambda: convert(source, disk / "a" / "b")):
+            with pytest.raises(DiskFull):
+                write_to()
+            assert not (disk / "a" / "b").exists() and not any(path.is_file() for path in disk.rglob("*"))
+        with pytest.raises(DestinationError):
+            pull_model("m", connection=ps.ConnectionSettings(), to="/dev/null/x", fallback=str(source), timeout_s=0.1)
+    finally:
+        libc.umount2(str(disk).encode(), 2)
