@@ -1,0 +1,48 @@
+"""Tensors on a GPU that are moved or offloaded between two versions of a sync are followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from tests.integration.conftest import Host
+from tests.integration.test_sync_moved import MOVES, fill, has, model, share_memory
+from torch import nn
+
+import penstock as ps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def stack(host: Host) -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def to_host(module: nn.Module) -> None:
+    module.cpu()
+
+
+def to_host_and_back(module: nn.Module) -> None:
+    module.cpu()
+    module.cuda()
+
+
+GPU_MOVES = [*(move for move in MOVES if move is not share_memory), to_host, to_host_and_back]
+
+
+@pytest.mark.parametrize("side", ["publisher", "subscriber"])
+@pytest.mark.parametrize("move", GPU_MOVES, ids=lambda move: move.__name__)
+def test_moved_tensors_on_gpu_are_followed(stack: ExitStack, move: Callable[[Any], None], side: str) -> None:
+    trained, served = model().cuda(), model().cuda()
+    publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
+    subscriber = stack.enter_context(ps.subscriber("moved", served))
+    for version in range(1, 4):
+        fill(trained, version)
+        publisher.publish(version)
+        assert subscriber.update().version == version
+        assert has(served, version)
+        move(trained if side == "publisher" else served)
