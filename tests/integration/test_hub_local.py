@@ -208,7 +208,7 @@ def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None
     with pytest.raises(ConfigError, match="too long"):
         LocalEndpoint(tmp_path / ("x" * 120))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="Not a directory"):
         LocalEndpoint(tmp_path / "file" / "below")
 
 

@@ -93,8 +93,9 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
     return sock
 
 
-_NAMES = frozenset({"peer.sock", "fds.sock", "data.sock"})
-"""Names of the sockets that processes announce to others: of the server, of descriptors, and of bytes."""
+_NAMES = frozenset({"peer.sock", "fds.sock", "data.sock", "door.sock"})
+"""Names of the sockets that processes announce to others: of the server, of descriptors, and of bytes. The previous
+release calls the server's `door.sock`."""
 
 
 def private_socket_fault(path: str) -> str:
@@ -231,8 +232,8 @@ def host_id() -> str:
 
 
 _PREFIX = "p-"
-_DIRECTORY = re.compile(r"p-[a-z0-9_]{8}")
-"""As `tempfile.mkdtemp` names it."""
+_DIRECTORY = re.compile(r"(p|penstock-member)-[a-z0-9_]{8}")
+"""As `tempfile.mkdtemp` names it. The second form is that of the previous release."""
 _LOCK = "alive"
 """Name of the locked file in each directory."""
 

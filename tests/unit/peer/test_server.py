@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import secrets
 import socket
 import threading
 import time
@@ -33,6 +34,14 @@ from penstock.transport.choose import Links
 from penstock.transport.loopback import LoopbackTransport
 
 
+def member_socket(directory: Path) -> Path:
+    """Return a path for the socket of a member, in a directory as `RuntimeDir` makes it."""
+    home = directory / f"p-{secrets.token_hex(4)}"
+    home.mkdir(mode=0o700)
+    (home / "alive").touch()
+    return home / "peer.sock"
+
+
 def allow(request: LeaseRequest) -> None:
     if request.grant != b"good":
         raise GrantRefused("no")
@@ -40,7 +49,7 @@ def allow(request: LeaseRequest) -> None:
 
 @pytest.fixture
 def door(tmp_path: Path):
-    door = PeerServer(tmp_path / "door.sock", allow)
+    door = PeerServer(member_socket(tmp_path), allow)
     yield door
     door.close()
 
@@ -149,14 +158,15 @@ def test_a_lease_is_given_back_over_the_connection_that_is_open(
 
 
 def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: LocalWeights) -> None:
-    gone = PeerServer(tmp_path / "gone.sock", allow)
+    gone = PeerServer(member_socket(tmp_path), allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
         reader.lease()
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "silent.sock"))
+        path = member_socket(tmp_path)
+        silent.bind(str(path))
         silent.listen()
-        gone.addresses = [f"unix://{tmp_path}/silent.sock"]
+        gone.addresses = [f"unix://{path}"]
         reader = peer(gone, holding.key)
         reader._stall_s = 0.2
         with pytest.raises(SourceStalled):
@@ -165,11 +175,11 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Lo
 
 def test_a_door_listens_at_an_address_that_others_can_be_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer(tmp_path / "two.sock", allow, listen="0.0.0.0:0")
+        PeerServer(member_socket(tmp_path), allow, listen="0.0.0.0:0")
 
 
 def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(tmp_path / "door2.sock", allow, listen="127.0.0.1:0")
+    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
@@ -200,7 +210,7 @@ def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Local
 def test_hostile_requests_get_an_answer_and_change_nothing(
     tmp_path: Path, verb: str, path: str, body: bytes, code: int
 ) -> None:
-    door = PeerServer(tmp_path / "door3.sock", allow, listen="127.0.0.1:0")
+    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.request(verb, path, body)
@@ -212,12 +222,12 @@ def test_hostile_requests_get_an_answer_and_change_nothing(
 @pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
 def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigError, match=r"host:port|0 to 65535"):
-        PeerServer(tmp_path / "door.sock", allow, listen=listen)
+        PeerServer(member_socket(tmp_path), allow, listen=listen)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(tmp_path / "door6.sock", allow, listen="[::1]:0")
+    door = PeerServer(member_socket(tmp_path), allow, listen="[::1]:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     assert door.addresses[0].startswith("http://[::1]:")
@@ -225,7 +235,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
         assert reader.lease().ttl_s > 0
     door.close()
     with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer(tmp_path / "all.sock", allow, listen="[::]:0")
+        PeerServer(member_socket(tmp_path), allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(
@@ -235,10 +245,11 @@ def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
-    door = PeerServer(tmp_path / "door.sock", allow)
+    path = member_socket(tmp_path)
+    door = PeerServer(path, allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
-        slow.connect(str(tmp_path / "door.sock"))
+        slow.connect(str(path))
         slow.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")  # an earlier request gives no more time
         time.sleep(1.1)
         assert b"204" in slow.recv(999)
@@ -258,7 +269,7 @@ def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
 
 
 def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(tmp_path / "capped.sock", allow, max_bytes_per_s=1000)
+    door = PeerServer(member_socket(tmp_path), allow, max_bytes_per_s=1000)
     door.show(holding)
     with peer(door, holding.key, member="a") as first:
         assert first.lease().max_bytes_per_s == 1000
@@ -283,14 +294,15 @@ def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot listen at"):
         PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot listen at"):
-        PeerServer(tmp_path / "door.sock", allow, listen="192.0.2.1:0")
+        PeerServer(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
 def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path) -> None:
-    door = PeerServer(tmp_path / "door.sock", allow)
+    path = member_socket(tmp_path)
+    door = PeerServer(path, allow)
     with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
         stopped.settimeout(20.0)
-        stopped.connect(str(tmp_path / "door.sock"))
+        stopped.connect(str(path))
         stopped.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")
         assert b"204" in stopped.recv(999)
         door.close()
@@ -305,7 +317,7 @@ def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path
 
 
 def test_only_who_shows_a_grant_or_a_lease_takes_the_place_of_a_member(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(tmp_path / "proven.sock", allow, listen="127.0.0.1:0")
+    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
     admission = door._servers[1]._listener.admission
@@ -326,13 +338,14 @@ def test_only_who_shows_a_grant_or_a_lease_takes_the_place_of_a_member(tmp_path:
 
 def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
-    door = PeerServer(tmp_path / "door.sock", allow)
+    path = member_socket(tmp_path)
+    door = PeerServer(path, allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
     with first, more:
         for one in (first, more):
             one.settimeout(20.0)
-            one.connect(str(tmp_path / "door.sock"))
+            one.connect(str(path))
         first.sendall(ask)
         assert b"204" in first.recv(999)
         assert more.recv(999).startswith(b"HTTP/1.1 429")
@@ -341,7 +354,7 @@ def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.M
         found = b""
         while b"204" not in found and time.monotonic() < deadline:
             with socket.socket(socket.AF_UNIX) as late, contextlib.suppress(OSError):
-                late.connect(str(tmp_path / "door.sock"))
+                late.connect(str(path))
                 late.sendall(ask)
                 found = late.recv(999)
         assert b"204" in found
@@ -389,15 +402,16 @@ def test_an_answer_that_is_no_message_is_the_peers_fault(tmp_path: Path, answer:
             sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
             sock.recv(1)
 
+    path = member_socket(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "bad.sock"))
+        listener.bind(str(path))
         listener.listen()
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         upstream = Upstream(
             member="holder",
             host="h",
-            doors=(f"unix://{tmp_path / 'bad.sock'}",),
+            doors=(f"unix://{path}",),
             device="cpu",
             state="whole",
             num_have=0,
