@@ -87,8 +87,13 @@ _MISFIT = "scales "
 """Beginning of the reasons that are about the shape of scales."""
 _NEVER_PARTS = re.compile(r"(^|[._])(logit|layer|residual|skip|hc_\w+)_scale$|(^|\.)scale_shift_table$")
 """Names of parameters of models that `_SPEAKS` would match too."""
-_NEVER_CODES = re.compile(r"(^|[._])(bias|masked_bias|mask|ids?|index|indices|table|tid2eid|num_batches_tracked)$")
-"""Names of integers that are no codes, in quantised models too: masks, positions, tables of a router."""
+_NEVER_CODES = re.compile(
+    r"(^|[._])(bias|mask|ids?|idxs?|index(es)?|indices|positions?|coords|offsets?|lengths?|seqlens|counts?|steps?|maps?"
+    r"|palette|lut|table|vocab|tokens|tid2eid|num_(batches_tracked|updates))$"
+)
+"""Names of integers that are no codes, in quantised models too: masks, positions, counters, tables of a router."""
+_WEIGHT = re.compile(r"weight$|_(packed|blocks)$|qdata$")
+"""Names of integers that may be codes whatever their shape. Others are codes only if they have rows and columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +201,8 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
     """Return the tensors that belong to codes by their names or their module, and are not used, with the reason."""
     modules = {_module(name) for name, (dtype, shape) in specs.items() if _may_be_codes(name, dtype, shape)}
     is_quantised = bool(used or unread or is_declared)
+    # Norms and routers have a parameter `scale` too. It is a scale of codes only where the writer calls these so.
+    is_scale_used = any(name.endswith(".scale") for name in used)
     found = {}
     for name, (dtype, _) in specs.items():
         # The names of nearly all tensors have none of these words, and models have a hundred thousand tensors.
@@ -206,7 +213,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
         # Two modules may hold a float `weight` and a parameter `scale` without any quantisation.
         speaks = bool(_SPEAKS.search(name)) and not _NEVER_PARTS.search(name)
         belongs = _module(name) in modules and (speaks or dtype is DType.F8_E8M0)
-        beside = is_quantised and name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in specs
+        beside = is_scale_used and name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in specs
         is_exponents = dtype is DType.F8_E8M0 and (speaks or is_quantised)
         if is_exponents or belongs or beside or _is_part(name, specs):
             found[name] = "the codes that it belongs to are not there, or in no known layout"
@@ -240,6 +247,7 @@ def _may_be_codes(name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
     return (
         dtype in CODES
         and len(shape) > 0
+        and (len(shape) > 1 or dtype not in _INTEGERS or _WEIGHT.search(name) is not None)
         and not (_NEVER_CODES.search(name) or _MARKERS.search(name) or _SPEAKS.search(name))
     )
 
@@ -315,11 +323,17 @@ def unreadable(config: Mapping[str, Any]) -> str:
 def _is_part(name: str, specs: _Specs) -> bool:
     """Return whether a tensor belongs to codes, going by its name and those of the others."""
     if _NOTHING_ELSE.search(name):
-        return True
+        return not (name.endswith("_packed") and specs[name][0] in FLOATS)
     match = _PARTS.match(name)
     base = match["base"] if match else ""
-    others = (base, f"{base}.weight", f"{base}.qweight", f"{base}_blocks" if name.endswith("_scales") else "")
-    return bool(base) and any(other in specs for other in others)
+    if not base:
+        return False
+    # A module may have a parameter `norm_scale` next to a layer `norm`, whose weight then is no code.
+    weight, is_inner = f"{base}.weight", name.startswith(f"{base}.")
+    if weight in specs and (is_inner or specs[weight][0] not in FLOATS):
+        return True
+    others = (base, f"{base}.qweight", f"{base}_blocks" if name.endswith("_scales") else "")
+    return any(other in specs for other in others)
 
 
 def _plain(

@@ -165,3 +165,37 @@ def test_nested_dtypes_change_with_the_model():
         "audio_config": {"dtype": "log-mel"},
     }
     assert config["text_config"]["dtype"] == "float32"
+
+
+LIKE_SCALES = {
+    "step counter": {"bn.num_steps": torch.ones(1, dtype=torch.int32), "bn.scale": ROW_SCALES},
+    "sequence lengths": {"attn.cu_seqlens": torch.ones(8, dtype=torch.int32), "attn.scale": SCALE},
+    "codebook with its use": {"q.code_count": torch.ones(8, dtype=torch.int32), "q.codebook": torch.ones(8, 4)},
+    "table of positions": {"a.bias_idxs": torch.ones(9, 9, dtype=torch.int32), "a.attention_biases": torch.ones(4, 9)},
+    "colours": {"m.palette": torch.ones(256, 3, dtype=torch.uint8), "m.scales": torch.ones(3)},
+    "scale of a norm's module": {"l.norm.weight": torch.ones(4), "l.norm_scale": torch.ones(4)},
+    "scale of an embedding": {"emb.weight": torch.ones(8, 8), "emb_scale": SCALE, "logit.weight": torch.ones(2, 2)},
+    "packed projection": {"l.qkv_packed": torch.ones(8, 8)},
+}
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("situation", LIKE_SCALES)
+def test_plain_parameters_like_scales_are_converted(situation, quantised):
+    given = {**LIKE_SCALES[situation], "router.weight": torch.ones(4, 4), "router.scale": torch.ones(4)}
+    blocks = {"x.weight": CODES, "x.weight_scale_inv": torch.ones(2, 3)} if quantised else {}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if quantised else None
+    cast = check_rows(Store("cast:F16", quantization=config), given | blocks)
+    assert {cast[name].dtype for name in given if given[name].is_floating_point()} == {torch.float16}
+    assert cast.keys() == given.keys() | blocks.keys()
+    found = check_rows(Dequantise("BF16", config), given | blocks)
+    assert found.keys() == given.keys() | ({"x.weight"} if quantised else set())
+    assert all(found[name].dtype is tensor.dtype for name, tensor in given.items())
+    Linear().recipes([table_of(given), table_of(given)])
+
+
+def test_lone_scale_beside_float_weight_is_refused():
+    exponents = {"x.weight": CODES, "x.scale": torch.ones(2, 3)}
+    with pytest.raises(PlanError) as raised:
+        Dequantise().recipes([table_of({**exponents, "gate.weight": torch.ones(4, 4), "gate.scale": torch.ones(1, 1)})])
+    assert raised.value.tensor == "gate.scale"
