@@ -37,6 +37,12 @@ RULES: tuple[tuple[str, str], ...] = (
 DeepSeek models, their fused and expert tensors as of vLLM's; column-parallel layers are cut by rows, row-parallel ones
 by columns, whose bias every rank has. Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
 
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the configuration of a language model in that of a whole model. Source: transformers, InternVL, DeepSeek-VL2,
+Qwen-Omni (whose `thinker_config` has a `text_config`)."""
+_QUERY_HEADS = ("num_attention_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+"""Keys of the numbers of heads. Source: transformers, Falcon, ChatGLM. `multi_query` means one key head."""
 FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
 """The texts that a rule may have."""
 _OF_HEADS = ("q", "kv", "heads")
@@ -227,9 +233,11 @@ class TensorParallel:
 def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
     # Models of several modalities keep the language model's numbers in a configuration of its own.
-    text = config.get("text_config") or config
-    queries = text.get("num_attention_heads")
-    keys = text.get("num_key_value_heads") or queries
+    while isinstance(text := next((config[key] for key in _TEXT_CONFIGS if config.get(key)), None), Mapping):
+        config = text
+    queries = next((config[key] for key in _QUERY_HEADS if config.get(key)), None)
+    is_shared = config.get("multi_query") is True and not config.get("new_decoder_architecture")
+    keys = next((config[key] for key in _KEY_HEADS if config.get(key)), 1 if is_shared else queries)
     # Some models have other numbers in each layer, as a list: then the rules know of none.
     return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
 

@@ -28,7 +28,8 @@ def stem_of(names: Iterable[str]) -> str:
     for name in names:
         base = name.rpartition("/")[2]
         shard = _SHARD.fullmatch(stem := base.removesuffix(_SUFFIX))
-        stem = stem if shard is None else f"{shard['stem']}{shard['variant'] or ''}"
+        # Some writers number the whole name: `model.safetensors-00001-of-00002.safetensors`.
+        stem = stem if shard is None else f"{shard['stem'].removesuffix(_SUFFIX)}{shard['variant'] or ''}"
         stems.add(stem if base.endswith(_SUFFIX) else STEM)
     return stems.pop() if len(stems) == 1 else STEM
 

@@ -20,6 +20,7 @@ from penstock.storage.file_names import file_names, index_name, names_of, stem_o
         (["consolidated-00001-of-00003.safetensors", "consolidated-00002-of-00003.safetensors"], "consolidated"),
         (["model-1-of-2.safetensors", "model-2-of-2.safetensors"], "model"),
         (["model-00001-of-000163.safetensors"], "model"),
+        (["model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"], "model"),
         (["part/lora.v2.safetensors"], "lora.v2"),
         (["a.safetensors", "b.safetensors"], "model"),
         (["llama-00001-of-00002.gguf"], "model"),

@@ -8,7 +8,7 @@ import torch
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import Chain, Copy
 from penstock.jobs.operations.reshard import Reshard
-from penstock.plan.tensor_parallel import TensorParallel
+from penstock.plan.tensor_parallel import TensorParallel, heads_of
 from penstock.testing.operations import check_rows, made, table_of
 
 HEADS = (8, 4)
@@ -243,3 +243,20 @@ def test_words_that_mean_nothing_are_refused():
             Reshard(**told)
     with pytest.raises(PlanError, match="nothing can follow"):
         Chain(Reshard(2), Copy()).recipes([table_of({"a.norm": torch.zeros(4)})])
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, (8, 2)),
+        ({"text_config": {"num_attention_heads": 8}, "num_attention_heads": 3}, (8, 8)),
+        ({"llm_config": {"num_attention_heads": 8, "num_key_value_heads": 2}, "vision_config": {}}, (8, 2)),
+        ({"thinker_config": {"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}}, (8, 2)),
+        ({"language_config": {"n_head": 8, "num_kv_heads": 2}}, (8, 2)),
+        ({"num_attention_heads": 8, "multi_query": True}, (8, 1)),
+        ({"num_attention_heads": [8, 4], "text_config": "llama"}, ()),
+        ({}, ()),
+    ],
+)
+def test_heads_are_found_in_every_configuration(config, heads):
+    assert heads_of(config) == heads
