@@ -167,7 +167,7 @@ class Discovery:
         Ownership: a session that this opens is closed with `stack`.
         """
         is_given = isinstance(target, torch.nn.Module) or len(target) > 0
-        tensors = targets_of(target) if is_given else {}
+        tensors = targets_of(target, written=True) if is_given else {}
         if is_given and not tensors:
             hint = "pass an empty dict to receive new tensors, or a module that has tensors"
             raise PlanError("the target has no tensors to fill", hint=hint)

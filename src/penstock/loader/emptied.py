@@ -21,7 +21,7 @@ import torch
 from penstock.arguments import require_type
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, IntegrityError
-from penstock.loader.into import device_of, load_into, own_state, places_of, put_back, targets_of
+from penstock.loader.into import device_of, load_into, members_in, own_state, put_back, targets_of
 from penstock.loader.match import place_of
 from penstock.loader.pending import PendingTensor
 from penstock.loader.report import LoadReport
@@ -51,10 +51,9 @@ class Emptied:
         # Tied tensors are one memory under several names.
         self._tensors = {place_of(tensor): (name, tensor) for name, tensor in state.items() if tensor.numel()}
         self._digests = {name: _leaves(tensor) for name, tensor in self._tensors.values()}
-        places = places_of(module)
-        for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+        for tensor, places in members_in(module, state, "empty_module").values():
             pending = PendingTensor.of(tensor, self._refuse, lambda: True)
-            for members, name in places[id(tensor)]:
+            for members, name in places:
                 members[name] = pending
         self.freed_bytes = sum(_give_back(tensor) for _, tensor in self._tensors.values())
         self.kept_bytes = sum(tensor.nbytes for _, tensor in self._tensors.values()) - self.freed_bytes
@@ -107,7 +106,7 @@ def empty_module(module: torch.nn.Module) -> Emptied:
             devices. PenstockError: a load into it failed.
     """
     require_type("the module", module, torch.nn.Module, "a torch.nn.Module")
-    device = device_of(targets_of(module))
+    device = device_of(targets_of(module, written=True))
     if device.type != "cpu":
         hint = "memory of a GPU is moved to the host by cuda-checkpoint, with the weights in it"
         raise ConfigError(f"only weights in host memory can be given back, not on {device}", hint=hint)

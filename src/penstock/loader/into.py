@@ -23,7 +23,7 @@ from penstock.errors import PenstockError, PlanError
 from penstock.lifecycle import paused_gc
 from penstock.loader.load import Weights, deferred_interrupts, load, open_session, reports_failure
 from penstock.loader.match import Cast, Matched, Rename, can_cast, match_targets, require_cast
-from penstock.loader.pending import own_tensor
+from penstock.loader.pending import own_tensor, own_tensors
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
@@ -100,7 +100,7 @@ def load_into(
                 trace=trace,
             ),
         )
-    targets = targets_of(target)
+    targets = targets_of(target, written=True)
     device = device_of(targets)
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
@@ -179,18 +179,24 @@ def _into_empty(
     return weights.report
 
 
-def targets_of(target: torch.nn.Module | Mapping[str, torch.Tensor], *, whole: bool = False) -> dict[str, torch.Tensor]:
+def targets_of(
+    target: torch.nn.Module | Mapping[str, torch.Tensor], *, whole: bool = False, written: bool = False
+) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory.
 
     Args:
         target: a module, or tensors by name.
         whole: see `own_state`.
+        written: the caller writes to the memory of the tensors, so the module itself must use that memory.
 
     Raises:
-        ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised.
+        ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised, or with
+            `written` the module's state dict has copies.
     """
     if isinstance(target, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
+        if written:
+            _require_no_copies(target, tensors)
     else:
         require_tensors("the target", target)
         tensors = target
@@ -214,11 +220,72 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
     """
     # The state dict and not the parameters: buffers that a checkpoint never has are not in it. What a module gives as
     # its extra state (`get_extra_state`) is a copy, or no tensor at all, so it cannot be filled.
+    with own_tensors(whole):
+        state = module.state_dict(keep_vars=True)
     return {
         name: own_tensor(value, whole=whole)
-        for name, value in module.state_dict(keep_vars=True).items()
+        for name, value in state.items()
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
     }
+
+
+def _require_no_copies(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanError if the state dict has copies, made by a hook or an override: the module never sees writes there.
+
+    Views of the module's memory are no copies, and neither are tensors that the module keeps as plain attributes.
+    """
+    # Parameters are what the module has. Most modules have no other tensors, or buffers alone.
+    others = {name: tensor for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)}
+    if not others:
+        return
+    own = [own_tensor(tensor) for tensor in chain(module.parameters(), module.buffers())]
+    ids = {id(tensor) for tensor in own}
+    others = {name: tensor for name, tensor in others.items() if id(tensor) not in ids and tensor.numel()}
+    if not others:
+        return
+    memories = {memory_of(tensor) for tensor in own}
+    again = own_state(module)
+    for name, tensor in others.items():
+        # `state` still holds the first copy, so a second copy has another address.
+        if memory_of(tensor) not in memories and (name not in again or memory_of(again[name]) != memory_of(tensor)):
+            why = "the module's state dict has a copy of it, so bytes written there would not reach the module"
+            raise PlanError(
+                why, tensor=name, hint="load its tensors with load, and give them to module.load_state_dict"
+            )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, of a DTensor that of this rank's part; 0: it has none."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        # Sparse, nested, fake or not initialised.
+        return 0
+
+
+def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], verb: str) -> dict[int, Member]:
+    """Return the parameters and buffers that use the memory of these tensors, with their places, by their id.
+
+    Args:
+        module: the module. Pending tensors that a failed load left stand for its own tensors.
+        tensors: of the module's state dict, by name.
+        verb: for the error.
+
+    Raises:
+        PlanError: a tensor's memory is used by no parameter or buffer, so nothing can stand in its place.
+    """
+    memories = {memory_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+    members: dict[int, Member] = {}
+    for places in places_of(module).values():
+        own = own_tensor(places[0][0][places[0][1]])  # type: ignore[arg-type]
+        if own.numel() and memory_of(own) in memories:
+            members.setdefault(id(own), (own, []))[1].extend(places)
+    found = {memory_of(own) for own, _ in members.values()}
+    for memory, name in memories.items():
+        if memory not in found:
+            why = f"it is no parameter or buffer of the module, so {verb} cannot keep it from being used meanwhile"
+            raise PlanError(why, tensor=name, hint="register it as a buffer, or use load_into")
+    return members
 
 
 def put_back(module: torch.nn.Module) -> None:
@@ -246,6 +313,9 @@ def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
 
 Place = tuple[dict[str, torch.Tensor | None], str]
 """Where a module has a tensor: one of its dicts of parameters or buffers, and the name in it."""
+
+Member = tuple[torch.Tensor, list[Place]]
+"""A module's parameter or buffer, and its places."""
 
 
 def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:

@@ -11,7 +11,9 @@ arrived.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,28 @@ _DESCRIBES = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 """Functions of torch that tell what a tensor is and read none of its bytes: they do not wait."""
+
+
+class _Block(threading.local):
+    """Whether the calling thread is inside `own_tensors`, and its argument."""
+
+    whole: bool | None = None
+
+
+_block = _Block()
+
+
+@contextmanager
+def own_tensors(whole: bool) -> Iterator[None]:
+    """Let torch's functions act on the module's own tensors, as `own_tensor` returns them, inside the block.
+
+    A module may give views of its parameters as its state dict. Taking a view of a tensor reads none of its bytes.
+    """
+    _block.whole = whole
+    try:
+        yield
+    finally:
+        _block.whole = None
 
 
 class PendingTensor(torch.Tensor):
@@ -123,6 +147,8 @@ def _parameter_of(pending: PendingTensor) -> torch.Tensor:
 
 
 def _arrived(pending: PendingTensor) -> torch.Tensor:
+    if _block.whole is not None:
+        return own_tensor(pending, whole=_block.whole)
     pending._wait()
     return pending._parameter
 

@@ -28,13 +28,14 @@ from penstock.loader.into import (
     device_of,
     fill,
     marks_target,
+    members_in,
+    memory_of,
     own_state,
-    places_of,
     targets_of,
 )
 from penstock.loader.load import open_session
 from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
-from penstock.loader.pending import PendingTensor, own_tensor
+from penstock.loader.pending import PendingTensor
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
@@ -272,26 +273,20 @@ class _Filled:
         state = own_state(module)
         with_bytes = [tensor for tensor in filled if tensor.numel()]
         slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
-        memories = {tensor.untyped_storage().data_ptr() for tensor in with_bytes}
+        # Filled tensors are detached, or named otherwise in the file: the state dict has their names in the module.
+        memories = {memory_of(tensor) for tensor in with_bytes}
+        inside = {name: tensor for name, tensor in state.items() if tensor.numel() and memory_of(tensor) in memories}
         wanted: dict[int, tuple[int, int]] = {}
-        self.replaced: list[tuple[torch.Tensor, list[Place], int]] = []
-        # By the module's own tensors: pending ones of a load that failed may be in their places.
-        places: dict[int, list[Place]] = {}
-        for of_one in places_of(module).values():
-            own = own_tensor(of_one[0][0][of_one[0][1]])  # type: ignore[arg-type]
-            places.setdefault(id(own), []).extend(of_one)
-        seen = set[int]()
-        for position, (name, tensor) in enumerate(state.items()):
-            if not tensor.numel() or tensor.untyped_storage().data_ptr() not in memories:
-                continue
+        for position, (name, tensor) in enumerate(inside.items()):
+            # A tensor over a part of what is filled (fused projections) waits for everything.
             slab = slab_of.get(place_of(tensor), len(with_bytes))
             # A tied weight is wanted as early as the first of its names.
             rank = next((i for i, glob in enumerate(first) if fnmatch.fnmatchcase(name, glob)), len(first))
             wanted[slab] = min(wanted.get(slab, (rank, position)), (rank, position))
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                # A tensor over a part of what is filled (fused projections) waits for everything.
-                self.replaced.append((tensor, places[id(tensor)], slab))
+        self.replaced: list[tuple[torch.Tensor, list[Place], int]] = [
+            (own, places, slab_of.get(place_of(own), len(with_bytes)))
+            for own, places in members_in(module, inside, "start_loading").values()
+        ]
         self.order = sorted(range(len(with_bytes)), key=lambda slab: wanted[slab])
 
 
@@ -343,7 +338,7 @@ def start_loading(
     globs = "a sequence of globs, such as ['model.language_model.*']"
     require_cast(dtype)
     require_type("first", first, (list, tuple), globs)
-    targets = targets_of(module)
+    targets = targets_of(module, written=True)
     device = device_of(targets)
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
