@@ -23,7 +23,7 @@ COMMANDS = {
     "keep": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
     "--disk-bytes --artifacts --accept --max-readers --max-bytes-per-s --drain-s --format",
     "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file "
-    "--timeout-s --wait-s --force --format",
+    "--timeout-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --force --ray --rates --hub --token-file --listen --data-port --list-ops --dry-run --format",
     "storage-initializer": "PAIRS --hub --token-file --format",

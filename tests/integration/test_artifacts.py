@@ -265,7 +265,7 @@ def test_without_a_hub_the_storage_is_read(homes: Homes, caplog: pytest.LogCaptu
     homes.enter("second")
     restored = homes.restore(connection=f"unix://{homes.directory}/no-hub")
     assert restored.source == saved.uri and read(restored.directory) == files
-    assert "read from storage" in caplog.text
+    assert "storage is read" in caplog.text
 
 
 def test_a_model_hub_cannot_be_written(homes: Homes) -> None:

@@ -222,7 +222,8 @@ def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tm
         assert len(launcher._prewarmed) == 2 and launcher.gpus() == [] and not launcher._prewarmed
         run(source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher))
     assert files(tmp_path / "out") == expected
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Fewer are possible: the collector closes what earlier tests left.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):

@@ -143,9 +143,9 @@ def test_a_revoked_token_is_refused_at_once_and_its_members_are_removed(hub: Gua
         holder.fetch({}, fallback=made)
         revoked.beat(revoked.member, Beat(holdings=(holder.member.weights[0].status(),)))
         hub.replace_tokens(TOKENS.replace(f"{LIAR} m\n", ""))
-        with pytest.raises(PermissionDenied, match="no token"):
+        with pytest.raises(PermissionDenied, match="not one of this hub's"):
             revoked.beat(revoked.member, Beat())
-        with pytest.raises(PermissionDenied, match="no token"):
+        with pytest.raises(PermissionDenied, match="not one of this hub's"):
             revoked.status("m")
         deadline = time.monotonic() + 20
         while any(one.member == revoked.member for one in holder.member.hub.status("m").members):

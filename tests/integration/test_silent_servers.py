@@ -105,6 +105,7 @@ def test_interrupt_ends_wait_of_libraries(silent: str, tmp_path: Path) -> None:
         "GOOGLE_BASE_URL": silent,
         "GOOGLE_SKIP_SIGNATURE": "true",
         "HF_ENDPOINT": silent,
+        "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path),
     }
     uris = ["s3://b/m/", "s3://b/m.safetensors", "gs://b/m.safetensors", "hf://org/name"]

@@ -98,8 +98,9 @@ def test_a_loader_that_raises_leaves_it_dirty_until_a_version_is_whole(given, mo
         assert torch.equal(model.w, weights(1).cumsum(0))
         publish(given, 2)
         model.fails = True
-        with pytest.raises(ValueError, match="the loader fails"):
+        with pytest.raises(ps.PlanError, match="the loader fails") as raised:
             subscriber.update()
+        assert raised.value.mutated and isinstance(raised.value.__cause__, ValueError)
         assert subscriber.is_dirty
         model.fails = False
         assert subscriber.update().version == 2

@@ -30,9 +30,10 @@ LOG = logging.getLogger("penstock.vllm")
 
 @dataclass
 class Config:
-    """vLLM's configuration, of which only the hash is used."""
+    """vLLM's configuration, of which only the hash and the sleep mode are used."""
 
     of: str
+    model_config: object = None
 
     def compute_hash(self) -> str:
         return self.of
@@ -289,7 +290,7 @@ def test_a_module_that_was_bound_in_part(
     ("kind", "why"),
     [
         (Unrecordable, "does more than copy 1 tensors: norm.weight"),
-        (Failing, "cannot be recorded: TypeError: this is no tensor"),
+        (Failing, "cannot be recorded: PlanError: the loader raised TypeError: this is no tensor"),
         (Elsewhere, "chooses its files itself"),
     ],
 )

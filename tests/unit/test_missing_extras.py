@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,11 @@ def _run_without(packages: str, program: str, *arguments: str, cwd: Path) -> sub
     (cwd / "blocked" / "sitecustomize.py").write_text(_BLOCK)
     source = str(Path(penstock.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": f"{cwd / 'blocked'}{os.pathsep}{source}", "BLOCKED": packages}
-    words = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    # Without a hub of another test, which a command would join. A short path, because it is that of a socket.
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        environment["PENSTOCK_RUNTIME_DIR"] = runtime
+        words = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -422,7 +422,7 @@ def pull(
     token_file: TokenFile = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout-s", "--wait-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
+        typer.Option("--timeout-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
     ] = None,
     force: Force = False,
     format: FormatOption = Format.human,

@@ -56,6 +56,8 @@ class Reader:
     def should_probe(self) -> bool:
         return False
 
+    def charge(self, nbytes: int) -> None: ...
+
     def request_news(self) -> None:
         self.is_asked = True
 

@@ -6,6 +6,8 @@ import mmap
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -88,8 +90,21 @@ def test_a_reader_without_descriptors_does_not_blame_the_peer(left: int, monkeyp
 
 
 def test_a_reader_that_cannot_open_a_socket_does_not_blame_the_peer() -> None:
-    with few_descriptors(0), pytest.raises(DestinationError, match="Too many open files"):
-        fd_server.receive_fd("\0penstock-x", fd_server.PAGE, "here")
+    # In a process of its own, because a hard limit cannot be raised again. A soft limit is raised when it is too low.
+    program = """
+import os, resource
+from penstock.errors import DestinationError
+from penstock.transport import fd_server
+os.close(free := os.open(os.devnull, os.O_RDONLY))
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, free))
+try:
+    fd_server.receive_fd("\\0penstock-x", fd_server.PAGE, "here")
+except DestinationError as error:
+    print(error.message)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "Too many open files" in done.stdout
 
 
 def test_an_owner_without_descriptors_says_so(endpoint) -> None:
