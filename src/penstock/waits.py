@@ -9,6 +9,7 @@ deadline is over. So the threads of one call share a `Scope`, and whatever waits
                     ...recv...
 
 - `ended_by`: a block that waits for a socket.    - `pause`: a sleep.
+- `limited`: a block whose waits end after some seconds, however many there are.
 - `in_helper`: a call of a library that nothing can end: it runs in another thread, which is left behind.
 - `Threads`: a pool for the calls of one block. It also works while the interpreter ends, where the standard library's
   pool refuses.
@@ -151,6 +152,41 @@ def pause(seconds: float) -> None:
         if scope is not None:
             scope.remove(number)
     require_wanted()
+
+
+@contextlib.contextmanager
+def limited(wait_s: float, *, uri: str) -> Iterator[None]:
+    """End the waits of the calling thread in a block after some seconds.
+
+    Args:
+        wait_s: longest time for the whole block.
+        uri: for the error.
+
+    Raises:
+        SourceStalled: the time is over. Cancelled: the call was left.
+    """
+    scope, is_over = Scope(), threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        scope.leave()
+
+    timer = threading.Timer(wait_s, end)
+    timer.daemon = True
+    # Without a thread each wait still has its own deadline.
+    with contextlib.suppress(RuntimeError):
+        timer.start()
+    try:
+        with scope.inside():
+            yield
+    except Cancelled as error:
+        if not is_over.is_set():
+            raise
+        hint = "raise stall_s if the source is only slow"
+        raise SourceStalled(f"it was not complete after {wait_s:.3g} s", uri=uri, hint=hint) from error
+    finally:
+        timer.cancel()
+        scope.close()
 
 
 def in_helper(function: Callable[[], T], *, wait_s: float | None = None) -> T:

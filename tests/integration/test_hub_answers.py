@@ -125,6 +125,10 @@ def test_redirected_listing_takes_no_token_along(scheme: str) -> None:
         "http://169.254.169.254/latest/meta-data/",
         "http://[fe80::1]/",
         "http://[fd00:ec2::254]/latest/",
+        "http://[fd00:ec2::23]/v1/credentials",
+        "http://[fd20:ce::254]/computeMetadata/v1/",
+        "http://168.63.129.16/machine",
+        "http://2852039166/latest/",
         "http://[::ffff:169.254.169.254]/",
         "http://metadata.google.internal/computeMetadata/v1/",
     ],
@@ -135,3 +139,10 @@ def test_redirect_to_metadata_service_is_refused(target: str) -> None:
         pytest.raises(SourceUnavailable, match="redirects to"),
     ):
         penstock.load(f"{server.url}/m.safetensors")
+
+
+def test_dripped_index_is_stalled() -> None:
+    begun = time.monotonic()
+    with Server(drip) as server, pytest.raises(SourceStalled, match="not complete"):
+        penstock.inspect(f"{server.url}/m/")
+    assert time.monotonic() - begun < 10.0

@@ -91,12 +91,12 @@ def _parsed(name: str, named: str) -> Proxy:
         parts = urlsplit(f"http://{rest.removeprefix('//')}")
         host, port = parts.hostname or "", parts.port or 80
         host.encode("idna")
+        pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
     except ValueError as error:
         raise ConfigError(f"{name} has no valid address", hint=hint) from error
     if not host:
         raise ConfigError(f"{name} has no valid address", hint=hint)
-    pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-    authorization = "" if pair == ":" else "Basic " + base64.b64encode(pair.encode()).decode()
+    authorization = "" if pair == b":" else "Basic " + base64.b64encode(pair).decode()
     return Proxy(host=host, port=port, authorization=authorization, url=parts.geturl())
 
 
@@ -132,10 +132,22 @@ def _has_port(entry: str) -> bool:
 
 
 _LOCAL_SERVICES = tuple(
-    map(ipaddress.ip_network, ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "100.100.100.200/32"))
+    map(
+        ipaddress.ip_network,
+        (
+            "169.254.0.0/16",
+            "fe80::/10",
+            # AWS: the instance's metadata, and the credentials of pods. Google. Azure. Oracle. Alibaba.
+            "fd00:ec2::/32",
+            "fd20:ce::254/128",
+            "168.63.129.16/32",
+            "192.0.0.192/32",
+            "100.100.100.200/32",
+        ),
+    )
 )
 """Addresses that answer only this machine: link-local ones, and the metadata services of clouds, which give out its
-credentials. Source: RFC 3927, RFC 4291; the documentation of AWS, Google, Azure and Alibaba."""
+credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds."""
 
 
 def is_local_service(host: str) -> bool:

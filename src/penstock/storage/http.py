@@ -41,7 +41,7 @@ class HttpStorage:
             source = open_http(uri, settings=settings, storage_options=storage_options)
         except NotFound:
             return None
-        return read_whole(source)
+        return read_whole(source, stall_s=settings.stall_s)
 
 
 class PlainAddress:

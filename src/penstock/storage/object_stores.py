@@ -148,8 +148,8 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         bucket, _, account = bucket.partition("@")
         account = account.partition(".")[0]
     environ = ecosystem(prefix)
-    _check_options(scheme, options)
-    _check_endpoints((*options.items(), *environ.items()))
+    _check_options(scheme, options.items())
+    _check_values((*options.items(), *environ.items()))
     profile = None
     if prefix == "AWS_":
         profile = read_profile(options.get("profile"), environ)
@@ -199,18 +199,25 @@ def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Ma
         return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client, None)
 
 
-def _check_endpoints(named: Iterable[tuple[str, str]]) -> None:
-    """Refuse an endpoint that is no URL: obstore panics on one without a scheme.
+_IN_HEADERS = ("access_key_id", "session_token", "security_token", "token", "region")
+"""Ends of the names of options whose values obstore sends in a header."""
+
+
+def _check_values(named: Iterable[tuple[str, str]]) -> None:
+    """Refuse an endpoint that is no URL, and a line break in a credential: obstore panics on both.
 
     Raises:
         ConfigError: see above. Its value is not repeated, for there may be a password in it.
     """
     for name, value in named:
         word = name.lower()
+        if word.endswith(_IN_HEADERS) and re.search(r"[\x00-\x1f\x7f]", str(value)):
+            hint = "remove it: files and secrets often have a line break at their end"
+            raise ConfigError(f"{name} has a line break or another control character", hint=hint)
         if not word.endswith(("endpoint", "endpoint_url", "endpoint_url_s3", "base_url")) or "fabric" in word:
             continue
         try:
-            url = urlsplit(value)
+            url = urlsplit(str(value))
             is_url = url.scheme in {"http", "https"} and bool(url.hostname) and (url.port or 1) > 0
         except ValueError:
             is_url = False
@@ -295,7 +302,7 @@ def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapp
         named["region"] = profile.region
     # AWS' own endpoints follow from the region.
     if profile.endpoint and not {"endpoint", "endpoint_url", "endpoint_url_s3"} & given:
-        _check_endpoints([("endpoint_url", profile.endpoint)])
+        _check_values([("endpoint_url", profile.endpoint)])
         named["endpoint"] = profile.endpoint
     return named
 
@@ -375,10 +382,12 @@ _FSSPEC = {
 """Options of fsspec's file systems, and the options of obstore that do the same."""
 
 
-def _check_options(scheme: str, options: Mapping[str, object]) -> None:
-    """Refuse options by fsspec's names, and values that are no text. ConfigError."""
-    for name, value in options.items():
-        if name in _FSSPEC:
+def _check_options(scheme: str, options: Iterable[tuple[object, object]]) -> None:
+    """Refuse options by fsspec's names, and names and values that are no text. ConfigError."""
+    for name, value in options:
+        if not isinstance(name, str):
+            fault, use = f"the name {name!r} in storage_options is not a str", "give the name of an option"
+        elif name in _FSSPEC:
             fault, use = f"storage_options[{name!r}] is an option of fsspec", f"write {_FSSPEC[name]}"
         elif not isinstance(value, str | bool | int):
             fault, use = f"storage_options[{name!r}] is a {type(value).__name__}, not a str", "give a str"

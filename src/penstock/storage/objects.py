@@ -306,7 +306,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         source = open_object(uri, settings=settings, storage_options=storage_options)
     except NotFound:
         return None
-    return read_whole(source)
+    return read_whole(source, stall_s=settings.stall_s)
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:

@@ -282,7 +282,8 @@ class RepositoryStorage(ABC):
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         if where.path in files:
-            return read_whole(self.open(uri, settings=settings, storage_options=storage_options))
+            source = self.open(uri, settings=settings, storage_options=storage_options)
+            return read_whole(source, stall_s=settings.stall_s)
         if not where.path.endswith(_OWN):
             return None
         path = self._own_path(where, revision)

@@ -10,11 +10,13 @@ Not here: which source a URI needs (`storage.open_source`), local paths (`files`
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from penstock import waits
 from penstock.config import Settings
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, FormatError, IntegrityError, SourceTruncated
@@ -287,18 +289,28 @@ def storage_for(scheme: str) -> Storage:
         return _storages[factory]
 
 
-def read_whole(source: Source) -> bytes:
+_SMALL_BYTES_PER_S = 64 << 10
+"""Slowest accepted rate of an index or a manifest. Reason: a byte now and then is progress, and would take hours."""
+
+
+def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
     """Read a small source whole and close it.
 
+    Args:
+        stall_s: the longest time for it is twice this, and one second more for each 64 KiB. None: `source` has its own
+            deadlines.
+
     Raises:
-        FormatError: it has more than `MAX_SMALL_BYTES`. Others as `Source.readv`.
+        FormatError: it has more than `MAX_SMALL_BYTES`. SourceStalled: its time is over. Others as `Source.readv`.
     """
     try:
         if source.nbytes > MAX_SMALL_BYTES:
             raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
         # Nothing is allocated before the size was checked: a server may claim any.
         data = bytearray(source.nbytes)
-        source.readv(0, [memoryview(data)])
+        wait_s = None if stall_s is None else 2 * stall_s + source.nbytes / _SMALL_BYTES_PER_S
+        with contextlib.nullcontext() if wait_s is None else waits.limited(wait_s, uri=source.uri):
+            source.readv(0, [memoryview(data)])
         return bytes(data)
     finally:
         source.close()

@@ -96,6 +96,7 @@ def test_user_of_proxy_is_decoded() -> None:
         ("http://s3cret@proxy:port", "no valid address"),
         ("http://s3cret@:1", "no valid address"),
         ("http://a..b:80", "no valid address"),
+        ("http://\udc80:s3cret@proxy:1", "no valid address"),
     ],
 )
 def test_unusable_proxy_raises_config_error(value: str, said: str) -> None:

@@ -20,9 +20,13 @@ from penstock.storage.object_stores import locate_object
         ({"anon": True}, "write skip_signature"),
         ({"region": ["eu"]}, "give a str"),
         ({"acces_key_id": "k"}, "access_key_id, secret_access_key"),
+        ({1: "k"}, "give the name of an option"),
+        ({"endpoint": True}, "http://host:port"),
+        ({"access_key_id": "k\n"}, "line break at their end"),
+        ({"aws_session_token": "t\x00"}, "line break at their end"),
     ],
 )
-def test_foreign_option_hints_at_own_name(options: dict[str, Any], hint: str) -> None:
+def test_foreign_option_hints_at_own_name(options: dict[Any, Any], hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         locate_object("s3://b/k", settings=Settings(), options=options)
     assert hint in str(caught.value.hint)
