@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.types import Box
 
 RULES: tuple[tuple[str, str], ...] = (
-    (r"(norm|rotary|inv_freq|router|\.gate\.|_bias$|q_a_proj|kv_a_proj|g_idx)", "replicate"),
+    (r"(norm|rotary|inv_freq|router|\.gate\.|(?<!\.w13)_bias$|q_a_proj|kv_a_proj|g_idx)", "replicate"),
     (r"\.qkv_proj\.", "0:heads"),
     (r"\.gate_up_proj\.", "0:1,1"),
     (r"\.w13_(weight|bias)", "1:1,1"),
@@ -45,6 +45,8 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_g
 """Keys of the numbers of heads. Source: transformers, Falcon, ChatGLM. `multi_query` means one key head."""
 FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
 """The texts that a rule may have."""
+_PAIRS = f"pairs of a pattern and one of: {FORMS}"
+_HEADS = "two whole numbers, of query heads and of key heads: (32, 8)"
 _OF_HEADS = ("q", "kv", "heads")
 _SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
 _FP8_BLOCK = 128
@@ -192,12 +194,20 @@ class TensorParallel:
     def _check_heads(
         self, name: str, shape: Sequence[int], rule: Rule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
     ) -> None:
-        """Raise PlanError if heads would be repeated in a module that has other heads: an encoder of images."""
-        if len(rule.heads) != 1 or not 0 < rule.heads[0] < max(to, of) or not name.endswith(".weight"):
+        """Raise PlanError if a head could be cut, or if heads would be repeated in a module that has other heads."""
+        if len(rule.heads) != 1 or not name.endswith(".weight") or max(to, of) == 1:
             return
         # The heads of keys are as wide as those of queries; those of values may be of another width.
         keys, queries = (re.sub(r"\.[kv]_proj\.", f".{one}_proj.", name) for one in "kq")
-        if keys not in shapes or queries not in shapes or keys == queries or not self.heads:
+        if keys not in shapes or queries not in shapes or keys == queries:
+            return
+        if not rule.heads[0]:
+            # With as many key heads as query heads, an equal cut of both is that of engines.
+            if shapes[keys][0] != shapes[queries][0]:
+                message = "there are fewer key heads than query heads, and their numbers are not known"
+                raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule for it: 0")
+            return
+        if rule.heads[0] >= max(to, of):
             return
         (width,) = self._parsed("0:q", "").lengths(shapes[queries][0], of)
         (length,) = rule.lengths(shapes[keys][0], of)
@@ -289,7 +299,8 @@ def tensor_parallel(
         rules: used before the built-in ones: pairs of a pattern that is found in names, and `replicate`, a dim, or
             `dim:parts` for fused tensors (`0:4,1,1`).
         heads: numbers of query heads and of key heads; None: those of `config.json` next to the weights. If there are
-            fewer key heads than ranks, several ranks have the same head.
+            fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query heads
+            and neither says how many, the load is refused.
 
     Raises:
         ConfigError: an argument has no valid value.
@@ -298,10 +309,16 @@ def tensor_parallel(
         require_type(name, number, int, "a whole number")
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} ranks", hint="ranks are numbered from 0 to size - 1")
-    pairs = tuple((str(pattern), str(how)) for pattern, how in rules)
+    require_type("rules", rules, (list, tuple), _PAIRS)
+    for pair in rules:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigError(f"rules has {pair!r}", hint=f"give {_PAIRS}")
+    pairs = tuple((pattern, str(how)) for pattern, how in rules)
+    if heads is not None:
+        require_type("heads", heads, (list, tuple), _HEADS)
+        if heads and (len(heads) != 2 or any(type(count) is not int or count < 1 for count in heads)):
+            raise ConfigError(f"heads {heads!r}", hint=f"give {_HEADS}")
     numbers = None if heads is None else tuple(heads)
-    if numbers and (len(numbers) != 2 or min(numbers) < 1):
-        raise ConfigError(f"heads {numbers}", hint="heads=(query heads, key heads)")
     # Checked here, where the caller can see which rule is malformed.
     TensorParallel(pairs, numbers or ())
     return TensorParallelRank(rank=rank, size=size, rules=pairs, heads=numbers)

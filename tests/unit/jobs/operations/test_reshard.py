@@ -260,3 +260,23 @@ def test_words_that_mean_nothing_are_refused():
 )
 def test_heads_are_found_in_every_configuration(config, heads):
     assert heads_of(config) == heads
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_unknown_key_heads_are_refused(sources):
+    # Sixteen rows of keys may be one head, two or more.
+    one = {"a.q_proj.weight": torch.zeros(64, 2), "a.k_proj.weight": torch.zeros(16, 2)}
+    with pytest.raises(PlanError, match="their numbers are not known") as caught:
+        Reshard(2 if sources == 1 else 1).recipes([table_of(one)] * sources)
+    assert caught.value.tensor == "a.k_proj.weight"
+    assert len(Reshard(2, heads=(8, 2)).recipes([table_of(one)])) == 2
+    assert len(Reshard(2, rules=(("k_proj", "0"),)).recipes([table_of(one)])) == 2
+    equal_heads = {"a.q_proj.weight": torch.zeros(64, 2), "a.k_proj.weight": torch.zeros(64, 2)}
+    assert len(Reshard(2).recipes([table_of(equal_heads)])) == 2
+
+
+def test_fused_bias_of_experts_is_split():
+    rule = TensorParallel().rule_of("experts.w13_bias", (4, 32))
+    assert (rule.dim, rule.parts) == (1, (1, 1))
+    assert TensorParallel().rule_of("experts.w2_bias", (4, 32)).dim is None
+    assert TensorParallel().rule_of("mlp.e_score_correction_bias", (32,)).dim is None
