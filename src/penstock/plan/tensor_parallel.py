@@ -48,6 +48,11 @@ FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
 _PAIRS = f"pairs of a pattern and one of: {FORMS}"
 _HEADS = "two whole numbers, of query heads and of key heads: (32, 8)"
 _OF_HEADS = ("q", "kv", "heads")
+_OTHER_ROWS = re.compile(
+    r"\.(qweight|qzeros|weight_shape)$|\.weight\.(nested_)?(absmax|quant_map)$|\.weight\.quant_state\."
+)
+"""Names of quantised tensors whose rows are not those of the weight, so that no built-in rule fits. GPTQ and AWQ store
+input features as rows, bitsandbytes stores a 4-bit weight as one column, and `weight_shape` has sizes as its values."""
 _SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
 _FP8_BLOCK = 128
 _SHOWN = 3
@@ -107,7 +112,8 @@ class TensorParallel:
 
     def how(self, name: str) -> str | None:
         """Return the text of the rule for a name; None: there is none."""
-        return next((str(how) for pattern, how in (*self.rules, *RULES) if re.search(pattern, name)), None)
+        rules = self.rules if _OTHER_ROWS.search(name) else (*self.rules, *RULES)
+        return next((str(how) for pattern, how in rules if re.search(pattern, name)), None)
 
     def rule_of(self, name: str, shape: Sequence[int]) -> Rule:
         """Return the rule for a tensor. One without the rule's dim, or without elements, goes to every rank.

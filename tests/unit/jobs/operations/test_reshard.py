@@ -280,3 +280,13 @@ def test_fused_bias_of_experts_is_split():
     assert (rule.dim, rule.parts) == (1, (1, 1))
     assert TensorParallel().rule_of("experts.w2_bias", (4, 32)).dim is None
     assert TensorParallel().rule_of("mlp.e_score_correction_bias", (32,)).dim is None
+
+
+@pytest.mark.parametrize(
+    "parts", [("qweight", "qzeros"), ("weight", "weight.absmax"), ("weight_packed", "weight_shape")]
+)
+def test_codes_with_other_rows_need_rules(parts):
+    given = {f"m.q_proj.{part}": torch.zeros(8, 8, dtype=torch.int32) for part in parts}
+    with pytest.raises(PlanError, match="no rule says how to split"):
+        Reshard(2, heads=HEADS).recipes([table_of(given)])
+    assert Reshard(2, heads=HEADS, rules=(("q_proj", "1"),)).recipes([table_of(given)])
