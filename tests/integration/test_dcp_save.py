@@ -287,3 +287,12 @@ def test_save_keeps_files_of_others(tmp_path: Path) -> None:
     (place / "notes.txt").unlink()
     dcp.save({"w": torch.zeros(2)}, storage_writer=CheckpointWriter(place, replace=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_relative_path_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter("run/step-0"))
+    dcp.save({"w": torch.ones(2)}, checkpoint_id="other/step-1", storage_writer=CheckpointWriter(Path("run/step-2")))
+    assert [penstock.verify(place).verified for place in (tmp_path / "run/step-0", tmp_path / "other/step-1")] == [
+        True
+    ] * 2

@@ -45,7 +45,7 @@ from penstock.integrations.dcp.stored import bytes_of, refusal
 from penstock.loader.tensor import dtype_of
 from penstock.plan.layout import box_runs
 from penstock.storage import is_remote, text_of
-from penstock.storage.locate import SIDECAR, texts_of
+from penstock.storage.locate import SIDECAR
 from penstock.storage.manifest import encode
 from penstock.storage.output import OutputSet, publish_remote, require_free_remote
 from penstock.storage.place import Claim, Place, remove_dead
@@ -116,7 +116,8 @@ class CheckpointWriter(Staging, StorageWriter):
     ) -> None:
         self._settings = Settings.read()
         Staging.__init__(self, staging_bytes, self._settings.stall_s)
-        self._uri = None if uri is None else texts_of(text_of(uri))[0]
+        # `run/step-0` is a path here, and not the name of a repository that `load` would take it for.
+        self._uri = None if uri is None else text_of(uri)
         self._replace = replace
         self._scratch = scratch
         self._storage_options = storage_options
@@ -128,7 +129,7 @@ class CheckpointWriter(Staging, StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See `StorageWriter.reset`."""
         if checkpoint_id is not None:
-            self._uri = texts_of(text_of(checkpoint_id))[0]
+            self._uri = text_of(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | None:
