@@ -100,7 +100,7 @@ def load_into(
                 trace=trace,
             ),
         )
-    targets = targets_of(target, written=True)
+    targets = targets_of(target, written=strict)
     device = device_of(targets)
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
@@ -145,6 +145,8 @@ def _load_into(
         with reports_failure(group, options, session.settings.stall_s):
             # Tensors without a target, and tied targets' second names, are not read.
             matched = match_targets(session, targets, rename, strict, cast=dtype)
+            if not strict and isinstance(target, torch.nn.Module):
+                require_no_copies(target, filled_of(targets, matched))
             if arena:
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
@@ -187,7 +189,7 @@ def targets_of(
     Args:
         target: a module, or tensors by name.
         whole: see `own_state`.
-        written: the caller writes to the memory of the tensors, so the module itself must use that memory.
+        written: the caller writes to the memory of all of them, so the module itself must use that memory.
 
     Raises:
         ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised, or with
@@ -196,7 +198,7 @@ def targets_of(
     if isinstance(target, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
         if written:
-            _require_no_copies(target, tensors)
+            require_no_copies(target, tensors)
     else:
         require_tensors("the target", target)
         tensors = target
@@ -229,29 +231,38 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
     }
 
 
-def _require_no_copies(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def require_no_copies(module: torch.nn.Module, written: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanError if the state dict has copies, made by a hook or an override: the module never sees writes there.
 
     Views of the module's memory are no copies, and neither are tensors that the module keeps as plain attributes.
+
+    Args:
+        module: the module.
+        written: tensors of its state dict that are to be written.
     """
     # Parameters are what the module has. Most modules have no other tensors, or buffers alone.
-    others = {name: tensor for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)}
+    others = {name: tensor for name, tensor in written.items() if not isinstance(tensor, torch.nn.Parameter)}
     if not others:
         return
     own = [own_tensor(tensor) for tensor in chain(module.parameters(), module.buffers())]
     ids = {id(tensor) for tensor in own}
     others = {name: tensor for name, tensor in others.items() if id(tensor) not in ids and tensor.numel()}
-    if not others:
-        return
-    memories = {memory_of(tensor) for tensor in own}
-    again = own_state(module)
+    memories = {memory_of(tensor) for tensor in own} if others else set()
+    others = {name: tensor for name, tensor in others.items() if memory_of(tensor) not in memories}
+    again = own_state(module) if others else {}
     for name, tensor in others.items():
-        # `state` still holds the first copy, so a second copy has another address.
-        if memory_of(tensor) not in memories and (name not in again or memory_of(again[name]) != memory_of(tensor)):
+        # `written` still holds the first copy, so a second copy has another address.
+        if name not in again or memory_of(again[name]) != memory_of(tensor):
             why = "the module's state dict has a copy of it, so bytes written there would not reach the module"
             raise PlanError(
                 why, tensor=name, hint="load its tensors with load, and give them to module.load_state_dict"
             )
+
+
+def filled_of(targets: Mapping[str, torch.Tensor], matched: Matched) -> dict[str, torch.Tensor]:
+    """Return the targets that a load fills."""
+    memories = {memory_of(tensor) for tensor in matched.lines().tensors}
+    return {name: tensor for name, tensor in targets.items() if memory_of(tensor) in memories}
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -27,10 +27,12 @@ from penstock.loader.into import (
     Place,
     device_of,
     fill,
+    filled_of,
     marks_target,
     members_in,
     memory_of,
     own_state,
+    require_no_copies,
     targets_of,
 )
 from penstock.loader.load import open_session
@@ -338,7 +340,7 @@ def start_loading(
     globs = "a sequence of globs, such as ['model.language_model.*']"
     require_cast(dtype)
     require_type("first", first, (list, tuple), globs)
-    targets = targets_of(module, written=True)
+    targets = targets_of(module, written=strict)
     device = device_of(targets)
     options = Options(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
@@ -355,6 +357,8 @@ def start_loading(
                     why += ": they would be used before they are verified"
                     raise nothing_to_verify(why, uri=str(uri), hint="use load_into")
                 matched = match_targets(session, targets, rename, strict, cast=dtype, whole="start_loading")
+                if not strict:
+                    require_no_copies(module, filled_of(targets, matched))
                 loading = Loading(module, session, journey, matched, _Filled(module, matched.lines().tensors, first))
                 loading._start()
             except BaseException:

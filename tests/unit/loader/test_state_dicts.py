@@ -105,3 +105,14 @@ def test_plain_attribute_cannot_be_kept(path: Path, verb: Callable[..., object])
     with pytest.raises(PlanError, match="no parameter or buffer"):
         verb(*([module] if verb is penstock.empty_module else [module, path]))
     assert not module.codes.any()
+
+
+@pytest.mark.parametrize("verb", [load_into, start_loading])
+def test_copy_that_nothing_fills_is_accepted(path: Path, verb: Verb) -> None:
+    def count(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[f"{prefix}count"] = torch.tensor([2])
+
+    module = Stacked()
+    module.register_state_dict_post_hook(count)
+    verb(module, path)
+    assert module.stack[:, 0, 0].tolist() == [1.0, 2.0]
