@@ -96,6 +96,19 @@ def test_a_model_of_peft_receives_the_adapter_alone(host: Host) -> None:
     assert all(torch.equal(one, base[name]) for name, one in served.state_dict().items() if name in base)
 
 
+def test_compiled_model_has_its_adapter(host: Host) -> None:
+    trained, served = model(1), model(2)
+    compiled = torch.compile(trained, backend="eager"), torch.compile(served, backend="eager")
+    assert adapter_tensors(compiled[0]).keys() == adapter_tensors(trained).keys()
+    with (
+        adapter_publisher("a", compiled[0], base="b1") as publisher,
+        adapter_subscriber("a", compiled[1], base="b1") as subscriber,
+    ):
+        publisher.publish(1)
+        assert subscriber.update().version_bytes == ADAPTER_BYTES
+        assert torch.equal(logits(served), logits(trained))
+
+
 def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
     trained, served = model(1), model(2)
     before = {name: one.clone() for name, one in adapter_tensors(served).items()}

@@ -37,7 +37,7 @@ from penstock.sync.publish.publisher import Publisher
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateReport
-from penstock.sync.shards import Declarable, Row, Shard, declared
+from penstock.sync.shards import Declarable, Row, Shard, declared, unwrapped
 from penstock.transport.protocol import Memory
 from penstock.types import TensorTable
 
@@ -155,6 +155,7 @@ class MergedTensors:
         from penstock.integrations.peft import adapter_config, adapter_tensors
         from penstock.integrations.peft_layers import AdapterState
 
+        model = unwrapped(model)
         self.published: dict[str, Declarable] = {}
         self._adapter = adapter_tensors(model, adapter)
         base = dict(_base_tensors(model))

@@ -27,6 +27,7 @@ from penstock.lifecycle import Closing
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateMode
+from penstock.sync.shards import unwrapped
 
 VERSIONS = ("0.21",)
 """Releases of PEFT whose names and options this module was run with."""
@@ -58,6 +59,8 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
     _config(model, adapter)
     # The parameters themselves, not the copies that `get_peft_model_state_dict` would take for a model under tensor
     # parallelism. Without embeddings that only the base has: PEFT adds those of adapted embeddings to what it saves.
+    # The wrapper of torch.compile has other names, in which PEFT does not find the adapter.
+    model = unwrapped(model)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     named: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
         model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
@@ -76,7 +79,7 @@ def _config(model: torch.nn.Module, adapter: str) -> Any:
     if not peft.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         message = f"PEFT {peft.__version__} is not one of {', '.join(VERSIONS)}, whose adapters Penstock knows"
         raise ConfigError(message, hint="install one of these")
-    configs = getattr(model, "peft_config", None)
+    configs = getattr(unwrapped(model), "peft_config", None)
     if not isinstance(configs, Mapping) or adapter not in configs:
         known = ", ".join(map(str, configs)) if isinstance(configs, Mapping) else "none"
         message = f"a {type(model).__name__} has no adapter {adapter!r}; its adapters: {known}"

@@ -23,6 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 
 from penstock.errors import PlanError
+from penstock.sync.shards import unwrapped
 
 _LISTED = 3
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -58,11 +59,11 @@ class AdapterState:
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._model = model
+        self._model = unwrapped(model)
         self._adapter = adapter
         self._tensors = tensors
         self._places = _places(tensors())
-        self._layers = _layers(model, adapter)
+        self._layers = _layers(self._model, adapter)
         self._require_scaling(self._layers)
 
     def require_same(self, *, is_used: bool) -> None:

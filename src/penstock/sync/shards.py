@@ -78,6 +78,8 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, .
     """
     require_type("params", params, (torch.nn.Module, Mapping), _DECLARABLE)
     tensors = _state(params) if isinstance(params, torch.nn.Module) else params
+    for name in tensors:
+        require_type("the name of a tensor", name, str, "names that are str")
     return tuple(row for name, value in tensors.items() for row in _rows(name, value))
 
 
@@ -241,6 +243,13 @@ def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
         return inner
     # By name: importing the class of compiled modules takes seconds.
     return module._modules.get("_orig_mod")
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside all wrappers of torch.compile and of data parallelism."""
+    while (inner := wrapped_in(module)) is not None:
+        module = inner
+    return module
 
 
 def _rows(name: str, value: Declarable) -> Iterator[Row]:

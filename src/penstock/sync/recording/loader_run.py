@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import PenstockError, PlanError
 from penstock.sync.recording.layout import Load, live_tensors, writing
 from penstock.sync.recording.meta_tensors import LoadRecorder, Recorded, written
-from penstock.sync.shards import wrapped_in
+from penstock.sync.shards import unwrapped
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each checkpoint tensor, as torch shows it."""
@@ -105,8 +105,7 @@ def written_alone(model: torch.nn.Module, specs: Specs, run: Load, device: torch
 def own_loader(model: torch.nn.Module) -> Load:
     """Return the model's own loader: its `load_weights`, else `load_state_dict`."""
     # The wrappers of torch.compile and of data parallelism add a prefix to all names.
-    while (inner := wrapped_in(model)) is not None:
-        model = inner
+    model = unwrapped(model)
     # `load_weights` is the convention of vLLM and SGLang: it takes the checkpoint's own names.
     own = getattr(model, "load_weights", None)
     if callable(own):
