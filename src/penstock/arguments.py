@@ -64,6 +64,12 @@ def require_seconds(what: str, value: object) -> None:
         raise wrong(what, value, "a number of seconds from 0 on, or None")
 
 
+def require_version(value: object) -> None:
+    """Raise ConfigError unless a value is None or the number of a version."""
+    if value is not None:
+        require_type("version", value, int, "the number of a version, or None")
+
+
 def require_name(what: str, value: object) -> None:
     """Raise ConfigError unless a value is a text that is not empty."""
     if not isinstance(value, str) or not value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,3 +173,50 @@ def test_restart_with_another_shape_names_it_at_once() -> None:
             with pytest.raises(ps.PlanError, match=r"lora_A: wanted as F32 \[4, 8\], held as F32 \[8, 8\]"):
                 subscriber.update()
             assert subscriber.version == 1
+
+
+class Adds(torch.nn.Module):
+    """A module whose loader computes with each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(3))
+
+    def load_weights(self, weights: Weights) -> None:
+        named = dict(self.named_parameters())
+        for name, tensor in weights:
+            named[name].data[:2].copy_((tensor + 1)[:2])
+
+
+def test_computing_loader_leaves_parameter_unfilled() -> None:
+    # The loader may fill the rest of `w` by itself, and nothing can fill `v`.
+    with pytest.raises(ps.PlanError, match=r"do not fill all parameters:\s+v: 3 of 3 elements; blame") as caught:
+        sync({"w": torch.ones(4)}, Adds())
+    assert not caught.value.mutated
+    target = Adds()
+    with pytest.warns(RuntimeWarning, match="pass through the loader"):
+        sync({"w": torch.ones(4)}, target, strict=False)
+    assert (target.w.tolist(), target.v.tolist()) == ([2.0, 2.0, 0.0, 0.0], [0.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [({1: torch.ones(4)}, {}), ({"w": torch.ones(4)}, {("w", 0): torch.ones(4)})],
+)
+def test_names_that_are_no_texts_are_refused(source: Any, target: Any) -> None:
+    with pytest.raises(ps.ConfigError, match="the name of a tensor is"):
+        sync(source, target)
+
+
+def test_numbers_of_another_type_are_refused() -> None:
+    with ps.publisher("numbers", {"w": torch.ones(4)}) as publisher, ps.subscriber("numbers", {}) as subscriber:
+        publisher.publish(1)
+        calls = [
+            *(partial(call, "2") for call in (subscriber.wait, subscriber.update, subscriber.stage)),
+            *(partial(publisher.publish, version) for version in ("2", 1 << 63)),
+            partial(publisher.wait_subscribers, "2"),
+        ]
+        for call in calls:
+            with pytest.raises(ps.ConfigError, match=r"(version|count) is .* \((str|int)\)"):
+                call()
+        assert subscriber.update().version == 1

@@ -166,7 +166,8 @@ PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
 """State of a holding in its log. `damaged`: verified bytes changed in memory; the hub gets `draining` for it."""
-Version = Annotated[int, Meta(ge=-1, le=(1 << 62))]
+MAX_VERSION = 1 << 62
+Version = Annotated[int, Meta(ge=-1, le=MAX_VERSION)]
 """Of a publisher's numbering; -1: none yet."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]

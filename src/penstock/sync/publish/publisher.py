@@ -37,7 +37,7 @@ from penstock.errors import (
     SourceStalled,
 )
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import FleetDecision, SyncState
+from penstock.hub.messages import MAX_VERSION, FleetDecision, SyncState
 from penstock.lifecycle import Closing, quick_handover
 from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
@@ -242,6 +242,8 @@ class Publisher(Closing):
         Order: all ranks call this with the same arguments; `check` counts on rank 0.
         """
         require_type("version", version, int, "a number that grows from version to version")
+        if version > MAX_VERSION:
+            raise wrong("version", version, f"a number up to {MAX_VERSION}")
         if deadline_s is not None:
             require_type("deadline_s", deadline_s, (int, float), "seconds, or None")
         terms = self._terms(commit, deadline_s, laggards, needs_check=check is not None)
@@ -572,6 +574,7 @@ class Publisher(Closing):
         Raises:
             SourceStalled: not within `timeout_s`; None: the stall deadline.
         """
+        require_type("count", count, int, "a number of subscribers")
         require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s

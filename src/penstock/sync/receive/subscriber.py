@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.arguments import require_seconds
+from penstock.arguments import require_seconds, require_version
 from penstock.errors import (
     Cancelled,
     ConfigError,
@@ -211,6 +211,7 @@ class Subscriber(Closing):
             Cancelled: the subscriber was closed.
         """
         require_seconds("timeout_s", timeout_s)
+        require_version(version)
         version = self.version + 1 if version is None else version
         return self._update_loop.await_version(version, timeout_s, self._check_open)
 
@@ -585,6 +586,7 @@ class Subscriber(Closing):
         before_read: Callable[[int], None],
     ) -> Staged:
         """Read and verify a version; wait for one as long as `timeout_s` allows."""
+        require_version(version)
         if self._released is not None:
             raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
         begun = time.monotonic()

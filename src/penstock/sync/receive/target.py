@@ -230,8 +230,11 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     # Parameters alone: buffers such as rotary tables are computed by the model itself.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
-    # Tensors that pass through the loader at each update may fill the rest: that cannot be known before.
-    if not lacking or recording.unrecorded:
+    if recording.unrecorded:
+        # What passes through the loader at each update may fill these, whole or in part: that cannot be known before.
+        fillable = recording.fillable
+        lacking = [] if fillable is None else [name for name in lacking if name not in fillable]
+    if not lacking:
         return
     lines = [f"{name}: {recording.unfilled[name]} of {params[name].numel()} elements" for name in lacking]
     lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])

@@ -84,6 +84,8 @@ class Recording:
     touched: frozenset[str] = frozenset()
     """The live tensors that the loader writes to when it gets the unrecorded tensors alone. Records into these must be
     installed after it has run."""
+    fillable: frozenset[str] | None = None
+    """The live tensors that the unrecorded tensors may fill; None: any, because the loader decides by values."""
     repeated: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
 

@@ -97,9 +97,11 @@ def record(
     if not alone:
         return recording
     try:
-        return replace(recording, touched=written_alone(model, alone, run, device))
+        touched = written_alone(model, alone, run, device)
     except LoaderRaised as raised:
         return _unrecorded(model, table, specs, unheld, raised)
+    fillable = None if recording.fillable is None else recording.fillable | touched
+    return replace(recording, touched=touched, fillable=fillable)
 
 
 def _refused(raised: LoaderRaised) -> PlanError:
@@ -135,12 +137,14 @@ def _recording(
     records: list[Record] = []
     constants: list[Constant] = []
     filled: dict[str, int] = {}
+    computed: set[str] = set()
     for target, pieces in recorder.live_pieces():
         for piece in pieces:
             box = piece.map.target_box()
             if piece.why:
                 # Not counted as filled: what the loader makes of unrecorded tensors cannot be known here.
                 unrecorded |= dict.fromkeys(piece.names, piece.why)
+                computed.add(target)
                 continue
             filled[target] = filled.get(target, 0) + box.num_elements
             if piece.value is not None:
@@ -163,6 +167,8 @@ def _recording(
     # Tied parameters, and those inside another's memory, are recorded under that one's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
+    # Values that the loader has read may decide what it fills, and so may those that went to an unknown place.
+    is_known = not left_out and not recorder.lost
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
     return Recording(
         layout=layout_digest(table),
@@ -172,6 +178,7 @@ def _recording(
         unrecorded=unrecorded,
         unused=tuple(unused),
         unfilled={name: count for name, count in missing.items() if count},
+        fillable=frozenset(name for name, (_, home) in homes.items() if home in computed) if is_known else None,
         repeated=_repeated(records, recorder, Counter(home for _, home in homes.values())),
     )
 
