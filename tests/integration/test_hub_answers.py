@@ -146,3 +146,27 @@ def test_dripped_index_is_stalled() -> None:
     with Server(drip) as server, pytest.raises(SourceStalled, match="not complete"):
         penstock.inspect(f"{server.url}/m/")
     assert time.monotonic() - begun < 10.0
+
+
+def drip_ranges(handler: BaseHTTPRequestHandler) -> None:
+    """Answer a range of a file of 100,000 bytes, a byte at a time."""
+    first, last = (int(one) for one in handler.headers["Range"].removeprefix("bytes=").split("-"))
+    handler.send_response(206)
+    handler.send_header("Content-Range", f"bytes {first}-{last}/100000")
+    handler.send_header("Content-Length", str(last - first + 1))
+    handler.send_header("ETag", '"1"')
+    handler.end_headers()
+    for _ in range(300):
+        handler.wfile.write(b"\0")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "safe_open"])
+def test_dripped_header_is_stalled(verb: str) -> None:
+    begun = time.monotonic()
+    with Server(drip_ranges) as server, pytest.raises(SourceStalled, match="not complete"):
+        if verb == "inspect":
+            penstock.inspect(f"{server.url}/m.safetensors")
+        else:
+            penstock.safe_open(f"{server.url}/m.safetensors", "np")
+    assert time.monotonic() - begun < 10.0

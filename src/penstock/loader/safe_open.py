@@ -36,7 +36,7 @@ from penstock.loader.run import LoadRun
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
-from penstock.storage import Source, is_remote, local_path, open_source, text_of
+from penstock.storage import Source, is_remote, local_path, open_source, text_of, timed
 from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
 from penstock.storage.network_files import NetworkFile, network_file_system
@@ -389,7 +389,8 @@ class _File:
                 settings = replace(settings, fetch_threads=source.num_reads)
             self._reader = FileReader(source, device, settings)
             # Past the read-ahead, which would take the header for the beginning of a run.
-            self.header: Header = read_header(source.source if isinstance(source, ReadAhead) else source)
+            file = source.source if isinstance(source, ReadAhead) else source
+            self.header: Header = read_header(timed(file, path, settings))
         # In file order.
         self.table: TensorTable = self.header.tensors
         self._rows = {name: row for row, name in enumerate(self.table.names)}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from penstock.config import Settings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, NotFound, OperationFailed, PeerLost, PenstockError
 from penstock.loader.shared_read import BEGIN, BUSY, BUSY_S, END, FAILED, RankWords, SharedRead, SharedReadReport
-from penstock.storage import open_source
+from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
 
@@ -301,7 +301,7 @@ class SharedFile:
         self._device = device
         source = open_source(uri, settings=settings, storage_options=storage_options)
         try:
-            self._header: Header = read_header(source)
+            self._header: Header = read_header(timed(source, uri, settings))
             self.nbytes = source.nbytes
         finally:
             source.close()

@@ -26,6 +26,7 @@ from penstock.storage.source import (
     PinningStorage,
     Source,
     Storage,
+    TimedReads,
     WritableStorage,
     is_registered,
     read_whole,
@@ -52,6 +53,7 @@ __all__ = [
     "register_storage",
     "registered_schemes",
     "text_of",
+    "timed",
     "write_small",
 ]
 
@@ -96,6 +98,11 @@ def is_remote(uri: str) -> bool:
         ConfigError: no storage has this scheme, or see `text_of`.
     """
     return _scheme_of(text_of(uri)) is not None
+
+
+def timed(source: Source, uri: str, settings: Settings) -> Source:
+    """Return a source for the small reads of a file's header: those of a remote file have a longest time."""
+    return TimedReads(source, settings.stall_s) if is_remote(uri) else source
 
 
 def _storage_of(uri: str) -> Storage | None:

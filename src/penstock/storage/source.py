@@ -10,7 +10,6 @@ Not here: which source a URI needs (`storage.open_source`), local paths (`files`
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -290,27 +289,53 @@ def storage_for(scheme: str) -> Storage:
 
 
 _SMALL_BYTES_PER_S = 64 << 10
-"""Slowest accepted rate of an index or a manifest. Reason: a byte now and then is progress, and would take hours."""
+"""Slowest accepted rate of a header, an index or a manifest. Reason: a byte now and then is progress, and would take
+hours."""
+
+
+class TimedReads:
+    """A source whose reads have a longest time: twice `stall_s`, and one second more for each 64 KiB.
+
+    For small reads that a load waits for before its own deadlines begin. Closing it closes the source.
+
+    Args:
+        source: it is read; it has deadlines by progress.
+        stall_s: seconds without a byte after which the source itself gives up.
+    """
+
+    def __init__(self, source: Source, stall_s: float) -> None:
+        self._source = source
+        self._stall_s = stall_s
+        self.uri, self.nbytes, self.identity = source.uri, source.nbytes, source.identity
+
+    def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        """Fill the buffers; see `Source`. SourceStalled: the time is over."""
+        wait_s = 2 * self._stall_s + sum(buffer.nbytes for buffer in buffers) / _SMALL_BYTES_PER_S
+        with waits.limited(wait_s, uri=self.uri):
+            return self._source.readv(offset, buffers)
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
 
 
 def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
     """Read a small source whole and close it.
 
     Args:
-        stall_s: the longest time for it is twice this, and one second more for each 64 KiB. None: `source` has its own
-            deadlines.
+        stall_s: see `TimedReads`. None: `source` has its own deadlines.
 
     Raises:
         FormatError: it has more than `MAX_SMALL_BYTES`. SourceStalled: its time is over. Others as `Source.readv`.
     """
+    if stall_s is not None:
+        source = TimedReads(source, stall_s)
     try:
         if source.nbytes > MAX_SMALL_BYTES:
             raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
         # Nothing is allocated before the size was checked: a server may claim any.
         data = bytearray(source.nbytes)
-        wait_s = None if stall_s is None else 2 * stall_s + source.nbytes / _SMALL_BYTES_PER_S
-        with contextlib.nullcontext() if wait_s is None else waits.limited(wait_s, uri=source.uri):
-            source.readv(0, [memoryview(data)])
+        source.readv(0, [memoryview(data)])
         return bytes(data)
     finally:
         source.close()

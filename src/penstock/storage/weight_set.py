@@ -29,7 +29,7 @@ from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.lifecycle import Closing
-from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small
+from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small, timed
 from penstock.storage.headers import read_header
 from penstock.storage.locate import (
     Place,
@@ -226,7 +226,7 @@ def _open_all(
                 message = f"{clip(name)!r}, a part of a model split over several files, is missing"
             raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
         try:
-            header = read_header(source)
+            header = read_header(timed(source, uri, settings))
             return _Opened(name=name, source=source, header=header if rename is None else rename(source.uri, header))
         except BaseException:
             source.close()

@@ -24,7 +24,7 @@ from penstock.errors import FormatError, SourceTruncated
 from penstock.loader.load import TensorStream, open_stream
 from penstock.loader.session import MIN_CHUNK_BYTES, Options, Session, resolve_device
 from penstock.loader.tensor import torch_dtype
-from penstock.storage import open_source, text_of
+from penstock.storage import open_source, text_of, timed
 from penstock.storage.safetensors import Header, read_header
 
 
@@ -238,7 +238,7 @@ def _header(path: str, settings: Settings, options: dict[str, str] | None) -> He
     """Read the header of a file. An error has the words of the original in front of our own."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
-        return read_header(source)
+        return read_header(timed(source, path, settings))
     except (FormatError, SourceTruncated) as error:
         _word_as_original(error, path)
         raise
