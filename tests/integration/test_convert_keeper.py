@@ -116,7 +116,7 @@ def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
         raises = [{"op": "function", "function": "tests.support.jobs:raises"}]
         for error, other in (
             (OperationFailed, told | {"operations": raises}),
-            (ConfigError, told | {"operations": [{"op": "reshard", "to": 2}], "to": None}),
+            (ConfigError, told | {"operations": [{"op": "reshard", "to": 2, "heads": [32, 8]}], "to": None}),
             (BudgetTooSmall, told | {"workers": dataclasses.replace(told["workers"], memory_bytes="100K")}),
         ):
             with pytest.raises(error):
