@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 import penstock
-from penstock.errors import FormatError, PenstockError, SourceStalled, SourceUnavailable
+from penstock.errors import FormatError, NotFound, PenstockError, SourceStalled, SourceUnavailable
 from penstock.testing.http_server import Faults, RangeServer
 
 TOKEN = "s3cret-token"
@@ -139,6 +142,64 @@ def test_redirect_to_metadata_service_is_refused(target: str) -> None:
         pytest.raises(SourceUnavailable, match="redirects to"),
     ):
         penstock.load(f"{server.url}/m.safetensors")
+
+
+class Names:
+    """A resolver that is injected: a name's answers in turn, the last one again and again."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, answers: dict[str, list[str]]) -> None:
+        self.asked: list[str] = []
+        self.connected: list[str] = []
+        resolve, connect = socket.getaddrinfo, socket.socket.connect
+
+        def getaddrinfo(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
+            if host not in answers:
+                return resolve(host, port, *args, **options)
+            self.asked.append(host)
+            found = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+            return resolve(found, port, *args, **options)
+
+        def connected(sock: socket.socket, address: Any) -> None:
+            self.connected.append(address[0])
+            connect(sock, address)
+
+        patch.setattr(socket, "getaddrinfo", getaddrinfo)
+        patch.setattr(socket.socket, "connect", connected)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "fe80::1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+        "2002:a9fe:a9fe::1",
+        "fd00:ec2::254",
+    ],
+)
+def test_redirect_to_name_of_metadata_service_connects_nowhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, {"weights.example": [address]})
+    faults = Faults(redirect_to="http://weights.example/latest/")
+    with (
+        RangeServer({"m.safetensors": b""}, faults=faults) as server,
+        pytest.raises(SourceUnavailable, match="redirects to 'weights.example'"),
+    ):
+        penstock.load(f"{server.url}/m.safetensors")
+    assert names.asked
+    assert set(names.connected) == {"127.0.0.1"}
+
+
+def test_redirect_connects_to_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name leads elsewhere at each later look-up, so one that follows the check would reach the service."""
+    names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})
+    with Server(lambda handler: answer(handler, 404, b"")) as other:
+        faults = Faults(redirect_to=f"http://weights.example:{urlsplit(other.url).port}/m.safetensors")
+        with RangeServer({"m.safetensors": b""}, faults=faults) as server, pytest.raises(PenstockError) as caught:
+            penstock.load(f"{server.url}/m.safetensors")
+        assert other.seen
+    assert isinstance(caught.value, NotFound)
+    assert set(names.connected) == {"127.0.0.1"}
 
 
 def test_dripped_index_is_stalled() -> None:

@@ -17,7 +17,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from penstock import descriptors, waits
@@ -224,17 +224,25 @@ class ClientConnection:
         self.wire.close()
 
 
-def open_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
+def open_tcp(
+    host: str, port: int, timeout_s: float, *, check: Callable[[str], None] = lambda address: None
+) -> socket.socket:
     """Connect by TCP, to the first address of `host` that answers; each has `timeout_s`.
 
+    Args:
+        check: raises if an address must not be connected to. The connection goes to the address that it was called
+            with: a name is looked up once.
+
     Raises:
-        OSError: there is no connection to be had. Cancelled: the call was left meanwhile, see `waits`.
+        OSError: there is no connection to be had. Cancelled: the call was left meanwhile, see `waits`. Others: by
+            `check`.
     """
     # The resolver of names waits for seconds, and nothing can end it.
     is_name = not host.replace(".", "").isdigit() and ":" not in host
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in waits.in_helper(resolve) if is_name else resolve():
+        check(str(address[0]))
         sock = descriptors.retried(partial(socket.socket, family, kind, protocol))
         try:
             sock.settimeout(timeout_s)

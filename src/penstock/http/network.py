@@ -16,7 +16,6 @@ import base64
 import contextlib
 import ipaddress
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,14 +149,48 @@ _LOCAL_SERVICES = tuple(
 credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds."""
 
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NAT64_LOCAL = ipaddress.IPv6Network("64:ff9b:1::/48")
+_COMPATIBLE = ipaddress.IPv6Network("::/96")
+_TRANSLATED = ipaddress.IPv6Network("::ffff:0:0:0/96")
+
+
 def is_local_service(host: str) -> bool:
-    """Return whether a host is link-local, or a cloud's metadata service."""
+    """Return whether a host is link-local, or a cloud's metadata service, also through a gateway from IPv6 to IPv4."""
     name = host.rstrip(".").lower()
     address = _address(name)
     if address is None:
         return name in {"metadata.google.internal", "metadata", "instance-data"}
-    address = getattr(address, "ipv4_mapped", None) or address
-    return any(address in network for network in _LOCAL_SERVICES if network.version == address.version)
+    return any(
+        one in network
+        for one in (address, *_inner(address))
+        for network in _LOCAL_SERVICES
+        if network.version == one.version
+    )
+
+
+def _inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Return the IPv4 addresses that a gateway or this host's kernel may reach for an IPv6 address.
+
+    Source: RFC 4291 2.5.5 (mapped, compatible), RFC 2765 (translated), RFC 6052 and 8215 (NAT64), RFC 3056 (6to4), RFC
+    4380 (Teredo: server and client), RFC 5214 (ISATAP).
+    """
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    bits = int(address)
+    last = ipaddress.IPv4Address(bits & 0xFFFFFFFF)
+    found = [one for one in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if one is not None]
+    if address in _NAT64 or address in _COMPATIBLE or address in _TRANSLATED or (bits >> 32) & 0xFDFFFFFF == 0x5EFE:
+        found.append(last)
+    if address in _NAT64_LOCAL:
+        # Its prefix may have 48, 56, 64 or 96 bits.
+        found += (
+            last,
+            ipaddress.IPv4Address((bits >> 64 & 0xFFFF) << 16 | bits >> 40 & 0xFFFF),
+            ipaddress.IPv4Address((bits >> 64 & 0xFF) << 24 | bits >> 32 & 0xFFFFFF),
+            ipaddress.IPv4Address(bits >> 24 & 0xFFFFFFFF),
+        )
+    return found
 
 
 def require_public(address: str, host: str) -> None:
@@ -165,11 +198,6 @@ def require_public(address: str, host: str) -> None:
     if is_local_service(address):
         hint = "the server is at fault, or name that address yourself if it is meant"
         raise SourceUnavailable(f"it redirects to {host[:100]!r}, a service of this machine's network", hint=hint)
-
-
-def peer_address(sock: socket.socket) -> str:
-    """Return the address at the other end of a connection."""
-    return str(sock.getpeername()[0])
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

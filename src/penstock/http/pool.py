@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, quote
 from penstock import descriptors, waits
 from penstock.errors import ConfigError
 from penstock.http.client import ClientConnection, Reply, open_tcp
-from penstock.http.network import Bundle, Proxy, peer_address, proxy_of, read_bundle, require_public
+from penstock.http.network import Bundle, Proxy, proxy_of, read_bundle, require_public
 from penstock.lifecycle import let_go_in_children
 from penstock.net.listener import cut
 
@@ -190,13 +190,14 @@ class Pool:
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
         where = (proxy.host, proxy.port) if proxy else (url.hostname, port)
+        connect = partial(open_tcp, *where, self._silence_s)
         if is_foreign:
             require_public(url.hostname, url.hostname)
-        sock = descriptors.opened(partial(open_tcp, *where, self._silence_s), _authority(url))
+            if proxy is None:
+                # Each address that the name leads to, before it is connected to.
+                connect = partial(connect, check=partial(require_public, host=url.hostname))
+        sock = descriptors.opened(connect, _authority(url))
         try:
-            if is_foreign and proxy is None:
-                # The address that the name led to now: a look-up before could have given another one.
-                require_public(peer_address(sock), url.hostname)
             with waits.ended_by(partial(cut, sock)):
                 if is_tls:
                     if proxy:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import ConfigError
-from penstock.http.network import bundles, exclusions, proxy_of, read_bundle
+from penstock.http.network import bundles, exclusions, is_local_service, proxy_of, read_bundle
 
 HOST = "https://weights.example.org/x"
 PROXY = {"https_proxy": "http://proxy:3128"}
@@ -132,3 +132,38 @@ def test_bundle_may_be_a_directory(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"-----BEGIN CERTIFICATE-----\n{name}\n")
     (bundle,) = bundles(Settings(), {"REQUESTS_CA_BUNDLE": str(tmp_path)})
     assert read_bundle(bundle).count(b"BEGIN") == 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "::ffff:169.254.169.254",
+        "::169.254.169.254",
+        "::ffff:0:169.254.169.254",
+        # NAT64: the well-known prefix, and the local one with prefixes of 48, 56, 64 and 96 bits.
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1:a9fe:a9:fe00::",
+        "64:ff9b:1:a9:fe:a9fe::",
+        "64:ff9b:1:0:a9:fea9:fe00:0",
+        "64:ff9b:1::a9fe:a9fe",
+        # 6to4, Teredo with it as its client, ISATAP.
+        "2002:a9fe:a9fe::1",
+        "2001:0:4136:e378:8000:63bf:5601:5601",
+        "2001:db8::5efe:169.254.169.254",
+        "2001:db8::200:5efe:169.254.169.254",
+        "64:ff9b::6464:64c8",
+    ],
+)
+def test_local_service_is_recognised_in_each_form(address: str) -> None:
+    assert is_local_service(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "::1", "::", "93.184.216.34", "64:ff9b::5db8:d822", "2002:5db8:d822::1", "2001:db8::a9fe:a9fe"]
+)
+def test_other_address_is_no_local_service(address: str) -> None:
+    assert not is_local_service(address)
