@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -22,8 +23,9 @@ from penstock.hub.messages import HoldingState, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
+from penstock.peer.client import PeerClient
 
-ALL, OTHERS = "all-models-0123456789", "other-models-0123456789"
+ALL, SECOND, OTHERS = "all-models-0123456789", "all-models-9876543210", "other-models-0123456789"
 FAR_S = "120"
 """A deadline that a test would run into, were anything waited for."""
 
@@ -39,7 +41,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "tokens").write_text(f"{ALL}\n{OTHERS} other*\n")
+    (tmp_path / "tokens").write_text(f"{ALL}\n{SECOND}\n{OTHERS} other*\n")
     auth = Auth.of(token_file=tmp_path / "tokens")
     running = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
     running.start()
@@ -99,6 +101,35 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
     assert_same(weights, truth)
     assert any("is draining" in fault for fault in report.faults), report.faults
     assert list(report.nbytes_by_path) == [f"storage {made}"]
+
+
+def test_members_of_one_token_share_places_with_another_token(hub, made) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def join(token: str, **options: int) -> ps.Fleet:
+            connection = ps.ConnectionSettings(hub=hub, token=token)
+            return stack.enter_context(ps.join("m", connection=connection, **options))
+
+        holder = join(ALL, max_readers=2)
+        holder.fetch({}, fallback=made)
+        (held,) = holder.member.weights
+
+        def lease(token: str) -> PeerClient:
+            reader = join(token).member
+            holding = HoldingState(key=held.key, identity=held.identity, num_chunks=0, nbytes=0)
+            asked = UpstreamsRequest(member=reader.id, holding=holding, source=holder.member.id)
+            (upstream,) = reader.hub.upstreams(asked).upstreams
+            peer = stack.enter_context(reader.peer(upstream, held.key))
+            peer.lease()
+            return peer
+
+        first, second = lease(ALL), lease(ALL)
+        with pytest.raises(ps.SourceBusy, match="taken"):
+            lease(ALL)
+        lease(SECOND)
+        with pytest.raises(ps.SourceBusy, match="a token that has fewer"):
+            first.log(0, 0.0)
+        second.log(0, 0.0)
 
 
 def test_a_holder_that_is_not_there(hub, made) -> None:

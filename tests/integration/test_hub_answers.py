@@ -183,7 +183,7 @@ def test_redirect_to_name_of_metadata_service_connects_nowhere(address: str, mon
     faults = Faults(redirect_to="http://weights.example/latest/")
     with (
         RangeServer({"m.safetensors": b""}, faults=faults) as server,
-        pytest.raises(SourceUnavailable, match="redirects to 'weights.example'"),
+        pytest.raises(SourceUnavailable, match=r"redirects to 'weights\.example'"),
     ):
         penstock.load(f"{server.url}/m.safetensors")
     assert names.asked

@@ -51,7 +51,6 @@ from penstock.hub.messages import (
     Welcome,
     Why,
     WhyRequest,
-    takes_shared_grants,
 )
 from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
@@ -344,7 +343,8 @@ class Directory:
             key=holding.key,
             reader=request.member,
             epochs={name: holder.holding.grant_epoch for name, holder in holders.items()},
-            alone=[name for name, holder in holders.items() if not takes_shared_grants(holder.hello.protocol)],
+            protocols={name: holder.hello.protocol for name, holder in holders.items()},
+            caller=(caller or Caller()).name,
         )
         upstreams = tuple(
             Upstream(

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from penstock.errors import MALFORMED, GrantRefused
 from penstock.hub.auth import RateLimit
+from penstock.hub.messages import PROTOCOL, takes_callers, takes_shared_grants
 
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
@@ -64,6 +65,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     epoch: int
     """Of the source, as it last reported it to the hub."""
     nonce: bytes
+    caller: str = ""
+    """The caller that the reader counts for at this source, as a keyed digest. Empty: the hub is older than 2.6."""
 
 
 _GRANT = msgspec.msgpack.Decoder(Grant)
@@ -78,6 +81,7 @@ class GrantSigner:
 
     def __init__(self, seed: bytes) -> None:
         self._private = Ed25519PrivateKey.from_private_bytes(seed)
+        self._caller_key = blake3(seed, derive_key_context="penstock grants 2.6: callers").digest(32)
 
     @property
     def public_key(self) -> bytes:
@@ -85,7 +89,13 @@ class GrantSigner:
         return self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
     def sign(
-        self, *, key: str, reader: str, epochs: Mapping[str, int], alone: Collection[str] = ()
+        self,
+        *,
+        key: str,
+        reader: str,
+        epochs: Mapping[str, int],
+        protocols: Mapping[str, str] | None = None,
+        caller: str = "",
     ) -> dict[str, bytes]:
         """Return a grant for each source of one answer.
 
@@ -99,24 +109,34 @@ class GrantSigner:
             key: of the holding, or of the sync's name.
             reader: the member that may show them.
             epochs: source -> its epoch, as it last reported it.
-            alone: sources that take the second form only; see `messages.takes_shared_grants`.
+            protocols: source -> the version that it announced; one that is not named speaks this release's. One before
+                2.5 takes the second form only, one before 2.6 no caller.
+            caller: `Caller.name` of the reader.
         """
-        grants = {
-            source: msgspec.msgpack.encode(Grant(key, reader, source, epoch, os.urandom(12)))
-            for source, epoch in epochs.items()
-        }
+        spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
+        grants = {}
+        for source, epoch in epochs.items():
+            fields = (key, reader, source, epoch, os.urandom(12))
+            named = (self._caller_at(source, caller),) if takes_callers(spoken[source]) else ()
+            # A `Grant`, without the field that the source does not know.
+            grants[source] = msgspec.msgpack.encode((*fields, *named))
         # Asked first: a hub without an audit issues thousands of grants a second.
         if audit.isEnabledFor(logging.INFO):
             for source in grants:
                 audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
-        single = frozenset(alone)
-        together = [source for source in grants if source not in single]
+        together = [source for source in grants if takes_shared_grants(spoken[source])]
+        alone = grants.keys() - set(together)
         for first in range(0, len(together), _MAX_TOGETHER):
             group = together[first : first + _MAX_TOGETHER]
             digests = b"".join(blake3(grants[source]).digest(_DIGEST_BYTES) for source in group)
             head = self._private.sign(_TOGETHER + digests) + bytes([len(group)]) + digests
             grants |= {source: head + grants[source] for source in group}
         return grants | {source: self._private.sign(_ALONE + grants[source]) + grants[source] for source in alone}
+
+    def _caller_at(self, source: str, caller: str) -> str:
+        """Return the name under which a source counts a caller. It is the same in all grants for this source."""
+        # Another at each source: none learns a token's name, and two do not see that one token reads from both.
+        return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
 
 @dataclass(slots=True)
@@ -168,22 +188,23 @@ class GrantChecker:
         # An epoch ends `EPOCH_S` after it began, even if no call replaced it then: the process may have been stopped.
         self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
-    def check(self, grant: bytes, *, key: str, reader: str) -> None:
-        """Validate and consume a grant.
+    def check(self, grant: bytes, *, key: str, reader: str) -> str:
+        """Validate and consume a grant. Return the caller that its reader counts for; see `Grant.caller`.
 
         Raises:
             GrantRefused: see the class; the message says which, and an audit line is written.
         """
-        fault = self._fault(grant, key, reader)
-        if fault:
+        signed = self._accepted(grant, key, reader)
+        if isinstance(signed, str):
             # One rate for all of them: whoever shows a grant that is not good may call itself any reader.
             if self._lines.allow("refused"):
-                audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, fault)
-            raise GrantRefused(f"grant refused: {fault}", hint="ask the hub for upstreams again")
+                audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, signed)
+            raise GrantRefused(f"grant refused: {signed}", hint="ask the hub for upstreams again")
         audit.info("event=used key=%s reader=%s source=%s", key, reader, self._source)
+        return signed.caller
 
-    def _fault(self, grant: bytes, key: str, reader: str) -> str:
-        """Return why a grant is refused; empty: it is good, and is remembered as used."""
+    def _accepted(self, grant: bytes, key: str, reader: str) -> Grant | str:
+        """Return the content of a grant, which is remembered as used; or why it is refused."""
         if not _SIGNATURE_BYTES < len(grant) <= _MAX_GRANT_BYTES:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
@@ -212,7 +233,7 @@ class GrantChecker:
         ):
             if actual != wanted:
                 return f"for another {name}"
-        return self._used(signed)
+        return self._used(signed) or signed
 
     def _used(self, signed: Grant) -> str:
         """Return why a grant that is signed for this read is refused; empty: it is noted as used."""

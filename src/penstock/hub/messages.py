@@ -87,8 +87,8 @@ def sync_key(name: str) -> str:
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
 # the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
 # has versions that a fleet commits together; 2.4 spreads chunks over two trees of upstreams; 2.5 claims storage in
-# a request for upstreams, and has grants that share a signature.
-PROTOCOL = "2.5"
+# a request for upstreams, and has grants that share a signature; 2.6 names the reader's caller in grants.
+PROTOCOL = "2.6"
 """The version that this release speaks."""
 PROTOCOL_HEADER = "penstock-protocol"
 """The header of requests to a hub with the caller's version; releases before 2.2 send none."""
@@ -132,6 +132,11 @@ def follows_trees(announced: str) -> bool:
 def takes_shared_grants(announced: str) -> bool:
     """Return whether a member of this version knows grants that share a signature."""
     return _is_at_least(announced, 2, 5)
+
+
+def takes_callers(announced: str) -> bool:
+    """Return whether a member of this version knows grants that name the reader's caller."""
+    return _is_at_least(announced, 2, 6)
 
 
 # Of few versions: asked for each member of a fleet.

@@ -54,7 +54,6 @@ from penstock.hub.messages import (
     SyncState,
     follows_trees,
     sync_key,
-    takes_shared_grants,
 )
 from penstock.hub.store import ABSENT, Entry, Store
 from penstock.phases import Boot
@@ -545,7 +544,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         key=key,
         reader=request.member,
         epochs={name: live[name].state.grant_epoch for name in wanted},
-        alone=[name for name in wanted if not takes_shared_grants(live[name].hello.protocol)],
+        protocols={name: live[name].hello.protocol for name in wanted},
     )
     members = [
         SyncMember(

@@ -256,10 +256,14 @@ class Member:
                 self._grants.trust(welcome.grant_key)
         return welcome
 
-    def check_grant(self, request: LeaseRequest) -> None:
-        """Validate and consume a grant. Raises GrantRefused unless the hub signed it for this reader and this key."""
+    def check_grant(self, request: LeaseRequest) -> str:
+        """Validate and consume a grant; return the reader's caller, see `Grant.caller`.
+
+        Raises:
+            GrantRefused: the hub did not sign it for this reader and this key.
+        """
         assert self._grants is not None
-        self._grants.check(request.grant, key=request.key, reader=request.member)
+        return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def _sign(self, weights: LocalWeights, reply: LogReply) -> LogReply:
         """Sign the digests in a log reply if the hub could check them by the revision."""

@@ -45,6 +45,7 @@ from penstock.errors import (
     PenstockError,
     PermissionDenied,
     PlanError,
+    SourceBusy,
     StaleDescriptor,
 )
 from penstock.http.phases import PhasesHandler, answer_ready
@@ -61,6 +62,7 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.net.listener import bound_socket
+from penstock.net.shares import Shares
 from penstock.peer.local_weights import LocalWeights, to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
 
@@ -73,8 +75,9 @@ MAX_WAIT_S = 5.0
 LEASE_TTL_S = 15.0
 """A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
 
-CheckGrant = Callable[[LeaseRequest], None]
-"""Raises PermissionDenied unless the request may read."""
+CheckGrant = Callable[[LeaseRequest], str]
+"""Returns the caller that the reader counts for; empty: the hub named none. Raises PermissionDenied unless the request
+may read."""
 Recall = Callable[[str], AbstractContextManager[str]]
 """Brings weights of a key back from another tier and pins them; yields the reason if they are not back yet."""
 Query = Mapping[str, list[str]]
@@ -97,9 +100,18 @@ class RequestHandler(Protocol):
 @dataclass(slots=True)
 class _Leased:
     reader: str
+    caller: str
+    """Whose share of the places it takes."""
     weights: LocalWeights
     attached: bool
+    is_displaced: bool = False
+    """Its place went to a caller with fewer. It is refused from now on, and ends once its reader has released it."""
     seen: float = field(default_factory=time.monotonic)
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether it takes one of the places for readers."""
+        return not (self.attached or self.is_displaced)
 
 
 class PeerServer:
@@ -242,14 +254,15 @@ class PeerServer:
         Raises:
             PermissionDenied: the grant is not valid. NotFound: this member does not serve the key.
         """
-        self._check_grant(request)
-        lease = self._lease(request)
+        # A hub before 2.6 names no caller: each member is then one.
+        caller = self._check_grant(request) or request.member
+        lease = self._lease(request, caller)
         if lease is None:
             with self.recall(request.key) as why:
                 if why:
                     return Fault(error=why, hint="ask again")
                 # Inside the block: until a lease is counted, only `recall` keeps the weights in memory.
-                lease = self._lease(request)
+                lease = self._lease(request, caller)
         if lease is None:
             with self._lock:
                 is_draining = request.key in self._draining
@@ -258,8 +271,12 @@ class PeerServer:
             raise NotFound("this member does not hold that key")
         return lease
 
-    def _lease(self, request: LeaseRequest) -> Lease | Fault | None:
-        """Grant a lease of weights that are in memory; return None if they are not."""
+    def _lease(self, request: LeaseRequest, caller: str) -> Lease | Fault | None:
+        """Grant a lease of weights that are in memory; return None if they are not.
+
+        A caller that has fewer places than another gets one of that caller's, so that a token with many members cannot
+        keep the others out.
+        """
         with self._lock:
             self._expire()
             weights = self._weights.get(request.key)
@@ -269,19 +286,28 @@ class PeerServer:
                 raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock keep`")
             same_key = [(lease, leased) for lease, leased in self._leases.items() if leased.weights.key == request.key]
             # Engines that map the memory cost the member nothing while they read, so they take no reader's place.
-            readers = tuple(
-                leased.reader for _, leased in same_key if leased.reader != request.member and not leased.attached
-            )
-            if len(readers) >= weights.max_readers and not request.attach:
-                return Fault(error="all readers' places are taken", hint="read from one of them", alternatives=readers)
+            reading = [(lease, one) for lease, one in same_key if one.reader != request.member and one.takes_place]
+            displaced: tuple[str, ...] = ()
+            if not request.attach:
+                places = Shares[str](weights.max_readers)
+                for lease, leased in reading:
+                    places.enter(lease, leased.caller)
+                gave_way = places.enter(request.member, caller, displaces_own=False)
+                if gave_way is None:
+                    others = tuple(leased.reader for _, leased in reading)
+                    message = "all readers' places are taken"
+                    return Fault(error=message, hint="read from one of them", alternatives=others)
+                displaced = gave_way
+            for lease in displaced:
+                self._leases[lease].is_displaced = True
             for lease, leased in same_key:
                 if leased.reader == request.member:
                     # The reader restarted or reconnected; it needs no second place.
                     self._end(lease)
             # Random: this name is all that authorises the requests that follow.
             new_lease = secrets.token_hex(16)
-            self._leases[new_lease] = _Leased(request.member, weights, request.attach)
-            weights.num_readers = len(readers) + (not request.attach)
+            self._leases[new_lease] = _Leased(request.member, caller, weights, request.attach)
+            weights.num_readers = len(reading) - len(displaced) + (not request.attach)
         return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
@@ -290,17 +316,24 @@ class PeerServer:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
-        """Renew a lease and return its weights. Raises PermissionDenied if it is unknown or has expired."""
+        """Renew a lease and return its weights.
+
+        Raises:
+            PermissionDenied: it is unknown or has expired. SourceBusy: its place went to another caller.
+        """
         with self._lock:
             self._expire()
             leased = self._leases.get(lease)
             if leased is None:
                 raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
+            if leased.is_displaced:
+                # Not ended here: reads under way would fail, and look like a fault of this member to the reader.
+                raise SourceBusy("the place went to a token that has fewer of them", hint="read from another member")
             leased.seen = time.monotonic()
             return leased.weights
 
     def map(self, lease: str) -> HoldingMap:
-        """Return the memory map for a lease, valid while the lease lasts. Raises PermissionDenied as `leased`."""
+        """Return the memory map for a lease, valid while the lease lasts. Raises as `leased`."""
         weights = self.leased(lease)
         # Without the lock: descriptors of many regions take a while.
         holding_map = weights.map(lease)
@@ -334,7 +367,7 @@ class PeerServer:
             self._end(lease)
         for weights in self._weights.values():
             weights.num_readers = sum(
-                leased.weights is weights and not leased.attached for leased in self._leases.values()
+                leased.weights is weights and leased.takes_place for leased in self._leases.values()
             )
 
     # -- Requests.
@@ -351,6 +384,8 @@ class PeerServer:
             _send(exchange, HTTPStatus.FORBIDDEN, _fault(error))
         except NotFound as error:
             _send(exchange, HTTPStatus.NOT_FOUND, Fault(error=error.message))
+        except SourceBusy as error:
+            _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, _fault(error))
         except PlanError as error:
             _send(exchange, HTTPStatus.CONFLICT, _fault(error))
         except StaleDescriptor as error:

@@ -123,7 +123,7 @@ class SyncHandler:
     def __init__(
         self,
         key: str,
-        admit: Callable[[LeaseRequest], None],
+        admit: Callable[[LeaseRequest], object],
         *,
         local_version: Callable[[], LocalVersion | None],
         version_status: VersionStatus,

@@ -163,7 +163,8 @@ def test_local_service_is_recognised_in_each_form(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "::1", "::", "93.184.216.34", "64:ff9b::5db8:d822", "2002:5db8:d822::1", "2001:db8::a9fe:a9fe"]
+    "address",
+    ["127.0.0.1", "::1", "::", "93.184.216.34", "64:ff9b::5db8:d822", "2002:5db8:d822::1", "2001:db8::a9fe:a9fe"],
 )
 def test_other_address_is_no_local_service(address: str) -> None:
     assert not is_local_service(address)

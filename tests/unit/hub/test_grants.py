@@ -36,8 +36,9 @@ class Hub:
     def sign(self, *, source: str = "source", epoch: int | None = None, is_alone: bool = False, **changes) -> bytes:
         """Return a grant for the source, made with two for other sources."""
         now = self.epoch if epoch is None else epoch
-        epochs, alone = {"before": 1, source: now, "after": now}, [source] if is_alone else []
-        return self.signer.sign(**{"key": KEY, "reader": "reader", "epochs": epochs, "alone": alone, **changes})[source]
+        epochs, spoken = {"before": 1, source: now, "after": now}, {source: "2.4"} if is_alone else {}
+        given = {"key": KEY, "reader": "reader", "epochs": epochs, "protocols": spoken, **changes}
+        return self.signer.sign(**given)[source]
 
 
 @pytest.fixture
@@ -70,11 +71,31 @@ def test_one_signed_alone_for_an_older_source_passes_once(hub, checker) -> None:
     assert msgspec.msgpack.decode(grant[64:], type=Grant).source == "source"
 
 
+def test_caller_of_reader_is_named_to_each_source_differently(hub, clock) -> None:
+    def caller(name: str, reader: str = "reader", source: str = "source", seed: bytes = b"s" * 32) -> str:
+        checker, hub = GrantChecker(GrantSigner(seed).public_key, source, clock=clock), Hub(seed)
+        grant = hub.sign(source=source, epoch=checker.epoch(), reader=reader, caller=name)
+        return checker.check(grant, key=KEY, reader=reader)
+
+    one = caller("token:1")
+    assert one and one == caller("token:1", reader="other")
+    names = {one, caller("token:2"), caller("token:1", source="s2"), caller("token:1", seed=b"t" * 32)}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("protocol", ["2.1", "2.4", "2.5"])
+def test_source_of_earlier_release_gets_five_fields(hub, checker, protocol) -> None:
+    grant = hub.sign(protocols={"source": protocol}, caller="token:1")
+    body = grant[64:] if protocol < "2.5" else grant[65 + 32 * grant[64] :]
+    assert len(msgspec.msgpack.decode(body)) == 5
+    assert checker.check(grant, key=KEY, reader="reader") == ""
+
+
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 40])
 def test_each_of_many_passes_at_its_source_alone(hub, clock, count) -> None:
     checkers = {f"s{i}": GrantChecker(hub.signer.public_key, f"s{i}", clock=clock) for i in range(count)}
     epochs = {source: one.epoch() for source, one in checkers.items()}
-    grants = hub.signer.sign(key=KEY, reader="reader", epochs=epochs, alone=["s0"])
+    grants = hub.signer.sign(key=KEY, reader="reader", epochs=epochs, protocols={"s0": "2.4"})
     assert list(grants) == list(epochs) and max(map(len, grants.values())) < 1024
     for source, grant in grants.items():
         for other in checkers.keys() - {source}:

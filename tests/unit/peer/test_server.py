@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -42,9 +43,11 @@ def member_socket(directory: Path) -> Path:
     return home / "peer.sock"
 
 
-def allow(request: LeaseRequest) -> None:
-    if request.grant != b"good":
+def allow(request: LeaseRequest) -> str:
+    """Accept the grant `good`, and `good` with the caller behind it."""
+    if not request.grant.startswith(b"good"):
         raise GrantRefused("no")
+    return request.grant.removeprefix(b"good").decode()
 
 
 @pytest.fixture
@@ -92,6 +95,57 @@ def test_places_are_limited_and_come_back(door: PeerServer, holding: LocalWeight
         first.close()
         third.lease()
     second.close()
+
+
+def test_places_of_token_with_many_members_are_shared(door: PeerServer, holding: LocalWeights) -> None:
+    with ExitStack() as stack:
+
+        def lease(member: str, token: bytes) -> PeerClient:
+            reader = stack.enter_context(peer(door, holding.key, member=member, grant=b"good" + token))
+            reader.lease()
+            return reader
+
+        first, second = lease("a", b"greedy"), lease("b", b"greedy")
+        lease("c", b"other")
+        # The oldest of the greedy token's readers gave way. What it reads now is not cut off.
+        with pytest.raises(SourceBusy, match="fewer"):
+            first.log(0, 0.0)
+        assert door.num_readers(holding.key) == 3 and holding.num_readers == 2
+        second.log(0, 0.0)
+        # Both tokens have as many now.
+        for token in (b"greedy", b"other", b"third"):
+            with pytest.raises(SourceBusy, match="taken"):
+                lease("d", token)
+        first.close()
+        assert door.num_readers(holding.key) == 2
+
+
+def test_place_is_not_given_up_to_same_token(door: PeerServer, holding: LocalWeights) -> None:
+    readers = [peer(door, holding.key, member=name, grant=b"good-one") for name in "abc"]
+    readers[0].lease(), readers[1].lease()
+    with pytest.raises(SourceBusy, match="taken"):
+        readers[2].lease()
+    for reader in readers:
+        reader.close()
+
+
+def test_displaced_reader_that_stays_silent_ends(
+    door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grants = {"a": b"good-1", "b": b"good-1", "c": b"good-2"}
+    readers = [peer(door, holding.key, member=name, grant=grant) for name, grant in grants.items()]
+    for reader in readers:
+        reader.lease()
+    monkeypatch.setattr("penstock.peer.server.LEASE_TTL_S", 0.1)
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        readers[1].log(0, 0.0), readers[2].log(0, 0.0)
+        with pytest.raises((SourceBusy, PermissionDenied)):
+            readers[0].log(0, 0.0)
+        time.sleep(0.02)
+    assert door.num_readers(holding.key) == 2
+    for reader in readers:
+        reader.close()
 
 
 def test_a_reader_that_starts_anew_takes_its_own_place(door: PeerServer, holding: LocalWeights) -> None:
