@@ -1,0 +1,191 @@
+"""The messages that processes exchange or keep for each other, by names that do not change when their classes move.
+
+In: nothing. Out: `MESSAGES`, from `room.name/codec` to the class; `CODECS`; `NOT_WIRE`, structs that are no messages.
+Not here: bytes that no class describes (`frames`).
+
+A class that moves or gets another name changes its line here. The fixture keeps its name and its bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.plan import layout
+
+PACKAGES = ("penstock",)
+"""The packages whose messages are frozen. A distribution that is split off is added here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """The two directions of an encoding."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes, type], Any]
+
+
+CODECS = {
+    "json": Codec(encode=msgspec.json.encode, decode=lambda raw, kind: msgspec.json.decode(raw, type=kind)),
+    "msgpack": Codec(encode=msgspec.msgpack.encode, decode=lambda raw, kind: msgspec.msgpack.decode(raw, type=kind)),
+    "columns": Codec(encode=layout.encode, decode=layout.decode),
+}
+
+MESSAGES = {
+    "hub.announced_version/json": "penstock.hub.messages:AnnouncedVersion",
+    "hub.hello/json": "penstock.hub.messages:Hello",
+    "hub.welcome/json": "penstock.hub.messages:Welcome",
+    "hub.identity/json": "penstock.hub.messages:Identity",
+    "hub.holding_state/json": "penstock.hub.messages:HoldingState",
+    "hub.fleet_decision/json": "penstock.hub.messages:FleetDecision",
+    "hub.sync_state/json": "penstock.hub.messages:SyncState",
+    "hub.drain/json": "penstock.hub.messages:Drain",
+    "hub.failure_report/json": "penstock.hub.messages:FailureReport",
+    "hub.beat/json": "penstock.hub.messages:Beat",
+    "hub.beat_reply/json": "penstock.hub.messages:BeatReply",
+    "hub.upstreams_request/json": "penstock.hub.messages:UpstreamsRequest",
+    "hub.upstream/json": "penstock.hub.messages:Upstream",
+    "hub.upstreams_reply/json": "penstock.hub.messages:UpstreamsReply",
+    "hub.claim_request/json": "penstock.hub.messages:ClaimRequest",
+    "hub.claim_reply/json": "penstock.hub.messages:ClaimReply",
+    "hub.proof/json": "penstock.hub.messages:Proof",
+    "hub.complaint/json": "penstock.hub.messages:Complaint",
+    "hub.sync_request/json": "penstock.hub.messages:SyncRequest",
+    "hub.sync_member/json": "penstock.hub.messages:SyncMember",
+    "hub.sync_reply/json": "penstock.hub.messages:SyncReply",
+    "hub.decide_request/json": "penstock.hub.messages:DecideRequest",
+    "hub.decide_reply/json": "penstock.hub.messages:DecideReply",
+    "hub.member_status/json": "penstock.hub.messages:MemberStatus",
+    "hub.job_status/json": "penstock.hub.messages:JobStatus",
+    "hub.fleet_failure/json": "penstock.hub.messages:FleetFailure",
+    "hub.status/json": "penstock.hub.messages:Status",
+    "hub.replica/json": "penstock.hub.messages:Replica",
+    "hub.phases_reply/json": "penstock.hub.messages:PhasesReply",
+    "hub.why_request/json": "penstock.hub.messages:WhyRequest",
+    "hub.why/json": "penstock.hub.messages:Why",
+    "hub.fault/json": "penstock.hub.messages:Fault",
+    "hub.boot/json": "penstock.phases:Boot",
+    "hub.boot_error/json": "penstock.phases:BootError",
+    "hub.phase/json": "penstock.phases:Phase",
+    "hub.job_state/json": "penstock.jobs.observer:JobState",
+    "hub.job_error/json": "penstock.jobs.observer:JobError",
+    "hub.worker_state/json": "penstock.jobs.observer:WorkerState",
+    "store.holding_entry/msgpack": "penstock.hub.snapshot:HoldingEntry",
+    "store.member_entry/msgpack": "penstock.hub.snapshot:MemberEntry",
+    "store.complaint_entry/msgpack": "penstock.hub.snapshot:ComplaintEntry",
+    "store.sync_entry/msgpack": "penstock.hub.snapshot:SyncEntry",
+    "store.claims/msgpack": "penstock.hub.claims:Claims",
+    "store.failures_entry/msgpack": "penstock.hub.failures:FailuresEntry",
+    "store.job_entry/msgpack": "penstock.hub.conversions:JobEntry",
+    "store.hello/msgpack": "penstock.hub.messages:Hello",
+    "store.holding_state/msgpack": "penstock.hub.messages:HoldingState",
+    "store.identity/msgpack": "penstock.hub.messages:Identity",
+    "store.drain/msgpack": "penstock.hub.messages:Drain",
+    "store.complaint/msgpack": "penstock.hub.messages:Complaint",
+    "store.proof/msgpack": "penstock.hub.messages:Proof",
+    "store.sync_state/msgpack": "penstock.hub.messages:SyncState",
+    "store.fleet_failure/msgpack": "penstock.hub.messages:FleetFailure",
+    "store.fleet_decision/msgpack": "penstock.hub.messages:FleetDecision",
+    "store.replica/msgpack": "penstock.hub.messages:Replica",
+    "store.boot/msgpack": "penstock.phases:Boot",
+    "store.phase/msgpack": "penstock.phases:Phase",
+    "store.boot_error/msgpack": "penstock.phases:BootError",
+    "store.job_state/msgpack": "penstock.jobs.observer:JobState",
+    "store.job_error/msgpack": "penstock.jobs.observer:JobError",
+    "store.worker_state/msgpack": "penstock.jobs.observer:WorkerState",
+    "peer.announced_version/msgpack": "penstock.hub.messages:AnnouncedVersion",
+    "peer.holding_map/msgpack": "penstock.hub.messages:HoldingMap",
+    "peer.lease_request/msgpack": "penstock.hub.messages:LeaseRequest",
+    "peer.lease/msgpack": "penstock.hub.messages:Lease",
+    "peer.log_reply/msgpack": "penstock.hub.messages:LogReply",
+    "peer.session_request/msgpack": "penstock.hub.messages:SessionRequest",
+    "peer.session/msgpack": "penstock.hub.messages:Session",
+    "peer.fault/msgpack": "penstock.hub.messages:Fault",
+    "peer.table/msgpack": "penstock.peer.local_weights:TableMessage",
+    "peer.grant/msgpack": "penstock.hub.grants:Grant",
+    "peer.digest_statement/msgpack": "penstock.hub.proof:_Statement",
+    "sync.part_request/msgpack": "penstock.sync.messages:PartRequest",
+    "sync.part_reply/msgpack": "penstock.sync.messages:PartReply",
+    "sync.table_reply/msgpack": "penstock.sync.messages:TableReply",
+    "sync.news_reply/msgpack": "penstock.sync.messages:NewsReply",
+    "sync.digest_request/msgpack": "penstock.sync.messages:DigestRequest",
+    "sync.digest_reply/msgpack": "penstock.sync.messages:DigestReply",
+    "sync.pack_request/msgpack": "penstock.sync.messages:PackRequest",
+    "sync.pack_reply/msgpack": "penstock.sync.messages:PackReply",
+    "sync.pack_leases/msgpack": "penstock.sync.messages:PackLeases",
+    "sync.begins_after/msgpack": "penstock.sync.messages:BeginsAfter",
+    "sync.progress/msgpack": "penstock.sync.messages:Progress",
+    "sync.decision/msgpack": "penstock.sync.messages:Decision",
+    "sync.fleet_decision/msgpack": "penstock.hub.messages:FleetDecision",
+    "sync.version_map/msgpack": "penstock.sync.local_version:VersionMap",
+    "sync.check_value/msgpack": "penstock.sync.check:_Value",
+    "sync.layout/columns": "penstock.plan.layout:Layout",
+    "sync.part/columns": "penstock.plan.sync:Part",
+    "sync.sync_plan/columns": "penstock.plan.sync:SyncPlan",
+    "transport.descriptor/msgpack": "penstock.transport.protocol:Descriptor",
+    "transport.cuda_ipc_payload/msgpack": "penstock.transport.cuda_ipc:CudaPayload",
+    "transport.shm_payload/msgpack": "penstock.transport.shm:ShmPayload",
+    "transport.generation_address/msgpack": "penstock.transport.host_endpoint:GenerationAddress",
+    "transport.located/msgpack": "penstock.transport.host_endpoint:_Located",
+    "transport.http_payload/msgpack": "penstock.transport.http:_Payload",
+    "transport.nixl_payload/msgpack": "penstock.transport.nixl_reader:Payload",
+    "transport.read_request/msgpack": "penstock.http.region_messages:ReadRequest",
+    "job.job_spec/msgpack": "penstock.jobs.messages:JobSpec",
+    "job.hello/msgpack": "penstock.jobs.messages:Hello",
+    "job.ready/msgpack": "penstock.jobs.messages:Ready",
+    "job.began/msgpack": "penstock.jobs.messages:Began",
+    "job.done/msgpack": "penstock.jobs.messages:Done",
+    "job.beat/msgpack": "penstock.jobs.messages:Beat",
+    "job.failure/msgpack": "penstock.jobs.messages:Failure",
+    "job.work/msgpack": "penstock.jobs.messages:Work",
+    "job.stop/msgpack": "penstock.jobs.messages:Stop",
+    "job.announced_version/msgpack": "penstock.jobs.messages:_Announced",
+    "job.journal_head/json": "penstock.jobs.result:_Head",
+    "job.journal_entry/json": "penstock.jobs.result:_Entry",
+    "job.stamp/json": "penstock.jobs.result:_Stamp",
+    "job.delta/json": "penstock.jobs.operations.delta:Delta",
+    "job.delta_changed/json": "penstock.jobs.operations.delta:Changed",
+    "keeper.hand_over/msgpack": "penstock.keeper.hand_over:HandOver",
+    "keeper.hand_over_state/msgpack": "penstock.keeper.hand_over:HandOverState",
+    "manifest.sidecar/msgpack": "penstock.storage.manifest:Sidecar",
+    "manifest.file/msgpack": "penstock.storage.manifest:_File",
+    "manifest.placed_files/json": "penstock.storage.place:_Files",
+    "compile_cache.key/json": "penstock.artifacts.key:Key",
+    "compile_cache.description/json": "penstock.artifacts.bundle:Description",
+    "compile_cache.file/msgpack": "penstock.artifacts.bundle:_File",
+    "compile_cache.frame/msgpack": "penstock.artifacts.bundle:_Frame",
+    "compile_cache.kernel/msgpack": "penstock.cuda.kernel_cache:_Copy",
+    "plan.cluster/json": "penstock.plan.cluster:Cluster",
+    "plan.rates/json": "penstock.plan.cluster:Rates",
+}
+
+NOT_WIRE = {
+    "penstock.plan.relay_parents:Node": "a value of the hub's placement, never encoded",
+    "penstock.storage.hugging_face:_Info": "an answer of Hugging Face, only decoded",
+    "penstock.storage.hugging_face:_Lfs": "part of an answer of Hugging Face, only decoded",
+    "penstock.storage.hugging_face:_Sibling": "part of an answer of Hugging Face, only decoded",
+    "penstock.storage.model_scope:_Answer": "an answer of ModelScope, only decoded",
+    "penstock.storage.model_scope:_Entry": "part of an answer of ModelScope, only decoded",
+    "penstock.storage.model_scope:_Files": "part of an answer of ModelScope, only decoded",
+    "penstock.storage.safetensors:_Entry": "the header of safetensors, a format of others, only decoded",
+    "penstock.storage.safetensors:_Index": "the index of safetensors, a format of others, only decoded",
+    "penstock.storage.safetensors:_MetadataOnly": "the header of safetensors, a format of others, only decoded",
+    "penstock.storage.safetensors:_Span": "the header of safetensors, a format of others, only decoded",
+    "penstock.sync.local_version:Answer": "an answer in one process; `sync.digest_reply` is its message",
+    "penstock.sync.recording.buffers:Piece": "a value of a recording, never encoded",
+    "penstock.sync.recording.buffers:View": "a value of a recording, never encoded",
+    "penstock.sync.recording.layout:Record": "a value of a recording, never encoded",
+    "penstock.sync.recording.stride_map:StrideMap": "a value of a recording, never encoded",
+}
+"""Structs that processes do not send to each other, with the reason."""
+
+
+def resolve(path: str) -> type:
+    """Return the class at `module:name`."""
+    module, _, name = path.partition(":")
+    kind: type = getattr(importlib.import_module(module), name)
+    return kind
