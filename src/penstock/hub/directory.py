@@ -134,7 +134,7 @@ class Directory:
         # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
-        self._limits = Limits(store, ttl_s=ttl_s, timer=timer)
+        self._limits = Limits(store, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
         self._marked = float("-inf")
@@ -159,6 +159,7 @@ class Directory:
         """
         # Three beats: a hub that misses one or two is still the same hub.
         ttl_s = 3 * self.beat_s
+        self._limits.look()
         self._marked = self._timer()
         is_fresh, self._fresh = self._fresh, False
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
@@ -231,7 +232,7 @@ class Directory:
         self._mark_life()
         entry, known = self._known(member)
         boot = encoded(beat.boot, caller)
-        self._limits.admit(member, known.caller, beat, boot)
+        nbytes = self._limits.admit(member, known.caller, beat, boot)
         now = self._clock()
         # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
@@ -249,10 +250,10 @@ class Directory:
         )
         # A request of the same member may have changed the entry since it was read: then merge with that once more. If
         # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
-        after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot)
+        after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
-            self._renew(member, entry, msgspec.structs.replace(latest, boot=boot))
+            self._renew(member, entry, msgspec.structs.replace(latest, boot=boot, nbytes=nbytes))
         record_failed_calls(self.store, known.hello, beat.failures, now, caller)
         return BeatReply(drain=known.drain)
 

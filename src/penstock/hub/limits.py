@@ -5,13 +5,14 @@ a caller that has more than others are removed from the store.
 Not here: the rule who gives way (`net.shares`), failures and conversions, which the store itself counts (`failures`,
 `conversions`), rates (`auth`).
 
-Each hub process counts what came through it: several hubs on one store may keep several times as much together.
+Several hubs on one store count members together: each looks at all members in the store once a beat, as soon as it has
+a fair part of the limit itself. The rest is counted by each hub for itself: what came through it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
@@ -40,6 +41,8 @@ JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
 """Members that a caller signs off without having announced them. The hub remembers each for a minute."""
+MANY_HUBS = 16
+"""Hubs on one store. One that has less than this part of the limit looks at no others: together they are below it."""
 _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
 _BUSY_HINT = "end processes of this token that are not needed; the hub keeps what it knows already"
 
@@ -51,10 +54,21 @@ class Limits:
         store: of the hub.
         ttl_s: a member silent for this long is gone.
         timer: monotonic seconds of this process.
+        look_share: largest part of the time that goes to looks at the members of all hubs.
     """
 
-    def __init__(self, store: Store, *, ttl_s: float, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        ttl_s: float,
+        timer: Callable[[], float] = time.perf_counter,
+        look_share: float = 0.1,
+    ) -> None:
         self._store = store
+        self._timer = timer
+        self._look_share = look_share
+        self._next_look = float("-inf")
         self._members = Shares[str](MEMBERS_BYTES, ttl_s=ttl_s, clock=timer)
         self._tables = Shares[str](TABLES_BYTES, ttl_s=CLAIMS_TTL_S, clock=timer)
         self._starts = Shares[str](MAX_STARTS, ttl_s=FAILED_TTL_S, clock=timer)
@@ -62,8 +76,8 @@ class Limits:
         self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
-    def admit(self, member: str, caller: str, beat: Beat | None = None, boot: bytes = b"") -> None:
-        """Count a member for its caller, with all that a heartbeat reports.
+    def admit(self, member: str, caller: str, beat: Beat | None = None, boot: bytes = b"") -> int:
+        """Count a member for its caller, with all that a heartbeat reports. Return its weight without its syncs.
 
         Raises:
             SourceBusy: the hub is full, and no other caller has more of it than this one.
@@ -75,14 +89,39 @@ class Limits:
             nbytes += _HOLDING_BYTES * len(beat.holdings) + _RANGE_BYTES * ranges
             # Entries of their own: they stay until they expire, whatever the next heartbeat reports.
             syncs = [f"sync/{sync_key(state.name)}/{member}" for state in beat.syncs]
-        self._count(f"member/{member}", caller, max(MEMBER_BYTES, nbytes))
-        for name in syncs:
-            self._count(name, caller, _SYNC_BYTES)
+        nbytes = max(MEMBER_BYTES, nbytes)
+        for name, weight in ((f"member/{member}", nbytes), *((name, _SYNC_BYTES) for name in syncs)):
+            victims = self._members.enter(name, caller, weight, displaces_own=False)
+            if victims is None:
+                raise SourceBusy("this token has announced as many members as the hub keeps for it", hint=_BUSY_HINT)
+            self._remove(victims)
+        return nbytes
 
-    def _count(self, name: str, caller: str, nbytes: int) -> None:
-        victims = self._members.enter(name, caller, nbytes, displaces_own=False)
-        if victims is None:
-            raise SourceBusy("this token has announced as many members as the hub keeps for it", hint=_BUSY_HINT)
+    def look(self) -> None:
+        """Count the members that other hubs admitted to the store; remove those above a caller's share.
+
+        Order: once a beat.
+        """
+        begun = self._timer()
+        if self._members.used * MANY_HUBS < MEMBERS_BYTES or begun < self._next_look:
+            return
+        found = self._store.scan("member/")
+        known = {member: MEMBER_DECODER.decode(entry.value) for member, entry in found.items()}
+        # In the same order at each hub, so that all of them remove the same members.
+        for member in sorted(known, key=lambda name: (known[name].seen, name)):
+            self._enter(f"member/{member}", known[member].caller, max(MEMBER_BYTES, known[member].nbytes))
+        for name in self._store.scan("sync/"):
+            member = name.rpartition("/")[2]
+            if member in known:
+                self._enter(f"sync/{name}", known[member].caller, _SYNC_BYTES)
+        self._next_look = begun + (self._timer() - begun) / self._look_share
+
+    def _enter(self, name: str, caller: str, nbytes: int) -> None:
+        """Count an entry that is in the store; it or others are removed if the hub is full."""
+        victims = self._members.enter(name, caller, nbytes)
+        self._remove((name,) if victims is None else victims)
+
+    def _remove(self, victims: Iterable[str]) -> None:
         for victim in victims:
             folder, _, member = victim.partition("/")
             entry = self._store.read(victim) if folder == "member" else None

@@ -97,6 +97,8 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """An operator's order that is in force."""
     boot: bytes = b""
     """The `Boot` of its last beat, encoded: most readers of this entry do not need it. Empty: none."""
+    nbytes: int = 0
+    """Its weight in its caller's share of the hub, see `limits`. 0: a hub of an earlier release wrote the entry."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):

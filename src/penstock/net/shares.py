@@ -38,6 +38,11 @@ class Shares(Generic[K]):
         self._totals: dict[str, int] = {}
         self._used = 0
 
+    @property
+    def used(self) -> int:
+        """Return the total weight of all entries."""
+        return self._used
+
     def __contains__(self, entry: K) -> bool:
         return entry in self._callers
 
@@ -117,9 +122,9 @@ class Shares(Generic[K]):
     def _forget_expired(self) -> None:
         now = self._clock()
         for entries in list(self._entries.values()):
-            old = [entry for entry, (_, at) in entries.items() if now - at > self._ttl_s]
-            for entry in old:
-                self._drop(entry)
+            # The oldest come first.
+            while entries and now - next(iter(entries.values()))[1] > self._ttl_s:
+                self._drop(next(iter(entries)))
 
     def _drop(self, entry: K) -> None:
         caller = self._callers.pop(entry, None)

@@ -101,6 +101,59 @@ def test_members_of_one_caller_are_bounded_by_its_share(bench, monkeypatch) -> N
     join(hub, "q6", QUIET)
 
 
+def test_hubs_on_one_store_count_members_together(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
+    hubs = [bench.hub() for _ in range(3)]
+
+    def beat() -> None:
+        bench.now += 2.0
+        for hub in hubs:
+            hub.begin()
+
+    for number in range(4):
+        for at, hub in enumerate(hubs):
+            join(hub, f"f{at}-{number}", FLOOD)
+        bench.now += 0.1
+    beat()
+    # 12 announced within one beat, of which the two oldest are removed, by whichever hub looks first.
+    assert set(bench.store.scan("member/")) == {f"f{at}-{number}" for at in range(3) for number in range(4)} - {
+        "f0-0", "f1-0"
+    }  # fmt: skip
+    beat()
+    for hub in hubs:
+        with pytest.raises(SourceBusy):
+            join(hub, "f9", FLOOD)
+    # A token of members at one hub gets its half, also of members that other hubs admitted.
+    for number in range(5):
+        join(hubs[2], f"q{number}", QUIET)
+    with pytest.raises(SourceBusy):
+        join(hubs[2], "q5", QUIET)
+    beat()
+    left = bench.store.scan("member/")
+    assert sum(name.startswith("q") for name in left) == 5 and len(left) == 10
+
+
+def test_syncs_of_members_of_other_hubs_count(bench, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 4 * MEMBER_BYTES)
+    one, other = bench.hub(), bench.hub()
+    join(other, "f", FLOOD)
+    many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(16))
+    other.beat("f", Beat(syncs=many), FLOOD)
+    join(one, "f1", FLOOD)
+    bench.now += 2.0
+    one.begin()
+    # 32 KiB of each member, and 64 KiB of syncs.
+    with pytest.raises(SourceBusy):
+        join(one, "f2", FLOOD)
+    join(one, "q", QUIET)
+
+
+def test_hub_with_few_members_does_not_look_at_others(bench, hub, monkeypatch) -> None:
+    join(hub, "f", FLOOD)
+    monkeypatch.setattr(type(bench.store), "scan", None)
+    hub.begin()
+
+
 def test_members_that_fell_silent_free_their_share(bench, monkeypatch) -> None:
     monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 3 * MEMBER_BYTES)
     hub = bench.hub()
