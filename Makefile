@@ -115,7 +115,7 @@ check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit),
 	@$(PY) scripts/audit.py $(AUDIT)
 	@$(PY) scripts/dead_code.py
 	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
-	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py || status=$$?; \
+	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py tests/api || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status
 	@$(PY) scripts/size.py
 	@$(MAKE) --no-print-directory docs
