@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +15,7 @@ from tests.support.sync import SyncTask, SyncWorker, whole
 
 import penstock as ps
 from penstock.errors import IntegrityError, VersionNotLive
-from penstock.sync.receive.released import MemoryDigests
+from penstock.sync.memory_digests import MemoryDigests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 DEVICE = "cuda:0"
@@ -153,3 +155,33 @@ def test_digests_of_many_tensors_are_quick() -> None:
     kept = [one.cpu() for one in tensors]
     copy_s = time.perf_counter() - began
     assert len(kept) == len(tensors) and digest_s < copy_s, (digest_s, copy_s)
+
+
+def test_digests_are_right_after_the_memory_pool_of_their_first_use_is_gone() -> None:
+    # As an engine with a sleep mode: its model is loaded and verified inside a pool whose memory is taken away.
+    program = """
+import numpy as np, torch
+from penstock.digest.cuda import leaf_digests_cuda
+device = torch.device("cuda:0")
+data = torch.arange(4096, dtype=torch.int32, device=device).view(torch.uint8)
+leaves = np.array([data.data_ptr()]), np.array([data.numel()])
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    first = leaf_digests_cuda(*leaves, device).item()
+torch.cuda.synchronize()
+spans = [(one["address"], one["total_size"]) for one in pool.snapshot()]
+from penstock.digest.cuda import _constants
+at = _constants(device).data_ptr()
+print(any(begin <= at < begin + size for begin, size in spans), leaf_digests_cuda(*leaves, device).item() == first)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stdout + done.stderr
+
+
+def test_sleeps_one_after_the_other_keep_no_more_memory() -> None:
+    tensors = [torch.ones(32 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
+    digests = MemoryDigests(tensors)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    assert all(digests.is_same() for _ in range(6))
+    assert torch.cuda.memory_reserved() == reserved

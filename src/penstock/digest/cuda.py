@@ -24,7 +24,8 @@ from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest import xxh3_constants
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.digest.strip import Strips
-from penstock.types import I64, MIB
+from penstock.types import I64, MIB, U64
+from penstock.waits import Threads
 
 _KERNELS = "penstock.digest.xxh3_triton"
 _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
@@ -317,7 +318,15 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
 
 @functools.lru_cache(maxsize=64)
 def _constants(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(xxh3_constants.constants()).to(device)
+    """Return the kernels' constants on a device, where they stay for the life of the process."""
+    # In a thread of its own: while an engine with a sleep mode loads a model, what the calling thread allocates goes to
+    # a pool whose memory is taken away. Constants in it would be garbage after the sleep, and all digests wrong.
+    with Threads(1, "penstock-constants") as pool:
+        return pool.submit(_place, xxh3_constants.constants(), device).result()
+
+
+def _place(values: U64, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
@@ -333,14 +342,6 @@ def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torc
     Ownership: the leaves' memory must live, unchanged, until the stream has passed.
     """
     return plan_leaves(addresses, nbytes, device).digest()
-
-
-def place_constants(device: torch.device) -> None:
-    """Put the kernels' constants on a device, where they stay for the life of the process.
-
-    Order: before this thread's allocations go to a pool whose memory is given back, as in a sleep mode of an engine.
-    """
-    _constants(device)
 
 
 def warm_up(device: torch.device) -> None:

@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, FormatError, NotFound
 from penstock.hub.auth import first_token
-from penstock.integrations import replica
+from penstock.integrations import replica, sglang_sleep
 from penstock.integrations.host_plugin import HostPlugin
-from penstock.integrations.sglang_sleep import SchedulerSleep
 from penstock.storage import is_remote, pinned
 from penstock.storage.locate import display, model_name
 
@@ -101,7 +100,7 @@ def _add_load_format() -> None:
         return
     register_resolution_hook("handle_model_source_paths")(_give_directory)
     HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
-    SchedulerSleep(LOAD_FORMAT).register()
+    sglang_sleep.SchedulerSleep(LOAD_FORMAT).register()
     # Last: without one of the hooks, a load format that users can name would do other things than documented.
     add_load_format_choices([LOAD_FORMAT])
 
@@ -249,7 +248,10 @@ def _loader_class() -> type[Any]:
                     uri=model_config.model_path,
                     hint="use --load-format auto, or a checkpoint that is quantised already",
                 )
-            return super().load_model(model_config=model_config, device_config=device_config)
+            import torch
+
+            with sglang_sleep.loading(torch.device(_device()), sglang_logger()):
+                return super().load_model(model_config=model_config, device_config=device_config)
 
         def _get_weights_iterator(
             self, source: Any, *, resolved_source: Any = None, **_: Any

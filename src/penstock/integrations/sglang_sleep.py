@@ -1,9 +1,10 @@
 """SGLang's release and resume of memory: weights that are read again, verified, before a scheduler takes a request.
 
-In: SGLang's plugin calls `register`; a scheduler releases memory, and resumes it. Out: the model's weights: those that
-SGLang kept itself, those that were sent meanwhile, or those of its path.
+In: SGLang's plugin calls `register`, and loads a model; a scheduler releases memory, and resumes it. Out: the model's
+weights: those that SGLang kept itself, those that were sent meanwhile, or those of its path.
 Not here: reading (`sglang`); receiving versions of a trainer.
 
+    load_model                  meanwhile, the kernels are made ready that digest the weights on the device
     release_memory_occupation   digests of all weights
     resume_memory_occupation    by the last call: the same digests, or an update that was made since, or the path is
                                 read again: the start's, or that of the last update
@@ -14,13 +15,18 @@ Written for SGLang 0.5.23. SGLang need not be installed to import this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, SourceUnavailable
+from penstock.integrations.sleep_kernels import kernels_ready
 
 if TYPE_CHECKING:
-    from penstock.sync.receive.released import MemoryDigests
+    import logging
+
+    import torch
+
+    from penstock.sync.memory_digests import MemoryDigests
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
@@ -62,7 +68,7 @@ class SchedulerSleep:
     def release(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
         """Release memory, after the weights in it were digested."""
         if self._applies() and _has_weights(request.tags) and _WEIGHTS not in manager.offload_tags:
-            from penstock.sync.receive.released import MemoryDigests
+            from penstock.sync.memory_digests import MemoryDigests
 
             # Whether SGLang keeps the bytes (a backup on the host, no memory saver) shows when they are back.
             self._digests = MemoryDigests(
@@ -110,6 +116,17 @@ class SchedulerSleep:
         from sglang.srt.runtime_context import get_model
 
         return bool(get_model().load_format == self._load_format)
+
+
+def loading(device: torch.device, log: logging.Logger) -> AbstractContextManager[None]:
+    """Return a block in which a model is loaded; where its memory may be released, digests are ready afterwards.
+
+    Args:
+        device, log: as `kernels_ready`.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    return kernels_ready(device, log) if get_exec().features.enable_memory_saver else nullcontext()
 
 
 def _has_weights(tags: list[str] | None) -> bool:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import PenstockError
+from penstock.integrations.sleep_kernels import kernels_ready
 from penstock.integrations.vllm_patches import after_construction, is_sent_by, loads_by
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 NO_VERSION = "none"
 """The version that vLLM reports while its weights are away."""
-_WARM_UP_S = 60.0
-"""Seconds to wait for the kernels after the model is loaded: compiling them takes about six, mostly during the load."""
 _TAGS = frozenset({"weights", "kv_cache"})
 """The tags of memory that sleeps. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
 
@@ -142,17 +139,9 @@ class WorkerSleep:
         if self._worker.device.type != "cuda":
             original(*arguments, **named)
             return
-        from penstock.digest.cuda import place_constants
-
-        # Here, because vLLM allocates the model, and what this thread allocates meanwhile, from memory that sleeps.
-        place_constants(self._worker.device)
-        warming = _WarmUp(self._worker.device)
-        warming.start()
-        try:
+        # vLLM measures the device's memory next.
+        with kernels_ready(self._worker.device, _logger()):
             original(*arguments, **named)
-        finally:
-            # vLLM measures the device's memory next.
-            warming.join(_WARM_UP_S)
 
     def sleep(self, original: Callable[[int], None], level: int = 1) -> None:
         """Put the worker to sleep. Order: no request is running."""
@@ -241,26 +230,9 @@ class WorkerSleep:
         return self._worker.weight_transfer_engine if self._is_sent else None
 
 
-class _WarmUp(threading.Thread):
-    """Compiles the kernels of digests, or reads them from a disk: seconds where no process has compiled them before."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(name="penstock-warm-up", daemon=True)
-        self._device = device
-
-    def run(self) -> None:
-        from penstock.sync.digester import Digester
-
-        try:
-            Digester(str(self._device)).warm_up()
-        except (PenstockError, RuntimeError, OSError) as error:
-            # The first sleep tries it again, and raises what is wrong.
-            _log(f"the kernels of digests are not ready: {error}")
-
-
 def _digests(model: torch.nn.Module) -> Any:
     """Return the digests of all tensors of a model."""
-    from penstock.sync.receive.released import MemoryDigests
+    from penstock.sync.memory_digests import MemoryDigests
 
     return MemoryDigests.of_target(model)
 
@@ -271,6 +243,10 @@ def _no_grad() -> Any:
     return torch.no_grad()
 
 
-def _log(message: str) -> None:
+def _logger() -> logging.Logger:
     # The logger of `vllm`, which imports this module, and has configured it by now.
-    logging.getLogger("penstock.vllm").warning("penstock: %s", message)
+    return logging.getLogger("penstock.vllm")
+
+
+def _log(message: str) -> None:
+    _logger().warning("penstock: %s", message)

@@ -9,6 +9,7 @@ the digests while it copies: a host core digests 7 GB/s, and the copy runs at 55
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -34,9 +35,10 @@ class Digester:
 
     Args:
         device: the device of the memory.
+        stream: of that device, for the kernels; None: a new one.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = torch.device(device)
         # Held while launches are queued: the scratch memory and the tables are shared.
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class Digester:
         self._scratch: torch.Tensor | None = None
         # A higher priority than reads: kernels of a read wait for the link and occupy multiprocessors meanwhile, so
         # that digests behind them would run at the speed of the link.
-        self._stream = torch.cuda.Stream(device, priority=-1) if self._device.type == "cuda" else None
+        self._stream = _new_stream(device) if stream is None and self._device.type == "cuda" else stream
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
         """Return the digest of each strip; offsets count from the memory's start, and were checked by the caller.
@@ -108,6 +110,17 @@ class Digester:
         return table
 
 
+def _new_stream(device: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.cache
+def _stream_of_wholes(device: str) -> torch.cuda.Stream | None:
+    """Return the stream of all calls of `digests_of` for a device; None: it has no streams."""
+    # One for the process: torch keeps the 64 MiB of scratch that a call frees, for its stream.
+    return _new_stream(device) if device.startswith("cuda") else None
+
+
 def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
     """Return one digester for each device of the memories."""
     return {name: Digester(name) for name in {memory.device for memory in memories}}
@@ -123,7 +136,8 @@ def digests_of(memories: Sequence[Memory]) -> U64:
         a table and a wait, most of the time was Python's.
     """
     out = np.empty(len(memories), np.uint64)
-    for device, digester in digesters_of(memories).items():
+    for device in {memory.device for memory in memories}:
+        digester = Digester(device, _stream_of_wholes(device))
         mine = np.flatnonzero([memory.device == device for memory in memories])
         some = [memories[i] for i in mine.tolist()]
         # Offsets count from the lowest address. What lies between the memories is not read.

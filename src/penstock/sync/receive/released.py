@@ -11,7 +11,7 @@ Not here: when it happens, and what may be served (`subscriber`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,14 @@ from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
-from penstock.sync.digester import digests_of
+from penstock.sync.memory_digests import MemoryDigests, named_tensors
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.layout import cut, writing
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.shards import Declarable, Row, declared
+from penstock.sync.shards import Row
 from penstock.transport.choose import Links
-from penstock.transport.protocol import Memory
 from penstock.types import U64, Box, DType
 
 _LISTED = 10
@@ -163,52 +162,12 @@ def _sorted_out(
                 others.setdefault(storage.data_ptr(), []).append(tensor)
 
     if isinstance(target, torch.nn.Module):
-        for name, tensor in _tensors(target):
+        for name, tensor in named_tensors(target):
             # Buffers that are not persistent are in no checkpoint, and no loader fills them.
             note(tensor, is_filled=name is not None and name not in requirements.unfilled)
     for row in requirements.rows:
         note(row.tensor, is_filled=True)
     return filled, others
-
-
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield parameters and buffers by name; without a name those that the state dict leaves out."""
-    for prefix, layer in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, tensor in layer._parameters.items():
-            if tensor is not None:
-                yield f"{dot}{name}", tensor
-        for name, tensor in layer._buffers.items():
-            if tensor is not None:
-                yield (None if name in layer._non_persistent_buffers_set else f"{dot}{name}"), tensor
-
-
-class MemoryDigests:
-    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back.
-
-    Attributes:
-        digests: one for each storage, in the order of the tensors.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
-        self.digests = self._now()
-
-    @classmethod
-    def of_target(cls, target: torch.nn.Module | Mapping[str, Declarable]) -> MemoryDigests:
-        """Return the digests of a subscriber's target."""
-        if isinstance(target, torch.nn.Module):
-            return cls(tensor for _, tensor in _tensors(target))
-        return cls(row.tensor for row in declared(target))
-
-    def is_same(self) -> bool:
-        """Return whether every byte is as it was."""
-        return self.digests == self._now()
-
-    def _now(self) -> list[int]:
-        # On the device: its memory is read once, at its own speed, before an engine copies it to the host.
-        digests: list[int] = digests_of(_memories(self._tensors)).tolist()
-        return digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,18 +232,6 @@ class ReleasedVersion:
         if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
         return Staged(version=self.version, run=self.run, part=None, begun=begun, attempts=1, sources={})
-
-
-def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
-    by_address: dict[int, Memory] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
-        # Memory that was freed has no bytes, so the digests are fewer, and differ.
-        if memory.nbytes:
-            by_address.setdefault(memory.address, memory)
-    # In the order of the tensors: an engine may bring the bytes back at other addresses.
-    return list(by_address.values())
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:

@@ -40,11 +40,12 @@ from penstock.lifecycle import Closing
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
 from penstock.sync.membership import Membership
+from penstock.sync.memory_digests import MemoryDigests
 from penstock.sync.planner import Planner
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
-from penstock.sync.receive.released import MemoryDigests, ReleasedMemory, ReleasedVersion, StoredVersion
+from penstock.sync.receive.released import ReleasedMemory, ReleasedVersion, StoredVersion
 from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Options, Staged
 from penstock.sync.receive.target import Target

@@ -9,7 +9,7 @@ import xxhash
 
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.sync.digester import digests_of
-from penstock.sync.receive.released import MemoryDigests
+from penstock.sync.memory_digests import MemoryDigests
 from penstock.transport.protocol import Memory
 
 

@@ -1,0 +1,74 @@
+"""Digests of all memory behind some tensors: whether an engine that slept brought the same bytes back.
+
+In: tensors, or a module, before and after a sleep. Out: one digest for each storage; whether all are as they were.
+Not here: the computation (`digester`), and what follows where they differ (`receive.released`, integrations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.sync.digester import digests_of
+from penstock.transport.protocol import Memory
+
+if TYPE_CHECKING:
+    from penstock.sync.shards import Declarable
+
+
+class MemoryDigests:
+    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back.
+
+    Attributes:
+        digests: one for each storage, in the order of the tensors.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
+        self.digests = self._now()
+
+    @classmethod
+    def of_target(cls, target: torch.nn.Module | Mapping[str, Declarable]) -> MemoryDigests:
+        """Return the digests of a subscriber's target."""
+        if isinstance(target, torch.nn.Module):
+            return cls(tensor for _, tensor in named_tensors(target))
+        # Imported on first use: with torch's distributed tensors it takes a second, which an engine that falls asleep
+        # with a module would wait for.
+        from penstock.sync.shards import declared
+
+        return cls(row.tensor for row in declared(target))
+
+    def is_same(self) -> bool:
+        """Return whether every byte is as it was."""
+        return self.digests == self._now()
+
+    def _now(self) -> list[int]:
+        # On the device: its memory is read once, at its own speed, before an engine copies it to the host.
+        digests: list[int] = digests_of(_memories(self._tensors)).tolist()
+        return digests
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Yield parameters and buffers by name; without a name those that the state dict leaves out."""
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in layer._parameters.items():
+            if tensor is not None:
+                yield f"{dot}{name}", tensor
+        for name, tensor in layer._buffers.items():
+            if tensor is not None:
+                yield (None if name in layer._non_persistent_buffers_set else f"{dot}{name}"), tensor
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    by_address: dict[int, Memory] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
+        # Memory that was freed has no bytes, so the digests are fewer, and differ.
+        if memory.nbytes:
+            by_address.setdefault(memory.address, memory)
+    # In the order of the tensors: an engine may bring the bytes back at other addresses.
+    return list(by_address.values())

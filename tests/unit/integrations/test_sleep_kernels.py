@@ -1,0 +1,114 @@
+"""The kernels that digest an engine's weights are ready when its model is loaded, and cost the first sleep nothing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.digest import cuda, xxh3_constants
+from penstock.errors import DeviceOutOfMemory
+from penstock.integrations import sglang_sleep
+from penstock.integrations.sleep_kernels import kernels_ready
+from penstock.sync import digester
+
+LOG = logging.getLogger("penstock.test")
+CUDA = torch.device("cuda:0")
+
+
+class Digester:
+    """As Penstock's, without a device: notes which were made ready, by which thread."""
+
+    ready: list[tuple[str, int]]
+    error: Exception | None = None
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def warm_up(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.ready.append((self._device, threading.get_ident()))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
+    fake = type("Digester", (Digester,), {"ready": []})
+    monkeypatch.setattr(digester, "Digester", fake)
+    return fake
+
+
+def test_kernels_are_ready_after_a_load(made: type[Digester]) -> None:
+    with kernels_ready(CUDA, LOG):
+        pass
+    [(device, thread)] = made.ready
+    # The loading thread's allocations may lie in memory that sleeps.
+    assert device == "cuda:0" and thread != threading.get_ident()
+
+
+def test_load_that_fails_still_waits_for_the_kernels(made: type[Digester]) -> None:
+    with pytest.raises(ValueError, match="no weights"), kernels_ready(CUDA, LOG):
+        raise ValueError("no weights")
+    assert len(made.ready) == 1
+
+
+def test_kernels_that_fail_are_logged_and_the_load_goes_on(
+    made: type[Digester], caplog: pytest.LogCaptureFixture
+) -> None:
+    made.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
+    with kernels_ready(CUDA, LOG):
+        pass
+    assert "kernels of digests are not ready: cuda:0 has no room" in caplog.text
+
+
+def test_host_memory_needs_no_kernels(made: type[Digester]) -> None:
+    with kernels_ready(torch.device("cpu"), LOG):
+        pass
+    assert made.ready == []
+
+
+@pytest.mark.parametrize("saver", [True, False])
+def test_sglang_makes_kernels_ready_where_memory_may_be_released(
+    made: type[Digester], monkeypatch: pytest.MonkeyPatch, saver: bool
+) -> None:
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_exec = lambda: SimpleNamespace(  # type: ignore[attr-defined]
+        features=SimpleNamespace(enable_memory_saver=saver)
+    )
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    with sglang_sleep.loading(CUDA, LOG):
+        pass
+    assert len(made.ready) == saver
+
+
+def test_constants_are_not_allocated_by_the_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, place = [], cuda._place
+
+    def note(*arguments: object) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return place(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda, "_place", note)
+    placed = cuda._constants.__wrapped__(torch.device("cpu"))
+    assert placed.numpy().tolist() == xxh3_constants.constants().tolist()
+    assert threads and threads[0] != threading.get_ident()
+
+
+def test_first_sleep_imports_no_distributed_tensors() -> None:
+    # They bring 500 modules, sympy among them, which the first sleep waited for.
+    program = """
+import sys, torch
+from penstock.integrations.vllm_sleep import _digests
+assert "torch.distributed.tensor" not in sys.modules, "torch has it by itself"
+assert _digests(torch.nn.Linear(4, 4)).is_same()
+print(sorted(name for name in sys.modules if name in ("torch.distributed.tensor", "penstock.sync.receive.released")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
