@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
@@ -257,3 +258,140 @@ def test_blocks_that_the_edge_cuts_are_those_that_compressed_tensors_reads(tmp_p
     assert torch.equal(plain[f"{name}.weight"], wanted[f"{name}.weight"])
     error = (plain[f"{name}.weight"].float() - source[f"{name}.weight"].float()).abs().max()
     assert error <= source[f"{name}.weight"].abs().max() / 16  # half a step of E4M3's largest binade
+
+
+def nvfp4_by_modelopt(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As ModelOpt stores it: the format of compressed-tensors with other names, and the inverse of the global scale."""
+    quantise, _ = by_compressed_tensors("NVFP4A16")
+    parts = {part.rpartition(".")[2]: tensor for part, tensor in quantise(name, weight).items()}
+    # A power of two, whose inverse is exact in either.
+    second = torch.exp2(torch.floor(torch.log2(1 / parts["weight_global_scale"]))).reshape(())
+    stored = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"], "weight_scale_2": second}
+    return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("declared_in", ["config.json", "hf_quant_config.json", ""])
+def test_modelopt_nvfp4_has_values_of_its_conversion(declared_in: str, llama: Path, tmp_path: Path) -> None:
+    from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
+
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    source = rewrite(llama, tmp_path / "modelopt", nvfp4_by_modelopt, said)
+    config = json.loads((source / "config.json").read_text())
+    if declared_in != "config.json":
+        del config["quantization_config"]
+        (source / "config.json").write_text(json.dumps(config))
+    if declared_in == "hf_quant_config.json":
+        (source / declared_in).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    report = convert(source, tmp_path / "out", operations="dequantise", devices="cpu", workers=1)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert not (tmp_path / "out/hf_quant_config.json").exists()
+    assert [Path(left).name for left in report.left_out] == ["hf_quant_config.json"] * (
+        declared_in == "hf_quant_config.json"
+    )
+    theirs = ModelOptNvfp4Converter(targets=[r"re:.*_proj"], ignore=[]).process(load_file(source / "model.safetensors"))
+    save_file(theirs, tmp_path / "model.safetensors")
+    _, ours = by_compressed_tensors("NVFP4A16")
+    wanted, found = reference(tmp_path, ours), load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.allclose(tensor.float(), wanted[name].float(), rtol=2**-6, atol=0), name
+
+
+def write_gpt_oss(directory: Path) -> Path:
+    """A model whose experts are MXFP4, as OpenAI's are."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=320,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"],
+        dtype="bfloat16",
+    )
+    transformers.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, cols = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, cols, rows // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(119, 123, (experts, cols, rows // 32), dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    described = json.loads((directory / "config.json").read_text()) | {"quantization_config": said}
+    (directory / "config.json").write_text(json.dumps(described))
+    return directory
+
+
+def test_gpt_oss_is_dequantised_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source = write_gpt_oss(tmp_path / "gpt-oss")
+    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    stored, found = load_file(source / "model.safetensors"), load_file(result / "model.safetensors")
+    experts = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+    assert len(experts) == 2
+    for name in experts:
+        wanted = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(found[name], wanted) and found[name].dtype is wanted.dtype, name
+    assert "quantization_config" not in json.loads((result / "config.json").read_text())
+    assert torch.equal(logits(result), logits(source))
+
+
+def test_mistral_configuration_says_what_result_is(llama: Path, tmp_path: Path) -> None:
+    def mistral(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale = blocks(weight, *weight.shape)
+        parts = {"weight": codes, "qscale_weight": scale.float().reshape(()), "qscale_act": torch.tensor(1.0)}
+        return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+
+    source = rewrite(llama, tmp_path / "mistral", mistral, {})
+    (source / "config.json").unlink()
+    told = {"dim": 128, "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+    (source / "params.json").write_text(json.dumps(told))
+    made(source, tmp_path / "copy", {"op": "copy"})
+    assert json.loads((tmp_path / "copy/params.json").read_text()) == told
+    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    assert json.loads((result / "params.json").read_text()) == {"dim": 128}
+    stored, found = load_file(source / "model.safetensors"), load_file(result / "model.safetensors")
+    assert not [name for name in found if "qscale" in name]
+    for name in [name for name in found if "_proj" in name]:
+        scale = stored[f"{name.removesuffix('weight')}qscale_weight"]
+        assert torch.equal(found[name], (stored[name].float() * scale).bfloat16())
+    told["quantization"] = {"qformat_weight": "int4"}
+    (source / "params.json").write_text(json.dumps(told))
+    with pytest.raises(PlanError, match=r"of params\.json"):
+        made(source, tmp_path / "refused", {"op": "dequantise"})
+
+
+def test_torchao_metadata_follows_the_codes(tmp_path: Path) -> None:
+    def described(kind: str) -> str:
+        return json.dumps({"_type": kind, "_data": {"dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}})
+
+    source = tmp_path / "torchao"
+    source.mkdir()
+    index = {}
+    for part, layer in enumerate(("a", "b"), 1):
+        tensors = {
+            f"{layer}._weight_qdata": torch.full((48, 64), 3.0).to(FP8),
+            f"{layer}._weight_scale": torch.full((48, 1), 0.3),
+            f"{layer}.bias": torch.ones(48, dtype=torch.bfloat16),
+        }
+        names = {f"{layer}.weight": described("Float8Tensor"), f"{layer}.bias": described("Tensor")}
+        metadata = {**names, "tensor_names": json.dumps(list(names)), "format": "pt"}
+        save_file(tensors, source / f"model-0000{part}-of-00002.safetensors", metadata=metadata)
+        index |= dict.fromkeys(tensors, f"model-0000{part}-of-00002.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
+    wanted = {"a.weight", "a.bias", "b.weight", "b.bias"}
+    made(source, tmp_path / "copy", {"op": "copy"})
+    with safe_open(tmp_path / "copy/model.safetensors", "pt") as file:
+        found = file.metadata()
+    assert set(json.loads(found.pop("tensor_names"))) == wanted and found.keys() == {*wanted, "format"}
+    made(source, tmp_path / "out", {"op": "dequantise"})
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"} and set(file.keys()) == wanted
+        assert torch.equal(file.get_tensor("a.weight"), torch.full((48, 64), 3.0 * torch.tensor(0.3)).bfloat16())
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"torch_dtype": "bfloat16"}

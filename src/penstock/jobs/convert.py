@@ -61,6 +61,7 @@ from penstock.jobs.result import (
     sidecar_files,
     small_files,
     stamp,
+    true_of,
 )
 from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.in_process import ThreadLauncher
@@ -481,6 +482,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
         settings=settings,
         storage_options=options,
     )
+    beside = true_of(beside, job.operation)
     config = config_of(beside, job.operation, settings, options)
     place = None if is_remote(into) else Place.at(into)
     staged_path = _staging_path(job, place, scratch)
@@ -577,7 +579,7 @@ def _publish(staged: _Staged, *, replace: bool) -> str:
     for weights in request.opened:
         check_unchanged(weights)
     manifest = manifest_of(job, staged.journal, out)
-    small = sidecar_files(job, manifest, small_files(staged.beside, staged.config, settings, options))
+    small = sidecar_files(job, manifest, small_files(staged.beside, staged.config, job.operation, settings, options))
     small |= {STAMP: stamp(job, manifest.revision, [*small, *out.index()])}
     if staged.place is None:
         publish_remote(out, into, small, settings=settings, storage_options=options)

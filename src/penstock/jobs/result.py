@@ -47,13 +47,13 @@ from penstock.storage.beside import Beside, read_file
 from penstock.storage.files import FileSource
 from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.headers import gguf_header
-from penstock.storage.locate import SIDECAR
+from penstock.storage.locate import SIDECAR, display
 from penstock.storage.manifest import decode, encode
 from penstock.storage.output import Content, OutputRegion, OutputSet
 from penstock.storage.place import STAMP
 from penstock.storage.weight_set import WeightSet
 from penstock.storage.write import typed
-from penstock.transform.stored import QUANTIZATION_METADATA
+from penstock.transform.stored import CONFIG_FILES, QUANTIZATION_METADATA, described_layers, without_declared
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 
 METADATA = {"format": "pt"}
@@ -62,6 +62,8 @@ _MAX_METADATA = MIB
 """Most characters of a source's metadata that its result has. Reason: every shard has it again."""
 CONFIG = "config.json"
 """Name of the configuration, which an operation changes."""
+MISTRAL_CONFIG = "params.json"
+"""Name of Mistral's own configuration, which may also say how weights are quantised."""
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
@@ -390,8 +392,13 @@ def _metadata_of(job: Job, files: Sequence[FileEntry]) -> dict[str, str]:
     kept = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     # Both describe how DCP laid out these very files.
     kept = {key: value for key, value in kept.items() if not key.startswith(("DCP", "penstock."))}
-    if not keeps_codes(job.operation):
-        kept.pop(QUANTIZATION_METADATA, None)
+    # Each file of the source describes its own tensors, which any file of the result may have.
+    of_layers = described_layers([file.metadata for file in files])
+    if keeps_codes(job.operation):
+        kept |= of_layers
+    else:
+        untrue = {QUANTIZATION_METADATA, *of_layers}
+        kept = {key: value for key, value in kept.items() if key not in untrue}
     is_small = sum(len(key) + len(value) for key, value in kept.items()) <= _MAX_METADATA
     return (kept if is_small else {}) | METADATA
 
@@ -430,13 +437,32 @@ def config_of(
         raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
 
 
+def true_of(beside: Beside, operation: Operation) -> Beside:
+    """Return the small files without those that only say how the source is quantised, where the result is not."""
+    untrue = beside.files.keys() & CONFIG_FILES
+    if keeps_codes(operation) or not untrue:
+        return beside
+    why = {display(beside.files[name]): "it says how the source is quantised" for name in sorted(untrue)}
+    files = {name: file for name, file in beside.files.items() if name not in untrue}
+    return Beside(files=files, left_out={**beside.left_out, **why})
+
+
 def small_files(
-    beside: Beside, config: bytes | None, settings: Settings, storage_options: Mapping[str, str] | None
+    beside: Beside,
+    config: bytes | None,
+    operation: Operation,
+    settings: Settings,
+    storage_options: Mapping[str, str] | None,
 ) -> dict[str, Content]:
     """Return the small files of a source, read when they are written, and what `config_of` returned."""
     files: dict[str, Content] = {} if config is None else {CONFIG: config}
     read = partial(read_file, settings=settings, storage_options=storage_options)
-    return files | {name: partial(read, file) for name, file in beside.files.items() if name != CONFIG}
+    files |= {name: partial(read, file) for name, file in beside.files.items() if name != CONFIG}
+    if MISTRAL_CONFIG in beside.files and not keeps_codes(operation):
+        place = beside.files[MISTRAL_CONFIG]
+        said = read_object(read(place), place, hint="repair it, or convert a directory without it")
+        files[MISTRAL_CONFIG] = write_object(without_declared(said))
+    return files
 
 
 def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, Content]) -> dict[str, Content]:

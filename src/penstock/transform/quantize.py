@@ -262,6 +262,7 @@ def read_codes(
     dtype: DType,
     *,
     whole: torch.Tensor | None = None,
+    multiplies: bool = False,
     packed: bool = False,
     first_row: int = 0,
 ) -> torch.Tensor:
@@ -274,6 +275,7 @@ def read_codes(
         block: rows and columns of values that share a scale; WHOLE: all of the dim.
         dtype: one of CASTS.
         whole: the one number by which all scales are divided; None: there is none.
+        multiplies: all scales are multiplied by `whole` instead.
         packed: codes are E2M1, two a byte.
         first_row: the row of the whole tensor with which the codes begin, in the last dim but one.
     """
@@ -289,7 +291,7 @@ def read_codes(
         return _cast(values, dtype)
     factor = _scale_values(scales)
     if whole is not None:
-        factor = factor / whole
+        factor = factor * whole if multiplies else factor / whole
     # A single scale is for all, whatever `block` says: it also fits shapes that blocks do not.
     if factor.numel() == 1:
         return _cast(values * factor.reshape(()), dtype)

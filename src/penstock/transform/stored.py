@@ -15,14 +15,17 @@ weights (a scale of activations, a marker), or plain. Any other tensor is unread
 
 Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer` (also DeepSeek-V4's packed experts);
 compressed-tensors 0.20, `compressors`; FBGEMM's `weight_scale` [rows, 1] as transformers 5.23 saves it (`fbgemm_fp8`);
-ComfyUI's `scaled_fp8` files (`scale_weight`, value = code * scale) and `comfy_quant`.
+ComfyUI's `scaled_fp8` files (`scale_weight`, value = code * scale) and `comfy_quant`; ModelOpt 0.47, `NVFP4QTensor`;
+transformers 5.23, `convert_moe_packed_tensors` (MXFP4 of gpt-oss) and the renaming of Mistral's `qscale_weight`;
+torchao 0.18, `Float8Tensor` and `flatten_tensor_state_dict`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +49,31 @@ _INTEGERS = frozenset({DType.I8, DType.U8, DType.I16, DType.U16, DType.I32, DTyp
 CODES = FP8 | _OTHER_FLOATS | _INTEGERS
 """Dtypes that codes may have."""
 
-METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8"})
+METHODS = frozenset({"fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4", "torchao"})
 """Values of `quant_method` whose layouts are known."""
+_MODELOPT = frozenset({"FP8", "NVFP4"})
+"""Values of ModelOpt's `quant_algo` whose layouts are known. Others scale the inputs too, or store other codes."""
 
 _BLOCKS: tuple[Block, ...] = ((1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 128), (1, 32))
 """Blocks tried in this order where the configuration declares none. Two that fit the same scales mean the same."""
 
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-"""Keys of a configuration that say how weights are quantised. The last is MLX's, in which nothing is read."""
+"""Keys of a configuration that say how weights are quantised. The last is that of MLX, whose formats are not read, and
+of Mistral's `params.json`."""
+CONFIG_FILES = (
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_map.json",
+)
+"""Files that only say how a checkpoint is quantised, as ModelOpt, AutoGPTQ, AutoAWQ and quanto write them."""
 
 QUANTIZATION_METADATA = "_quantization_metadata"
 """Key of a file's metadata in which ComfyUI says how each layer is quantised."""
+_TORCHAO_NAMES = "tensor_names"
+"""Key of a file's metadata in which torchao lists its tensors."""
+_TORCHAO_ENTRY = '{"_type"'
+"""Beginning of torchao's description of a tensor, which is in the metadata under the tensor's name."""
 _MARKERS = re.compile(r"(^|\.)(comfy_quant|scaled_fp8)$")
 """Names of ComfyUI's tensors that say that a file or a layer is quantised. They hold no weights."""
 _ACTIVATIONS = re.compile(
@@ -85,6 +102,8 @@ _WORDS = re.compile(
 """Words of which every name has one that a pattern above matches."""
 _MISFIT = "scales "
 """Beginning of the reasons that are about the shape of scales."""
+_TORCHAO = re.compile(r"(?<![^.])_(\w+)_qdata$")
+"""Names of torchao's codes: the parameter `weight` of a module is `_weight_qdata`."""
 _NEVER_PARTS = re.compile(r"(^|[._])(logit|layer|residual|skip|hc_\w+)_scale$|(^|\.)scale_shift_table$")
 """Names of parameters of models that `_SPEAKS` would match too."""
 _NEVER_CODES = re.compile(
@@ -103,15 +122,19 @@ class Stored:
     name: str
     """Name of the tensor that they stand for."""
     shape: tuple[int, ...]
-    """Shape of its values."""
+    """Shape of its values, in the order of the codes."""
     codes: str
     scales: str
     block: Block
     """Rows and columns of values that share a scale, in the last two dims."""
     whole: str = ""
     """Name of the one number by which all scales are divided; empty: there is none."""
+    multiplies: bool = False
+    """All scales are multiplied by the number of `whole`, as ModelOpt has it, and not divided by it."""
     packed: bool = False
     """Codes are E2M1, two a byte."""
+    transposed: bool = False
+    """Codes and `shape` have rows and columns exchanged: gpt-oss stores [experts, out, in] of [experts, in, out]."""
 
     def shape_of_scales(self) -> tuple[int, ...]:
         """Return the scales' shape with a dim for each of the values'; all ones where a single scale is for all."""
@@ -120,6 +143,11 @@ class Stored:
         steps = (max(1, n) if step == WHOLE else step for n, step in zip(self.shape[-2:], self.block, strict=True))
         counts = tuple(-(-n // step) for n, step in zip(self.shape[-2:], steps, strict=True))
         return (*self.shape[:-2], *counts)
+
+    @property
+    def shape_of_result(self) -> tuple[int, ...]:
+        """Return the shape of the tensor that is restored."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -144,10 +172,23 @@ class Quantised:
     """Tensors in FP8 of a checkpoint that has no scales: their codes are their values."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Return the tensors that are not stored in the dtype they are computed with, codes first, and their parts."""
+        codes = (layout.codes for layout in self.stored.values())
+        return (*codes, *self.unread, *sorted(self.plain), *sorted(self.companions))
+
+    @property
     def any(self) -> str:
         """Return the name of some tensor that is not stored in the dtype it is computed with; empty: there is none."""
-        codes = (layout.codes for layout in self.stored.values())
-        return next(iter((*codes, *self.unread, *sorted(self.plain))), "")
+        return next(iter(self.names), "")
+
+
+def described_layers(files: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return what torchao says of tensors in the metadata of files, for all files together."""
+    if not any(_TORCHAO_NAMES in metadata for metadata in files):
+        return {}
+    entries = {key: value for metadata in files for key, value in metadata.items() if value.startswith(_TORCHAO_ENTRY)}
+    return {**entries, _TORCHAO_NAMES: json.dumps(list(entries))}
 
 
 def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> Quantised:
@@ -166,7 +207,10 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     for name in sorted(specs, key=lambda name: not name.endswith("_packed")):
         if name in used or specs[name][0] not in CODES or _MARKERS.search(name):
             continue
-        layout = _packed(name, specs) if name.endswith("_packed") else _plain(name, specs, blocks, config)
+        layout = _layout(name, specs, blocks, config)
+        # Both would be written under one name.
+        if isinstance(layout, Stored) and layout.name != name and (layout.name in specs or layout.name in stored):
+            layout = f"there is another tensor {layout.name}"
         if isinstance(layout, Stored):
             stored[layout.name] = layout
             used.update(layout.parts)
@@ -293,7 +337,26 @@ def _is_declaration(key: str, value: object) -> bool:
     """Return whether an entry of a configuration says how weights are quantised."""
     if key not in _CONFIG_KEYS or not isinstance(value, Mapping):
         return False
-    return key != _CONFIG_KEYS[-1] or not value.keys().isdisjoint(("bits", "group_size", "quant_method"))
+    return key != _CONFIG_KEYS[-1] or not value.keys().isdisjoint(
+        ("bits", "group_size", "quant_method", "qformat_weight")
+    )
+
+
+def declared_by_writer(name: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a file other than `config.json` says of the quantisation, in the terms of a `quantization_config`.
+
+    Args:
+        name: of the file, one of CONFIG_FILES or `params.json`, which Mistral writes.
+    """
+    if name == "hf_quant_config.json" and isinstance(config.get("quantization"), Mapping):
+        return {"quant_method": "modelopt", **config["quantization"]}
+    if name != "params.json":
+        return {"quant_method": f"of {name}"}
+    found = declared(config)
+    if found is None or "quant_method" in found:
+        return found
+    method = "fp8" if found.get("qformat_weight") == "fp8_e4m3" else f"of {name}"
+    return {**found, "quant_method": method}
 
 
 def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,6 +376,8 @@ def unreadable(config: Mapping[str, Any]) -> str:
     method = config.get("quant_method")
     if method not in METHODS:
         return f"its quant_method {method!r} is none of {', '.join(sorted(METHODS))}"
+    if method == "modelopt" and config.get("quant_algo") not in _MODELOPT:
+        return f"its quant_algo {config.get('quant_algo')!r} is none of {', '.join(sorted(_MODELOPT))}"
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         return f"its weights are sparse ({config['sparsity_config']['format']})"
     if (config.get("transform_config") or {}).get("config_groups"):
@@ -336,6 +401,22 @@ def _is_part(name: str, specs: _Specs) -> bool:
     return any(other in specs for other in others)
 
 
+def _layout(
+    name: str,
+    specs: _Specs,
+    blocks: tuple[Block, ...],
+    config: Mapping[str, Any] | None,
+) -> Stored | str:
+    """Return the layout of codes, going by their name; or the reason why they cannot be read; empty: no scales."""
+    if name.endswith("_packed"):
+        return _packed(name, specs)
+    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in specs:
+        return _packed_blocks(name, specs)
+    if specs[name][0] is DType.U8 and f"{name}_scale_2" in specs:
+        return _packed(name, specs)
+    return _plain(name, specs, blocks, config)
+
+
 def _plain(
     name: str,
     specs: _Specs,
@@ -344,16 +425,22 @@ def _plain(
 ) -> Stored | str:
     """Return the layout of codes under the tensor's own name, or the reason why it cannot be read; empty: no scales."""
     dtype, shape = specs[name]
+    # torchao stores `a.weight` as `a._weight_qdata` and `a._weight_scale`.
+    is_torchao = _TORCHAO.search(name) is not None
+    base = name.removesuffix("_qdata") if is_torchao else name
     module = name.removesuffix(".weight")
-    names = [f"{name}_scale_inv", f"{name}_scale"]
-    names += [] if module == name else [f"{module}.scale", f"{module}.scale_weight"]
+    names = [f"{base}_scale_inv", f"{base}_scale"]
+    names += [] if module == name else [f"{module}.{scale}" for scale in ("scale", "scale_weight", "qscale_weight")]
     scales, *others = [candidate for candidate in names if candidate in specs] or [""]
     if not scales:
         return ""
     kind, shape_of_scales = specs[scales]
     # Two scales, or a scale and a zero point, change the values. To ignore one would give wrong weights.
-    if others or any(f"{name}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
+    if others or any(f"{base}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
         return "it has scales of a format that is not known"
+    # Its scales of other dtypes belong to MXFP8 and INT8, whose order only the header of the file tells.
+    if is_torchao and (dtype not in FP8 or kind not in FLOATS):
+        return f"{dtype} codes of a format that is not known"
     if dtype is DType.I8 and kind is DType.F8_E8M0:
         return _packed_experts(name, scales, specs)
     if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config)):
@@ -371,7 +458,8 @@ def _plain(
     # its name or shape.
     if f"{module}.comfy_quant" in specs and (dtype not in FP8 or block[1] != WHOLE or kind not in FLOATS):
         return "ComfyUI's blocks (comfy_quant) are in an order that is not known"
-    return Stored(name=name, shape=shape, codes=name, scales=scales, block=block)
+    own_name = _TORCHAO.sub(r"\1", name)
+    return Stored(name=own_name, shape=shape, codes=name, scales=scales, block=block)
 
 
 def _packed_experts(name: str, scales: str, specs: _Specs) -> Stored | str:
@@ -383,11 +471,27 @@ def _packed_experts(name: str, scales: str, specs: _Specs) -> Stored | str:
     return Stored(name=name, shape=values, codes=name, scales=scales, block=(1, 32), packed=True)
 
 
+def _packed_blocks(name: str, specs: _Specs) -> Stored | str:
+    """Return the layout of gpt-oss's experts, blocks of 16 bytes with an exponent each; or the reason why it is not."""
+    base = name.removesuffix("_blocks")
+    scales = f"{base}_scales"
+    (dtype, shape), (kind, shape_of_scales) = specs[name], specs[scales]
+    if dtype is not DType.U8 or len(shape) != 4 or shape[-1] != 16 or f"{base}_zero_point" in specs:
+        return f"{dtype} codes of a format that is not known"
+    if kind not in _EXPONENTS or shape_of_scales != shape[:-1]:
+        return f"{_MISFIT}{kind} {list(shape_of_scales)} are not those of blocks {list(shape)}"
+    values = (*shape[:2], shape[2] * 32)
+    return Stored(name=base, shape=values, codes=name, scales=scales, block=(1, 32), packed=True, transposed=True)
+
+
 def _packed(name: str, specs: _Specs) -> Stored | str:
-    """Return the layout of two codes a byte, NVFP4 or MXFP4 of compressed-tensors; or the reason why it is neither."""
+    """Return the layout of two codes a byte: NVFP4 or MXFP4 of compressed-tensors, NVFP4 of ModelOpt; or why it is not.
+
+    Other than compressed-tensors, ModelOpt keeps the name of the weight, and the inverse of the global scale.
+    """
     base = name.removesuffix("_packed")
     dtype, shape = specs[name]
-    scales, whole = f"{base}_scale", f"{base}_global_scale"
+    scales, whole = f"{base}_scale", f"{base}_scale_2" if base == name else f"{base}_global_scale"
     if dtype is not DType.U8 or len(shape) != 2 or scales not in specs or f"{base}_zero_point" in specs:
         return f"{dtype} codes of a format that is not known"
     values = (shape[0], shape[1] * 2)
@@ -404,6 +508,7 @@ def _packed(name: str, specs: _Specs) -> Stored | str:
         scales=scales,
         block=(1, cols),
         whole=whole if whole in specs else "",
+        multiplies=base == name,
         packed=True,
     )
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import (
     Chain,
-    Copy,
     Operation,
+    Unchanged,
     all_of,
     copy_recipe,
     only_source,
@@ -214,7 +214,7 @@ def keeps_codes(operation: Operation) -> bool:
     """Return whether an operation leaves quantised tensors as they are, so that what describes them stays true."""
     if isinstance(operation, Chain):
         return all(map(keeps_codes, operation.operations))
-    return isinstance(operation, Copy) or (isinstance(operation, Store) and operation.is_cast)
+    return isinstance(operation, Unchanged) or (isinstance(operation, Store) and operation.is_cast)
 
 
 def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
@@ -314,7 +314,7 @@ class Dequantise:
                 values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))
                 recipes.append(replace(as_values, outputs=(values,), copies=False))
             elif layout := by_codes.get(spec.name):
-                out = Spec(name=layout.name, dtype=DType(self.to), shape=layout.shape)
+                out = Spec(name=layout.name, dtype=DType(self.to), shape=layout.shape_of_result)
                 others = tuple(all_of(0, specs[name]) for name in layout.parts[1:])
                 rows = layout.shape[0] if layout.shape else 1
                 codes = whole(0, spec) if layout.shape else all_of(0, spec)
@@ -361,6 +361,9 @@ class Dequantise:
         (layout,) = find(
             (_named_layout(recipe_input.spec) for recipe_input in recipe.inputs), self.quantization
         ).stored.values()
+        # The bytes of gpt-oss have a dim for blocks, which values do not have.
+        if codes.ndim > len(layout.shape):
+            codes = codes.flatten(-2)
         if scales.numel() > 1:
             scales = scales.view(layout.shape_of_scales())
         # Experts are stacked on the first dim and have scales each, so scales are cut along with rows; the scales of a
@@ -369,15 +372,17 @@ class Dequantise:
 
         def read(first: int, last: int) -> torch.Tensor:
             """Return the values of these rows of the task."""
-            return read_codes(
+            values = read_codes(
                 codes[first:last] if layout.shape else codes,
                 scales[start + first : start + last] if is_stack else scales,
                 layout.block,
                 DType(self.to),
                 whole=rest[0] if rest else None,
+                multiplies=layout.multiplies,
                 packed=layout.packed,
                 first_row=0 if is_stack else start + first,
             )
+            return values.transpose(-2, -1).contiguous() if layout.transposed else values
 
         # A few rows at a time, as in `_quantise_rows`; kernels of a device take all at once.
         step = _rows(codes, 1)
@@ -388,8 +393,8 @@ class Dequantise:
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Operation.config`. PlanError if it declares another quantisation than the plan was made for."""
         declares = declared(config)
-        # As text: NaN is not equal to itself.
-        if _text(declares) != _text(self.quantization):
+        # As text: NaN is not equal to itself. Some writers declare it in another file only.
+        if declares is not None and _text(declares) != _text(self.quantization):
             message = f"{self.name}: config.json has another quantization_config than the tensors were read by"
             raise PlanError(
                 message, hint=f"it says {_shortened(declares)}; planned for {_shortened(self.quantization)}"

@@ -47,7 +47,14 @@ from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
-from penstock.transform.stored import CODES, QUANTIZATION_METADATA, declared, find
+from penstock.transform.stored import (
+    CODES,
+    CONFIG_FILES,
+    QUANTIZATION_METADATA,
+    declared,
+    declared_by_writer,
+    find,
+)
 from penstock.types import Manifest, TensorTable
 
 if TYPE_CHECKING:
@@ -362,11 +369,12 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
     for file in source.manifest.files:
         if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
             return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
-    # AutoGPTQ, AutoAWQ, quanto and ModelOpt write files of their own. A source that has only these must be refused by
-    # name: without a quantization_config its codes would be copied as if they were plain weights.
-    for name in ("quantize_config.json", "quant_config.json", "quantization_map.json", "hf_quant_config.json"):
-        if read_sibling(place, name, settings, options) is not None:
-            return {"quant_method": f"of {name}"}
+    # Some writers have files of their own. Without a quantization_config their codes would be copied as if they were
+    # plain weights.
+    for name in (*CONFIG_FILES, "params.json"):
+        raw = read_sibling(place, name, settings, options)
+        if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri))) is not None:
+            return dict(found)
     return None
 
 
@@ -501,6 +509,7 @@ class Function(Unchanged):
     def halved(tensor, name): return tensor / 2      every floating tensor, whole; shape and dtype stay
     halved.rows = True                               it can work on some rows at a time
     halved.names = "mlp"                             only tensors whose name contains this pattern
+    halved.raw = True                                it takes the tensors of a quantised checkpoint as they are stored
     """
 
     path: str
@@ -513,10 +522,24 @@ class Function(Unchanged):
         return self.path
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`."""
+        """See `Operation.recipes`.
+
+        Raises:
+            PlanError: it wants a tensor that is stored quantised, and does not say that it takes these.
+        """
         wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
+        specs = specs_of(only_source(sources, self.path))
+        if not getattr(self.call, "raw", False):
+            stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
+            # Codes too: the function would change their scales or nothing, where its author means the weight.
+            if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
+                message = f"{self.path}: the tensor is stored quantised, and is no weight without its other parts"
+                function = self.path.rpartition(":")[2]
+                hint = "put `dequantise` before"
+                hint += f", choose others by {function}.names, or set {function}.raw = True to get floats as stored"
+                raise PlanError(message, tensor=quantised, hint=hint)
         recipes = []
-        for spec in specs_of(only_source(sources, self.path)):
+        for spec in specs:
             if spec.dtype not in FLOATS or not re.search(wanted, spec.name):
                 recipes.append(copy_recipe(0, spec))
             elif rows and spec.shape:

@@ -50,7 +50,52 @@ UNEXPLAINED = {
         None,
     ),
     "integers under a configuration": ({"a.weight": torch.ones(8, 8, dtype=torch.int8)}, {"quant_method": "fp8"}),
-    "torchao": ({"a._weight_qdata": CODES, "a._weight_scale": ROW_SCALES}, None),
+    "torchao without scale": ({"a._weight_qdata": CODES}, None),
+    "torchao scale alone": ({"a._weight_scale": ROW_SCALES}, None),
+    "torchao scale of another shape": ({"a._weight_qdata": CODES, "a._weight_scale": torch.ones(3, 3)}, None),
+    "torchao exponents": (
+        {"a._weight_qdata": CODES, "a._weight_scale": torch.ones(256, 12).to(torch.float8_e8m0fnu)},
+        None,
+    ),
+    "torchao beside the weight": (
+        {"a._weight_qdata": CODES, "a._weight_scale": ROW_SCALES, "a.weight": torch.ones(8, 8)},
+        None,
+    ),
+    "Mistral scale without codes": ({"a.weight": torch.ones(8, 8), "a.qscale_weight": SCALE}, None),
+    "Mistral and another scale": ({"a.weight": CODES, "a.qscale_weight": SCALE, "a.weight_scale": SCALE}, None),
+    "gpt-oss blocks without scales": (
+        {"a_blocks": torch.ones(2, 8, 3, 16, dtype=torch.uint8)},
+        {"quant_method": "mxfp4"},
+    ),
+    "gpt-oss scales without blocks": ({"a_scales": torch.ones(2, 8, 3, dtype=torch.uint8), "a": torch.ones(4)}, None),
+    "gpt-oss scales of another shape": (
+        {"a_blocks": torch.ones(2, 8, 3, 16, dtype=torch.uint8), "a_scales": torch.ones(2, 3, 8, dtype=torch.uint8)},
+        None,
+    ),
+}
+
+
+def modelopt(**parts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A layer in ModelOpt's NVFP4, with other parts or without some."""
+    given = {
+        "weight": torch.ones(8, 24, dtype=torch.uint8),
+        "weight_scale": torch.ones(8, 3).to(torch.float8_e4m3fn),
+        "weight_scale_2": SCALE,
+        **parts,
+    }
+    return {f"a.{name}": tensor for name, tensor in given.items() if tensor is not None}
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+UNEXPLAINED |= {
+    "ModelOpt scale of another shape": (modelopt(weight_scale=torch.ones(3, 8).to(torch.float8_e4m3fn)), NVFP4),
+    "ModelOpt scales of part of the columns": (
+        modelopt(weight=torch.ones(8, 25, dtype=torch.uint8)),
+        NVFP4,
+    ),
+    "ModelOpt scales of floats": (modelopt(weight_scale=torch.ones(8, 3)), NVFP4),
+    "ModelOpt scale of inputs that changes weights": (modelopt(pre_quant_scale=torch.ones(48)), NVFP4),
+    "ModelOpt weight of floats": (modelopt(weight=torch.ones(8, 48)), NVFP4),
 }
 
 
@@ -64,13 +109,46 @@ def test_unexplained_tensor_is_refused_by_every_operation(situation):
         assert raised.value.tensor in given and raised.value.tensor != "norm.weight"
 
 
+OTHER_SHAPES = {
+    "gpt-oss blocks beside the values": (
+        {
+            "a_blocks": torch.ones(2, 8, 3, 16, dtype=torch.uint8),
+            "a_scales": torch.ones(2, 8, 3, dtype=torch.uint8),
+            "a": torch.ones(2, 96, 8),
+        },
+        None,
+    ),
+    "ModelOpt scale missing": (modelopt(weight_scale=None), NVFP4),
+    "ModelOpt second scale for each row": (modelopt(weight_scale_2=torch.ones(8)), NVFP4),
+    "ModelOpt stack of experts": (
+        modelopt(
+            weight=torch.ones(2, 8, 24, dtype=torch.uint8), weight_scale=torch.ones(2, 8, 3).to(torch.float8_e4m3fn)
+        ),
+        NVFP4,
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", OTHER_SHAPES)
+def test_codes_in_other_shapes_stay_or_are_refused(situation):
+    parts, config = OTHER_SHAPES[situation]
+    given = {**parts, "norm.weight": torch.ones(4)}
+    with pytest.raises(PlanError, match="cannot be read") as raised:
+        Dequantise("BF16", config).recipes([table_of(given)])
+    assert raised.value.tensor in parts
+    kept = check_rows(Store("cast:BF16", quantization=config), given)
+    codes = raised.value.tensor
+    assert torch.equal(raw(kept[codes]), raw(given[codes])) and kept["norm.weight"].dtype is torch.bfloat16
+
+
 FOREIGN = {
     "GPTQ": {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32},
     "bitsandbytes INT8": {"weight": torch.int8, "SCB": torch.float32, "weight_format": torch.uint8},
     "bitsandbytes NF4": {"weight": torch.uint8, "weight.absmax": torch.float32, "weight.quant_map": torch.float32},
     "gpt-oss": {"up_blocks": torch.uint8, "up_scales": torch.uint8},
     "MLX": {"weight": torch.uint32, "scales": torch.float16, "biases": torch.float16},
-    "ModelOpt NVFP4": {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": torch.float32},
+    "ModelOpt NVFP4 without second scale": {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn},
+    "torchao INT8": {"_weight_qdata": torch.int8, "_weight_scale": torch.float32},
     "quanto": {"weight._data": torch.int8, "weight._scale": torch.float32},
     "HQQ": {"W_q": torch.uint8, "scale": torch.float32, "zero": torch.float32},
     "packed integers": {"weight": torch.int32, "scale": torch.float32},
@@ -108,6 +186,65 @@ def test_packed_fp4_experts_are_read(suffix, lead):
     values = torch.stack([table[low], table[high]], -1).flatten(-2)
     wanted = values * torch.exp2(exponents.float() - 127).repeat_interleave(32, -1)
     assert found.keys() == {"a.weight"} and torch.equal(found["a.weight"], wanted)
+
+
+def e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """The values of two codes a byte, the first in the low bits, one code at a time."""
+    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes = [code for byte in packed.flatten().tolist() for code in (byte & 15, byte >> 4)]
+    values = torch.tensor([-levels[code - 8] if code > 7 else levels[code] for code in codes])
+    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+@pytest.mark.parametrize("exponents", [torch.uint8, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    ("experts", "rows", "blocks"), [(3, 10, 5), (1, 1, 1), (2, 5, 3), (1, 32, 1), (0, 2, 2), (2, 4, 0)]
+)
+def test_gpt_oss_blocks_are_read_transposed(experts, rows, blocks, exponents):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (experts, rows, blocks, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 255, (experts, rows, blocks), dtype=torch.uint8, generator=generator)
+    given = {
+        "e.down_proj_blocks": codes,
+        "e.down_proj_scales": scales.view(exponents),
+        "e.down_proj_bias": torch.ones(experts, rows, dtype=torch.bfloat16),
+        "router.weight": torch.ones(experts, rows),
+    }
+    found = check_rows(Dequantise("F64", {"quant_method": "mxfp4"}), given)
+    wanted = e2m1(codes).double() * torch.exp2(scales.double() - 127)[..., None]
+    assert torch.equal(found.pop("e.down_proj"), wanted.flatten(-2).transpose(1, 2))
+    assert found.keys() == {"e.down_proj_bias", "router.weight"}
+    kept = check_rows(Store("cast:F16"), given)
+    assert all(torch.equal(raw(kept[name]), raw(given[name])) for name in ("e.down_proj_blocks", "e.down_proj_scales"))
+    assert kept["e.down_proj_bias"].dtype is torch.float16
+
+
+@pytest.mark.parametrize("second", [torch.tensor(0.3), torch.full((1,), 3e-5)])
+def test_modelopt_nvfp4_is_read_as_its_library_does(second):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (5, 24), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(5, 3, generator=generator) * 448).to(torch.float8_e4m3fn)
+    layer = modelopt(weight=codes, weight_scale=scales, weight_scale_2=second, input_scale=SCALE)
+    plain = {"a.bias": torch.ones(5), "a.k_scale": SCALE, "lm_head.weight": torch.ones(4, 4)}
+    found = check_rows(Dequantise("F32", NVFP4), layer | plain)
+    assert found.keys() == {"a.weight", "a.bias", "lm_head.weight"}
+    # Source: ModelOpt 0.47, `NVFP4QTensor.dequantize`: the scales first, in FP32.
+    wanted = e2m1(codes).view(5, 3, 16) * (scales.float() * second).unsqueeze(-1)
+    assert torch.equal(found["a.weight"], wanted.view(5, 48))
+
+
+def test_modelopt_formats_other_than_known_are_refused():
+    with pytest.raises(PlanError, match="'W4A16_AWQ' is none of FP8, NVFP4"):
+        Dequantise("BF16", NVFP4 | {"quant_algo": "W4A16_AWQ"}).recipes([table_of(modelopt())])
+
+
+@pytest.mark.parametrize("scale", [SCALE, torch.full((1,), 0.5), ROW_SCALES, torch.full((2, 3), 0.5)])
+def test_torchao_and_mistral_scales_are_applied(scale):
+    given = {"a._weight_qdata": CODES, "a._weight_scale": scale, "a.bias": torch.ones(256), "_p_qdata": CODES}
+    given |= {"_p_scale": SCALE, "b.weight": CODES, "b.qscale_weight": scale, "b.qscale_act": SCALE}
+    found = check_rows(Dequantise("F32", {"quant_method": "torchao"}), given)
+    assert found.keys() == {"a.weight", "a.bias", "p", "b.weight"}
+    assert all(torch.equal(found[name], CODES.float() * 0.5) for name in ("a.weight", "p", "b.weight"))
 
 
 @pytest.mark.parametrize("scale", [SCALE, torch.full((1,), 0.5), ROW_SCALES])

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError, OperationFailed
+from penstock.errors import ConfigError, OperationFailed, PlanError
+from penstock.jobs.operations.formats import Dequantise
 from penstock.jobs.operations.operation import Chain, Copy
 from penstock.jobs.operations.spec import code_of, function_of
 from penstock.jobs.request import plan
@@ -78,6 +79,37 @@ def test_a_function_of_whole_tensors_gets_each_that_floats():
     found = check_rows(function_of(here("centred")), TENSORS)
     assert torch.equal(found["mlp.up"], centred(TENSORS["mlp.up"], ""))
     assert torch.equal(found["scalar"], torch.tensor(0.0)) and torch.equal(found["steps"], TENSORS["steps"])
+
+
+CODES = torch.ones(128, 128).to(torch.float8_e4m3fn)
+STORED = {
+    "scales beside codes": {"mlp.weight": CODES, "mlp.weight_scale_inv": torch.ones(1, 1)},
+    "codes without scales": {"mlp.weight": CODES},
+    "codes of an unknown format": {"mlp.qweight": torch.ones(8, 8, dtype=torch.int32), "mlp.scales": torch.ones(8, 8)},
+    "scale without codes": {"mlp.weight_scale": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("situation", STORED)
+def test_function_of_quantised_tensor_is_refused_unless_raw(situation, monkeypatch):
+    given = STORED[situation] | {"norm.weight": torch.ones(4)}
+    with pytest.raises(PlanError, match=r"put `dequantise` before.*halved.names.*halved.raw = True") as refused:
+        made(function_of(here("halved")), given)
+    assert refused.value.tensor in STORED[situation]
+    monkeypatch.setattr(halved, "names", "norm")
+    assert torch.equal(made(function_of(here("halved")), given)["norm.weight"], torch.ones(4) / 2)
+    monkeypatch.setattr(halved, "names", "")
+    monkeypatch.setattr(halved, "raw", True, raising=False)
+    found = made(function_of(here("halved")), given)
+    for name, tensor in given.items():
+        is_float = tensor.dtype is torch.float32
+        assert torch.equal(found[name].float(), tensor.float() / 2 if is_float else tensor.float()), name
+
+
+def test_function_after_dequantise_gets_values():
+    given = STORED["scales beside codes"] | {"norm.weight": torch.ones(4)}
+    found = made(Chain(Dequantise("F32"), function_of(here("halved"))), given)
+    assert found.keys() == {"mlp.weight", "norm.weight"} and torch.equal(found["mlp.weight"], CODES.float() / 2)
 
 
 @pytest.mark.parametrize(
