@@ -189,17 +189,13 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
         scope.close()
 
 
-def in_helper(function: Callable[[], T], *, wait_s: float | None = None) -> T:
+def in_helper(function: Callable[[], T]) -> T:
     """Return the result of a call that nothing can end: another thread makes it, and is left behind if need be.
 
-    The function must not write to memory that the caller may free.
-
-    Args:
-        wait_s: longest time for it; None: the function has its own deadlines.
+    The function must have its own deadlines, and must not write to memory that the caller may free.
 
     Raises:
-        Cancelled, KeyboardInterrupt: as `require_wanted`. SourceStalled: `wait_s` is over.
-        BaseException: of the function.
+        Cancelled, KeyboardInterrupt: as `require_wanted`. BaseException: of the function.
     """
     done: Future[T] = Future()
     call = _Call(done, function, ())
@@ -209,14 +205,10 @@ def in_helper(function: Callable[[], T], *, wait_s: float | None = None) -> T:
     done.add_done_callback(lambda _: over.set())
     scope = current()
     number = None if scope is None else scope.add(over.set)
-    until_s = None if wait_s is None else time.monotonic() + wait_s
     try:
         while not done.done():
             require_wanted()
-            left_s = 3600.0 if until_s is None else until_s - time.monotonic()
-            if left_s <= 0:
-                raise SourceStalled(f"no answer within {wait_s:g} s")
-            over.wait(lifecycle.longest_wait_s(left_s))
+            over.wait(lifecycle.longest_wait_s(3600.0))
     finally:
         if scope is not None:
             scope.remove(number)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from penstock import waits
-from penstock.errors import Cancelled, SourceStalled
+from penstock.errors import Cancelled
 from penstock.net.listener import cut
 
 SOON_S = 1.0
@@ -54,13 +54,6 @@ def test_left_scope_ends_a_pause() -> None:
 def test_left_scope_abandons_library_call() -> None:
     over = threading.Event()
     assert outcome_of(waits.Scope(), lambda: waits.in_helper(lambda: over.wait(60))) == [Cancelled]
-    over.set()
-
-
-def test_library_call_past_limit_raises_stalled() -> None:
-    over = threading.Event()
-    with pytest.raises(SourceStalled, match=r"0\.1 s"):
-        waits.in_helper(lambda: over.wait(60), wait_s=0.1)
     over.set()
 
 

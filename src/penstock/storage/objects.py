@@ -7,6 +7,7 @@ Not here: credentials and options (`object_stores`), the retries of ranged reads
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -22,7 +23,7 @@ from obstore.exceptions import BaseError
 
 from penstock import waits
 from penstock.config import Settings
-from penstock.errors import NotFound, SourceChanged, SourceStalled, SourceUnavailable
+from penstock.errors import FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Address, Arrivals, Patience, Validators
 from penstock.storage.http import HttpSource
 from penstock.storage.object_stores import (
@@ -48,6 +49,13 @@ Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202
 
 # Least that obstore hands over at once: each piece costs a turn of the interpreter.
 _PIECE_BYTES = MIB
+
+MAX_SEEN_KEYS = 10_000_000
+"""Keys below a prefix that a listing looks at. Reason: S3 lists some 10,000 a second."""
+MAX_LISTED_KEYS = 1_000_000
+"""Keys that a listing returns. Reason: the largest checkpoints have some thousand files."""
+MAX_LISTED_BYTES = 256 * MIB
+"""Of their names. An S3 key has at most 1,024 bytes."""
 
 # A listing of one directory may take this many times `stall_s`: obstore returns all of its pages at once.
 _LISTING = 20
@@ -253,7 +261,8 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
             across).
 
     Raises:
-        NotFound: nothing is there. Others as `open_object`.
+        NotFound: nothing is there. FormatError: the listing has more than `MAX_LISTED_KEYS`, say. Others as
+            `open_object`.
     """
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
@@ -265,24 +274,55 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     glob = None if key.endswith("/") else GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
+    pattern = glob_pattern(key) if glob else None
     # All keys below the prefix only where the glob needs them: a bucket may have millions.
-    metas: list[ObjectMeta] = []
-    if nested:
-        pages = _ask(uri, obstore.list, place.store, prefix or None, chunk_size=1000)
-        # Each page has the deadline of its request.
-        while (page := _ask(uri, next, pages, None)) is not None:
-            metas += page
-    else:
-        wait_s = _LISTING * settings.stall_s
-        metas += _ask(uri, obstore.list_with_delimiter, place.store, prefix or None, wait_s=wait_s)["objects"]
-    # A console's "folder" is an empty object named as the prefix.
-    keys = [meta["path"] for meta in metas if meta["path"] != prefix]
-    if glob:
-        pattern = glob_pattern(key)
-        keys = [name for name in keys if pattern.fullmatch(name)]
+    pages = _pages_below(place, prefix) if nested else [_directly_below(place, prefix, _LISTING * settings.stall_s)]
+    keys: list[str] = []
+    num_seen = nbytes = 0
+    for page in pages:
+        num_seen += len(page)
+        # A console's "folder" is an empty object named as the prefix.
+        found = [name for name in page if name != prefix and (pattern is None or pattern.fullmatch(name))]
+        keys += found
+        nbytes += sum(map(len, found))
+        _check_bounds(uri, num_seen, len(keys), nbytes)
     if not keys:
         raise NotFound("no such object, prefix or match", uri=uri)
     return sorted(place.root + name for name in keys)
+
+
+def _pages_below(place: ObjectKey, prefix: str) -> Iterator[list[str]]:
+    """Yield all keys below a prefix by pages, each of which has the deadline of its request."""
+    pages = _ask(place.uri, obstore.list, place.store, prefix or None, chunk_size=1000)
+    while (page := _ask(place.uri, next, pages, None)) is not None:
+        yield [meta["path"] for meta in page]
+
+
+def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
+    """Return the keys directly below a prefix. SourceStalled: they have not all come after `wait_s`."""
+
+    async def ask() -> list[str]:
+        # Not the synchronous call: nothing would end that, and an endless listing would fill the memory.
+        asked = obstore.list_with_delimiter_async(place.store, prefix or None)
+        try:
+            found = await asyncio.wait_for(asked, wait_s)
+        except TimeoutError as error:
+            raise SourceStalled(f"the listing is not complete after {wait_s:g} s", uri=place.uri) from error
+        return [meta["path"] for meta in found["objects"]]
+
+    return _ask(place.uri, lambda: asyncio.run(ask()))
+
+
+def _check_bounds(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
+    """Raise FormatError for a listing that is too long."""
+    for number, limit, what in (
+        (num_seen, MAX_SEEN_KEYS, "keys are looked at"),
+        (num_keys, MAX_LISTED_KEYS, "keys are listed"),
+        (nbytes, MAX_LISTED_BYTES, "characters of keys are listed"),
+    ):
+        if number > limit:
+            hint = "name a longer prefix, or a glob that matches fewer"
+            raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
 
 
 def _exists(place: ObjectKey) -> bool:
@@ -360,11 +400,11 @@ def _signed(uri: str, store: Store, key: str) -> str:
     return _ask(uri, obstore.sign, store, "GET", key, timedelta(seconds=_SIGNED_S))
 
 
-def _ask(uri: str, call: Callable[..., T], *args: Any, wait_s: float | None = None, **options: Any) -> T:
+def _ask(uri: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
     """Return the result of a call of obstore, which no signal and no error of another thread can end."""
     check_process()
     with mapped(uri):
-        return waits.in_helper(partial(call, *args, **options), wait_s=wait_s)
+        return waits.in_helper(partial(call, *args, **options))
 
 
 class ObjectStorage:
