@@ -41,7 +41,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check docs wheel helm-chart bench size fuzz chaos soak test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test check docs wheel helm-chart bench size shape fuzz chaos soak test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -117,7 +117,7 @@ check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit),
 	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_exports.py tests/test_cli_frozen.py tests/api || status=$$?; \
 	wait $$types || status=$$?; cat .cache/types.log; exit $$status
-	@$(PY) scripts/size.py
+	@$(PY) -m scripts.shape --files
 	@$(MAKE) --no-print-directory docs
 
 docs: $(READY)  ## the documentation site, into .cache/site, strictly
@@ -143,7 +143,10 @@ soak: $(READY)  ## long-lived processes while others are born and killed: is mem
 	@$(PY) -m tests.chaos.soak $(ARGS)
 
 size: $(READY)  ## files, lines, longest functions; marks what is past the budget
-	@$(PY) scripts/size.py
+	@$(PY) -m scripts.shape --files
+
+shape: $(READY)  ## lines, names, attributes, parameters, pauses, constructors with I/O (ARGS=--list for the places)
+	@$(PY) -m scripts.shape $(ARGS)
 
 fuzz: $(READY)  ## coverage-guided fuzzing of the parsers, by atheris (FUZZ_S=600 for longer)
 	@$(PY) -m pip install -qq --disable-pip-version-check atheris
