@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.conftest import Host
+from tests.integration.test_sync_models import together
 
 import penstock as ps
 
@@ -25,6 +27,7 @@ from penstock.integrations.lora_merge import merged_publisher, merging_subscribe
 from penstock.integrations.lora_server import SglangServer, VllmServer, serve_adapter  # noqa: E402
 from penstock.integrations.peft import (  # noqa: E402
     adapter_config,
+    adapter_parameters,
     adapter_publisher,
     adapter_subscriber,
     adapter_tensors,
@@ -218,8 +221,6 @@ CHANGES: dict[str, Any] = {
     "one layer merged": merge_one_layer,
     "another merged": lambda made: made.merge_adapter(["other"]),
     "scaled": scale,
-    "replaced": replace_adapter,
-    "moved": move,
     "unloaded": lambda made: made.merge_and_unload(),
     "configured": lambda made: setattr(made.peft_config["default"], "lora_alpha", 99),
 }
@@ -247,6 +248,112 @@ def test_changed_layers_are_not_published(host: Host, publish: Any, change: Any)
         with pytest.raises(ps.PlanError) as caught:
             publisher.publish(2)
         assert not caught.value.mutated and publisher.publisher.version == 1
+
+
+def load_by_assignment(made: Any) -> None:
+    made.load_state_dict({name: tensor.clone() for name, tensor in made.state_dict().items()}, assign=True)
+
+
+def offload_and_return(made: Any) -> None:
+    host = [parameter.data.clone() for parameter in made.parameters()]
+    for parameter in made.parameters():
+        parameter.data = torch.empty(0)
+    for parameter, values in zip(made.parameters(), host, strict=True):
+        parameter.data = values
+
+
+MOVES: dict[str, Any] = {
+    "data": move,
+    "replaced": replace_adapter,
+    "assigned": load_by_assignment,
+    "offloaded": offload_and_return,
+    "cast": lambda made: made.half().float(),
+    "shared": lambda made: made.share_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("mode", ["snapshot", "live"])
+def test_moved_adapter_is_followed_by_both_sides(host: Host, mode: Any, move: Any) -> None:
+    trained, served = model_of_two(1), model_of_two(2)
+    with (
+        adapter_publisher("a", trained, base="b1", mode=mode) as publisher,
+        adapter_subscriber("a", served, base="b1", mode="direct" if mode == "live" else "staged") as subscriber,
+    ):
+        for version in range(1, 6):
+            fill(trained, version)
+            if mode == "live":
+                together([partial(publisher.publish, version), partial(subscriber.update, version, 10.0)])
+            else:
+                publisher.publish(version)
+                subscriber.update()
+            here = adapter_tensors(served)
+            assert all(torch.equal(here[name], one) for name, one in adapter_tensors(trained).items())
+            assert all(here[name].data_ptr() == one.data_ptr() for name, one in subscriber.tensors.items())
+            move((trained, served)[version % 2])
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_moved_model_is_merged_again(host: Host, move: Any) -> None:
+    trained = model_of_two(1)
+    whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
+    with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
+        for version in range(1, 4):
+            fill(trained, version)
+            with torch.no_grad():
+                trained.get_base_model().model.norm.weight.fill_(version)
+            publisher.publish(version)
+            subscriber.update()
+            true = merged_by_peft(trained)
+            assert all(torch.allclose(one, true[name], atol=1e-6) for name, one in whole.items())
+            move(trained)
+
+
+def test_cast_adapter_is_merged_and_cast_base_refused(host: Host) -> None:
+    trained = model(1)
+    whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
+    with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
+        publisher.publish(1)
+        for parameter in adapter_parameters(trained).values():
+            parameter.data = parameter.data.bfloat16()
+        fill(trained, 2)
+        publisher.publish(2)
+        subscriber.update()
+        for parameter in adapter_parameters(trained).values():
+            parameter.data = parameter.data.float()
+        true = merged_by_peft(trained)
+        assert all(torch.allclose(one, true[name], atol=1e-6) for name, one in whole.items())
+        name = "model.layers.0.self_attn.q_proj.weight"
+        for layer in trained.get_base_model().model.layers:
+            layer.self_attn.half()
+        with pytest.raises(ps.ConfigError, match="another dtype") as caught:
+            publisher.publish(3)
+        assert caught.value.tensor is not None and caught.value.tensor.startswith(name[:14])
+        assert not caught.value.mutated
+        subscriber.update()
+        assert torch.equal(whole[name], whole[name].float()) and subscriber.version == 2
+
+
+@pytest.mark.parametrize("part", ["lora_A", "q_proj.base_layer", "norm"])
+@pytest.mark.parametrize("publish", [adapter_publisher, merged_publisher])
+def test_freed_memory_of_model_is_refused(host: Host, publish: Any, part: str) -> None:
+    trained = model(1)
+    options = {"base": "b1"} if publish is adapter_publisher else {}
+    parameter = next(one for name, one in trained.named_parameters() if part in name)
+    with publish("a", trained, **options) as publisher:
+        publisher.publish(1)
+        values = parameter.data.clone()
+        parameter.untyped_storage().resize_(0)
+        if publish is adapter_publisher and part != "lora_A":
+            # Only the adapter is published.
+            assert publisher.publish(2).version == 2
+            return
+        for _ in range(2):
+            with pytest.raises(ps.PlanError) as caught:
+                publisher.publish(2)
+            assert not caught.value.mutated and publisher.publisher.version == 1
+        parameter.data = values
+        assert publisher.publish(2).version == 2
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])

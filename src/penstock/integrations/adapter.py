@@ -161,12 +161,14 @@ class AdapterSubscriber(Closing):
         check: Callable[[Mapping[str, Any]], None] | None,
         hooks: Hooks,
         check_target: Callable[[], None] | None = None,
+        follow_target: Callable[[], None] | None = None,
     ) -> None:
         self.subscriber: Subscriber
         self.tensors: Mapping[str, torch.Tensor] = {}
         self._base = base
         self._check = check
         self._check_target = check_target
+        self._follow_target = follow_target
         self._hooks = hooks
         # The base of the version under way.
         self._expected = ""
@@ -201,11 +203,17 @@ class AdapterSubscriber(Closing):
                 changed while it was read; the version before is still live.
             PlanError: its configuration does not fit the target.
         """
+        self._follow()
         return self.subscriber.update(version, timeout_s)
 
     def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
         """Receive and verify a version for `commit`; return it. Raises as `update`."""
+        self._follow()
         return self.subscriber.stage(version, timeout_s)
+
+    def _follow(self) -> None:
+        if self._follow_target is not None:
+            self._follow_target()
 
     def commit(self) -> UpdateReport:
         """Make the staged version live. Raises as `penstock.Subscriber.commit`; BaseMismatch as `update`."""
@@ -256,6 +264,7 @@ def adapter_subscriber(
     target: Target | None = None,
     check: Callable[[Mapping[str, Any]], None] | None = None,
     check_target: Callable[[], None] | None = None,
+    follow_target: Callable[[], None] | None = None,
     hooks: Hooks | None = None,
     connection: ConnectionSettings | str | None = None,
     mode: UpdateMode = "staged",
@@ -271,6 +280,7 @@ def adapter_subscriber(
         target: the tensors to fill, by PEFT's names; None: `AdapterSubscriber.tensors` are made of what is published.
         check: called with the configuration before a byte is read; it refuses the version by raising.
         check_target: called before a byte is read, and again before a version goes live; it refuses by raising.
+        follow_target: called before each update; it looks up the tensors of `target` again, which may have moved.
         hooks, connection, mode, rank, serve: see `penstock.subscriber`.
         device: of the tensors that are made.
 
@@ -279,7 +289,7 @@ def adapter_subscriber(
     """
     require_name("name", name)
     base_identity(base)
-    received = AdapterSubscriber(base, check, hooks or Hooks(), check_target)
+    received = AdapterSubscriber(base, check, hooks or Hooks(), check_target, follow_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         # Called again when the trainer's adapter has other tensors, as after a restart with another rank.
@@ -290,7 +300,7 @@ def adapter_subscriber(
         return received.tensors
 
     if isinstance(target, Mapping):
-        received.tensors = dict(target)  # type: ignore[arg-type]
+        received.tensors = target  # type: ignore[assignment]
     received.subscriber = api.subscriber(
         name,
         made if target is None else target,

@@ -33,12 +33,15 @@ from penstock.loader.tensor import dtype_of
 from penstock.peer.local_weights import tabulate
 from penstock.plan.tasks import Recipe
 from penstock.sync.digester import Digester
+from penstock.sync.placed import Placed
 from penstock.sync.publish.publisher import Publisher
+from penstock.sync.publish.registered import require_same
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateReport
-from penstock.sync.shards import Declarable, Row, Shard, declared, unwrapped
+from penstock.sync.shards import Declarable, Row, Shard, declared, regions_of, unwrapped
 from penstock.transport.protocol import Memory
+from penstock.transport.storages import RegisteredStorages
 from penstock.types import TensorTable
 
 _LISTED = 5
@@ -152,40 +155,87 @@ class MergedTensors:
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
-        from penstock.integrations.peft import adapter_config, adapter_tensors
+        from penstock.integrations.peft import adapter_config, adapter_parameters
         from penstock.integrations.peft_layers import AdapterState
 
         model = unwrapped(model)
         self.published: dict[str, Declarable] = {}
-        self._adapter = adapter_tensors(model, adapter)
-        base = dict(_base_tensors(model))
+        self._config = adapter_config(model, adapter)
+        self._tie = _tied(model)
+        self._base = frozenset(name for name, _ in _base_tensors(model))
         self._state = AdapterState(
-            model, adapter, lambda: {**dict(_base_tensors(model)), **adapter_tensors(model, adapter)}
+            model, adapter, lambda: {**dict(_base_tensors(model)), **adapter_parameters(model, adapter)}
         )
-        self._merge = AdapterMerge(adapter_config(model, adapter), base, self._adapter, tied=_tied(model))
+        self._placed = Placed(self._state.tensors)
+        base, self._adapter = self._parts()
+        self._rows = declared(base)
+        self._storages = RegisteredStorages(regions_of((*self._rows, *declared(self._adapter))))
+        self._merge = AdapterMerge(self._config, base, self._adapter, tied=self._tie)
         self._made: list[_Made] = []
+        self._make(base)
+
+    def _parts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors of the base and those of the adapter, as the model has them now."""
+        base: dict[str, torch.Tensor] = {}
+        adapter: dict[str, torch.Tensor] = {}
+        for name, tensor in self._state.tensors.items():
+            (base if name in self._base else adapter)[name] = tensor
+        return base, adapter
+
+    def _make(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Set `published`. Buffers stay where the base's tensor is still on their device."""
+        buffers = {(made.row.name, made.row.form.box, made.row.tensor.device): made.buffer for made in self._made}
+        self._made = []
         for name, tensor in base.items():
             if name not in self._merge.changed:
                 self.published[name] = tensor
                 continue
             shards = []
             for row in declared({name: tensor}):
-                made = _Made(row, torch.empty_like(row.tensor, memory_format=torch.contiguous_format))
-                shards.append(Shard(tensor=made.buffer, global_shape=row.form.shape, offset=row.form.box.start))
-                self._made.append(made)
+                buffer = buffers.get((name, row.form.box, row.tensor.device))
+                if buffer is None:
+                    buffer = torch.empty_like(row.tensor, memory_format=torch.contiguous_format)
+                shards.append(Shard(tensor=buffer, global_shape=row.form.shape, offset=row.form.box.start))
+                self._made.append(_Made(row, buffer))
             self.published[name] = shards
+
+    def _follow(self) -> None:
+        """Find the tensors where they are now, if the trainer moved, cast or replaced some of them.
+
+        Raises:
+            ConfigError: the base has other dtypes or shapes, so that receivers would hold something else.
+            PlanError: memory was freed, or the adapter does not fit any more. Nothing was changed.
+        """
+        if self._storages.are_there() and self._placed.is_same():
+            return
+        base, adapter = self._parts()
+        rows = declared(base)
+        require_same(self._rows, rows)
+        storages = RegisteredStorages(regions_of((*rows, *declared(adapter))))
+        # The adapter's own dtype does not show in the result.
+        merge = AdapterMerge(self._config, base, adapter, tied=self._tie)
+        if merge.changed != self._merge.changed:
+            name = min(merge.changed ^ self._merge.changed)
+            raise PlanError(
+                "the adapter changes other tensors than before", tensor=name, hint="make the publisher again"
+            )
+        self._rows, self._adapter, self._merge, self._storages = rows, adapter, merge, storages
+        self._make(base)
+        self._placed.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the adapter's present values into the buffers.
+        """Merge the adapter's present values into the buffers. Tensors that moved are followed.
 
         Raises:
-            PlanError: PEFT has merged an adapter already; or layers were replaced, moved, disabled, or scaled otherwise
-                than the configuration says. The buffers are as they were.
+            PlanError: PEFT has merged an adapter already; or layers have other options, are disabled, or are scaled
+                otherwise than the configuration says; or memory was freed. The buffers are as they were.
+            ConfigError: tensors of the base have other dtypes or shapes. The buffers are as they were.
 
         Order: all ranks call this.
         """
         self._state.require_same(is_used=True)
+        self._follow()
         # Collective for DTensors: the factors are small, and a rank needs rows of them that others have.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
@@ -208,7 +258,8 @@ class MergedPublisher(Closing):
         """Merge the adapter's present values, and publish a version. See `penstock.Publisher.publish`.
 
         Raises:
-            PlanError: as `MergedTensors.refresh`; nothing is published. Others as `penstock.Publisher.publish`.
+            PlanError, ConfigError: as `MergedTensors.refresh`; nothing is published.
+            Others as `penstock.Publisher.publish`.
 
         Order: all ranks call this.
         """

@@ -56,6 +56,11 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
 
     Order: for FSDP2 between steps; this reshards the module, as its `state_dict` does.
     """
+    return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
+
+
+def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """Return the parameters that `adapter_tensors` returns detached: objects that stay while nothing is replaced."""
     _config(model, adapter)
     # The parameters themselves, not the copies that `get_peft_model_state_dict` would take for a model under tensor
     # parallelism. Without embeddings that only the base has: PEFT adds those of adapted embeddings to what it saves.
@@ -65,7 +70,7 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
     named: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
         model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
     )
-    return {name: tensor.detach() for name, tensor in named.items()}
+    return named
 
 
 def adapter_config(model: torch.nn.Module, adapter: str = "default") -> dict[str, Any]:
@@ -120,7 +125,7 @@ class AdapterPublisher(Closing):
 
         Raises:
             ConfigError: also if the base has no version yet.
-            PlanError: an adapter is merged into the base; or this adapter's layers were replaced, moved, or scaled
+            PlanError: an adapter is merged into the base; or this adapter's layers have other options, or are scaled
                 otherwise than the configuration says. Nothing is published.
             Others as `penstock.Publisher.publish`.
 
@@ -165,9 +170,9 @@ def adapter_publisher(
     Order: all ranks call this at the same time, and publish the same versions.
     """
     base_identity(base)
-    tensors, config = adapter_tensors(model, adapter), adapter_config(model, adapter)
-    state = AdapterState(model, adapter, lambda: adapter_tensors(model, adapter))
-    publisher = api.publisher(name, tensors, connection=connection, mode=mode, rank=rank, replica=replica)
+    config = adapter_config(model, adapter)
+    state = AdapterState(model, adapter, lambda: adapter_parameters(model, adapter))
+    publisher = api.publisher(name, state.tensors, connection=connection, mode=mode, rank=rank, replica=replica)
     return AdapterPublisher(publisher, config, base, state)
 
 
@@ -187,7 +192,8 @@ def adapter_subscriber(
 
     The model's own adapter must be of the same kind: an update raises PlanError, before a byte is read, if an option
     that changes what the model computes differs (`lora_alpha`, `use_rslora`, ...), or a tensor's name or shape. So does
-    an update of a model whose layers would not compute the version: merged, disabled, replaced, or scaled otherwise.
+    an update of a model whose layers would not compute the version: merged, disabled, with other options, or scaled
+    otherwise. Parameters that were moved or replaced are filled where they are now.
 
     Args:
         name: of the sync.
@@ -200,13 +206,14 @@ def adapter_subscriber(
         ConfigError: as `adapter_tensors`. Others as `penstock.subscriber`.
     """
     own = adapter_config(model, adapter)
-    state = AdapterState(model, adapter, lambda: adapter_tensors(model, adapter))
+    state = AdapterState(model, adapter, lambda: adapter_parameters(model, adapter))
     return _subscriber(
         name,
         base=base,
-        target=adapter_tensors(model, adapter),
+        target=state.tensors,
         check=lambda published: _check_alike(published, own),
         check_target=lambda: state.require_same(is_used=True),
+        follow_target=state.follow,
         hooks=hooks,
         connection=connection,
         mode=mode,

@@ -1,12 +1,12 @@
 """The state of a PeftModel's layers, read at every publish and update: what the model computes with an adapter.
 
 In: a `PeftModel` and the name of an adapter. Out: an error where its layers are not as they were, or not as the
-adapter's configuration says.
-Not here: the tensors and the configuration (`peft`), merging (`lora_merge`).
+adapter's configuration says; its tensors, as the model has them now.
+Not here: whether tensors moved (`sync.placed`), names and the configuration (`peft`), merging (`lora_merge`).
 
 PEFT keeps this in its layers, and neither in the tensors nor in the configuration. A merged layer ignores the adapter's
 tensors, because its base weight has the sum. `scale_layer` changes the factor of the sum. A layer that was replaced
-leaves the tensors that were registered behind.
+has other tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from penstock.errors import PlanError
 from penstock.sync.shards import unwrapped
 
 _LISTED = 3
-Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-"""Address, shape, stride, dtype and device of one tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +50,20 @@ class AdapterState:
     Args:
         model: a `PeftModel`.
         adapter: its name in the model.
-        tensors: returns the tensors that are registered, as the model has them now.
+        look_up: returns the tensors that are published or filled, as the model has them now.
+
+    Attributes:
+        tensors: what `look_up` returned last. A publisher or subscriber of this mapping follows tensors that moved.
 
     Raises:
         PlanError: the factors of the adapter are not those of its configuration.
     """
 
-    def __init__(self, model: torch.nn.Module, adapter: str, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, model: torch.nn.Module, adapter: str, look_up: Callable[[], dict[str, torch.Tensor]]) -> None:
         self._model = unwrapped(model)
         self._adapter = adapter
-        self._tensors = tensors
-        self._places = _places(tensors())
+        self._look_up = look_up
+        self.tensors = look_up()
         self._layers = _layers(self._model, adapter)
         self._require_scaling(self._layers)
 
@@ -75,7 +76,7 @@ class AdapterState:
         Raises:
             PlanError: names the layers, the change, and the call of PEFT that undoes it. Nothing was touched.
 
-        Cost: a walk over the model's modules and its state dict; no tensor is read.
+        `tensors` are looked up again. Cost: a walk over the model's modules and its state dict; no tensor is read.
         """
         layers = _layers(self._model, self._adapter)
         merged = {name: layer for name, layer in layers.items() if layer.merged}
@@ -97,11 +98,21 @@ class AdapterState:
                 message = f"the model does not use the adapter {self._adapter!r} any more: {_shown(idle)}"
                 raise PlanError(message, hint=f"call enable_adapter_layers() and set_adapter({self._adapter!r})")
         self._require_scaling(layers)
-        places = _places(self._tensors())
-        if places != self._places:
-            moved = [name for name in sorted({*places, *self._places}) if places.get(name) != self._places.get(name)]
-            message = f"{len(moved)} tensors of the model were moved, resized or replaced: {_shown(moved)}"
+        if lost := sorted(self.tensors.keys() ^ self._follow().keys()):
+            message = f"{len(lost)} tensors of the adapter {self._adapter!r} are gone or new: {_shown(lost)}"
             raise PlanError(message, hint="make the publisher or subscriber again")
+
+    def follow(self) -> None:
+        """Look the tensors up again. Order: before an update, which reads into them."""
+        self._follow()
+
+    def _follow(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the model has now. They become `tensors` unless their names differ."""
+        tensors = self._look_up()
+        # Other names are an error of `require_same`. An empty mapping would ask the subscriber for new tensors.
+        if tensors.keys() == self.tensors.keys():
+            self.tensors.update(tensors)
+        return tensors
 
     def _is_idle(self, before: _Layer, now: _Layer) -> bool:
         """Return whether a layer used the adapter before, and now computes something else."""
@@ -166,12 +177,3 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
         scaling=None if expected is None else float(scaling),
         expected=expected,
     )
-
-
-def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-    """Return where each tensor lies; of a DTensor, its local part."""
-    places: dict[str, Place] = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        places[name] = local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
-    return places

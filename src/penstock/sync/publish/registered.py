@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -154,7 +154,7 @@ class Registered(Closing):
         if is_there and self._placed.is_same():
             return False
         rows = declared(self._params)
-        _require_same(self._rows, rows)
+        require_same(self._rows, rows)
         regions_of(rows)  # raises for tensors without memory
         if is_there and _are_in_place(self._rows, rows):
             # The objects differ and the memory does not, as after FSDP2 has sharded the parameters again.
@@ -234,7 +234,7 @@ class Registered(Closing):
             self._registration.close()
 
 
-def _require_same(before: Sequence[Row], now: Sequence[Row]) -> None:
+def require_same(before: Iterable[Row], now: Iterable[Row]) -> None:
     """Check that these are the same boxes of the same tensors; strides and places may differ.
 
     Raises:
@@ -252,7 +252,7 @@ def _require_same(before: Sequence[Row], now: Sequence[Row]) -> None:
     )
 
 
-def _boxes(rows: Sequence[Row]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
+def _boxes(rows: Iterable[Row]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
     return {(row.name, row.form.values) for row in rows}
 
 
