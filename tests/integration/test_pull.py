@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
@@ -67,6 +69,37 @@ def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkey
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert_same(ps.load(tmp_path / "out"), by_safetensors(llama))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("names", "single"),
+    [
+        (["diffusion_pytorch_model.fp16.safetensors"], "diffusion_pytorch_model.fp16.safetensors"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors"),
+        (["consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors"], None),
+        (["my model.safetensors"], "my model.safetensors"),
+    ],
+)
+def test_pulled_files_have_names_of_source(names, single, tmp_path, capsys, monkeypatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for part, name in enumerate(names):
+        save_file({f"w{part}{i}": torch.randn(64, 64) for i in range(2)}, source / name)
+    if len(names) > 1:
+        monkeypatch.setattr(pulling, "SHARD_BYTES", 40_000)
+    with ps.Keeper() as keeper:
+        keeper.keep("m", source)
+        assert command("m", "--to", tmp_path / "one") == 0
+        # From a member that has it from a member.
+        with ps.join("m") as relay:
+            relay.fetch({})
+            keeper.drop("m")
+            assert command("m", "--to", tmp_path / "two") == 0
+    for out in (tmp_path / "one", tmp_path / "two"):
+        found = sorted(path.name for path in out.glob("*.safetensors"))
+        assert found == ([single] if single else sorted(f"consolidated-0000{i}-of-00002.safetensors" for i in (1, 2)))
+        assert_same(ps.load(out), by_safetensors(source))
+        assert ps.verify(out).verified
 
 
 def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path, capsys) -> None:

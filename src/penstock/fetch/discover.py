@@ -46,9 +46,10 @@ from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
 from penstock.peer.local_weights import LocalWeights, WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.peer.member import Member
+from penstock.storage.file_names import stem_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
-from penstock.types import U64, TensorTable
+from penstock.types import U64
 
 _log = logging.getLogger("penstock.fetch")
 T = TypeVar("T")
@@ -72,8 +73,8 @@ class PlacedTarget(dict[str, torch.Tensor], ABC):
     arenas: Sequence[Arena] = ()
 
     @abstractmethod
-    def place(self, table: TensorTable) -> list[torch.Tensor]:
-        """Return the memory of each row: its bytes, flat uint8, aligned to its elements."""
+    def place(self, layout: WeightLayout) -> list[torch.Tensor]:
+        """Return the memory of each row of the layout's table: its bytes, flat uint8, aligned to its elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -108,7 +109,7 @@ class FetchTarget:
             torch_shape(dtype, shape)
         arenas: list[Arena] = []
         if isinstance(target, PlacedTarget):
-            flat = target.place(table)
+            flat = target.place(self.layout)
             arenas += target.arenas
             make: Callable[[], list[torch.Tensor]] = partial(self._tensors_of, flat)
         else:
@@ -199,7 +200,8 @@ class Discovery:
             table = lines.table
             rows = dict(zip(table.names, lines.tensors, strict=True))
         manifest = session.manifest
-        layout = WeightLayout.of(table, leaf_bytes=manifest.leaf_bytes)
+        stem = stem_of(file.name for file in manifest.files)
+        layout = WeightLayout.of(table, leaf_bytes=manifest.leaf_bytes, stem=stem)
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         at = np.fromiter(map(row_of.__getitem__, layout.table.names), np.int64, len(layout.table))
         leaves = leaves_of(manifest, at)

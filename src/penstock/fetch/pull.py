@@ -25,7 +25,7 @@ from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet, join
 from penstock.fetch.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
-from penstock.peer.local_weights import LocalWeights
+from penstock.peer.local_weights import LocalWeights, WeightLayout
 from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 from penstock.storage.output import OutputSet
@@ -189,10 +189,10 @@ class _Files(PlacedTarget):
         self._directory = directory
         self._output: OutputSet | None = None
 
-    def place(self, table: TensorTable) -> list[torch.Tensor]:
+    def place(self, layout: WeightLayout) -> list[torch.Tensor]:
         """Create the files at full size and map them; see `PlacedTarget`. Raises DiskFull, DestinationError."""
-        placed, body_nbytes = _places(table)
-        output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"})
+        placed, body_nbytes = _places(layout.table)
+        output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"}, stem=layout.stem)
         output.create()
         output.open()
         whole = [_mapped(self._directory / name) for name in output.names]

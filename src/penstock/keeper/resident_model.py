@@ -44,9 +44,9 @@ class _InArena(PlacedTarget):
         super().__init__()
         self.arenas: Sequence[Arena] = (arena,)
 
-    def place(self, table: TensorTable) -> list[torch.Tensor]:
+    def place(self, layout: WeightLayout) -> list[torch.Tensor]:
         """See `PlacedTarget.place`."""
-        arena, nbytes = self.arenas[0], table.nbytes.tolist()
+        arena, nbytes = self.arenas[0], layout.table.nbytes.tolist()
         return arena.runs_at(arena.place(nbytes), nbytes)
 
 

@@ -37,6 +37,7 @@ from penstock.memory.tiers import SOURCE
 from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
+from penstock.storage.file_names import STEM, is_carried
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Handle, Lending, Memory, encode
 from penstock.transport.storages import TorchStorage
@@ -54,16 +55,26 @@ class WeightLayout:
     """Sorted by name. Files and offsets are those of storage, if the layout was made from there."""
     chunks: ChunkTable
     digest: str
+    """Of the table: the stem is not part of it."""
+    stem: str = STEM
+    """Part of the names of the files in storage before their number, for members that write files of their own."""
 
     @classmethod
-    def of(cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None) -> WeightLayout:
+    def of(
+        cls,
+        table: TensorTable,
+        *,
+        leaf_bytes: int = LEAF_BYTES,
+        chunk_bytes: int | None = None,
+        stem: str = STEM,
+    ) -> WeightLayout:
         """Return the layout of these tensors, given in any order."""
         rows = name_order(table)
         # That of a peer is in order.
         ordered = table if rows == list(range(len(table))) else table.take(rows)
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
-        return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered))
+        return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered), stem=stem)
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +90,7 @@ class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
+    stem: str = STEM
 
 
 prepare(TableMessage)
@@ -93,6 +105,7 @@ def to_message(layout: WeightLayout) -> TableMessage:
         names=table.names,
         dtypes=table.dtypes,
         shapes=table.shapes,
+        stem=layout.stem if is_carried(layout.stem) else STEM,
     )
 
 
@@ -106,8 +119,11 @@ def from_message(message: TableMessage) -> WeightLayout:
         raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
     if min(chain.from_iterable(message.shapes), default=0) < 0:
         raise FormatError("a peer's tensor table has a negative dim")
+    # It becomes the name of a file.
+    if not is_carried(message.stem):
+        raise FormatError(f"a peer's files are called {message.stem[:100]!r}, which is no stem of a file name")
     table = tabulate(message.names, message.dtypes, message.shapes)
-    return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes)
+    return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes, stem=message.stem)
 
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:

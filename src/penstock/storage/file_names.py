@@ -19,6 +19,14 @@ _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+(?P<variant>\.[\w-]+)?", re.DOTALL)
 _VARIANT = re.compile(r"(?P<model>model|diffusion_pytorch_model)\.(?P<variant>[\w-]+)")
 
 
+_CARRIED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,99}")
+
+
+def is_carried(stem: str) -> bool:
+    """Return whether a stem may come from another host: it names a file of the directory, on every system."""
+    return _CARRIED.fullmatch(stem) is not None
+
+
 def stem_of(names: Iterable[str]) -> str:
     """Return the part that the names of a weight set's files have before their number, variant included.
 

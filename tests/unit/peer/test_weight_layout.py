@@ -44,11 +44,26 @@ def test_a_strided_tensor_is_refused_by_name() -> None:
 
 def test_what_is_described_is_the_same_line() -> None:
     table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
-    line = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16)
+    line = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16, stem="adapter_model.fp16")
+    assert line.digest == WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16).digest
     wire = msgspec.msgpack.encode(to_message(line))
     found = from_message(msgspec.msgpack.decode(wire, type=TableMessage))
-    assert found.digest == line.digest and found.table.names == ("w", "x")
+    assert found.digest == line.digest and found.stem == line.stem
+    assert found.table.names == ("w", "x")
     assert found.chunks.nbytes.tolist() == line.chunks.nbytes.tolist()
+
+
+def test_table_of_former_release_has_usual_stem() -> None:
+    message = to_message(WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem="adapter_model"))
+    told = msgspec.to_builtins(message)
+    del told["stem"]
+    assert from_message(msgspec.convert(told, TableMessage)).stem == "model"
+
+
+@pytest.mark.parametrize("stem", ["имя", "a" * 101, ".x"])
+def test_odd_stem_of_own_files_is_not_sent(stem: str) -> None:
+    layout = WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem=stem)
+    assert from_message(to_message(layout)).stem == "model"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +76,12 @@ def test_what_is_described_is_the_same_line() -> None:
         ({"leaf_bytes": 0}, "leaves"),
         ({"chunk_bytes": 1}, "leaves"),
         ({"dtypes": (DType.F4, DType.F4)}, "whole bytes"),
+        ({"stem": "../model"}, "stem"),
+        ({"stem": "/etc/model"}, "stem"),
+        ({"stem": ""}, "stem"),
+        ({"stem": ".hidden"}, "stem"),
+        ({"stem": "a\0"}, "stem"),
+        ({"stem": "a" * 300}, "stem"),
     ],
 )
 def test_a_hostile_table_is_a_format_error(change: dict[str, object], fault: str) -> None:
