@@ -19,6 +19,7 @@ from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, S
 from penstock.jobs.convert import convert
 from penstock.jobs.operations.operation import Copy
 from penstock.jobs.result import Journal
+from penstock.testing.http_server import RangeServer
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -336,6 +337,40 @@ def test_tilde_is_home_in_sources_and_destinations(tmp_path: Path, monkeypatch: 
     # No user has this name, so it is a name.
     convert("~/source", "~no-such-user-x", **TOLD)
     assert (tmp_path / "~no-such-user-x").is_dir()
+
+
+def test_files_beside_single_file_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "unet"
+    source.mkdir()
+    save_file({"a": torch.ones(4, 4)}, source / "diffusion_pytorch_model.safetensors")
+    only = convert(source / "diffusion_pytorch_model.safetensors", tmp_path / "only", **TOLD)
+    assert not only.left_out
+    for name in ("config.json", "adapter_config.json", ".hidden.json"):
+        (source / name).write_text("{}")
+    wanted = "files beside a single file are not copied: convert its directory"
+    for given in (source / "diffusion_pytorch_model.safetensors", source / "*.safetensors"):
+        report = convert(given, tmp_path / "one", **TOLD, replace=True)
+        assert not (tmp_path / "one/config.json").exists()
+        assert report.why_left_out == {str(source / name): wanted for name in ("adapter_config.json", "config.json")}
+    with RangeServer(source) as server:
+        url = f"{server.url}/diffusion_pytorch_model.safetensors"
+        for given in (url, f"{url}?signature=secret"):
+            report = convert(given, tmp_path / "http", **TOLD, replace=True)
+            assert report.why_left_out == {f"{server.url}/": wanted}
+            assert (tmp_path / "http/diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_url_of_directory_says_that_folders_are_not_seen(tmp_path: Path) -> None:
+    source = tmp_path / "adapter"
+    (source / "1_Pooling").mkdir(parents=True)
+    save_file({"a": torch.ones(4, 4)}, source / "model.safetensors")
+    for name in ("config.json", "1_Pooling/config.json"):
+        (source / name).write_text("{}")
+    with RangeServer(source) as server:
+        report = convert(server.url, tmp_path / "out", **TOLD)
+        (place,) = report.left_out
+        assert place.rstrip("/") == server.url.rstrip("/") and "HTTP has no listing" in report.why_left_out[place]
+    assert (tmp_path / "out/config.json").is_file() and not (tmp_path / "out/1_Pooling").exists()
 
 
 def test_metadata_of_files_stays_while_it_is_true(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from penstock.config import Settings
 from penstock.errors import FormatError, NotFound, PenstockError, PermissionDenied
 from penstock.report import bytes_text
 from penstock.storage import is_remote, list_uris, local_path, open_source, read_small
-from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, directory_prefix, display, list_files
+from penstock.storage.locate import INDEX_SUFFIX, PUBLISHED, SIDECAR, directory_prefix, display, list_files
 from penstock.types import GIB
 from penstock.waits import Threads
 
@@ -50,6 +50,7 @@ _MAX_BYTES = GIB
 _MAX_FILES = 2000
 """Most files of folders that are looked at. Reason: a model has tens of them, a data set has millions."""
 _TOO_MANY = f"the folders of the model have more than {_MAX_FILES} files"
+_OF_ONE_FILE = "files beside a single file are not copied: convert its directory"
 _LOOKUPS = 8
 """Requests at once that ask for the size of a remote file."""
 
@@ -75,7 +76,7 @@ def files_beside(
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
 ) -> Beside:
-    """Find the small files of a model. None are read. A URI of one file or a glob has none.
+    """Find the small files of a model. None are read. Those beside a single file or a glob are left out.
 
     Hidden files are not looked at. Links to files are followed, as those of weights are. Links to folders are not.
 
@@ -115,7 +116,10 @@ def _below(
     """Return the files below a place by their names, and those that cannot be files of a model, with the reason."""
     if not is_remote(uri):
         path = local_path(uri)
-        found, left_out = walk(path) if os.path.isdir(path) else ({}, {})
+        if not os.path.isdir(path):
+            near = (os.path.join(os.path.dirname(path), name) for name in PUBLISHED)
+            return {}, {file: _OF_ONE_FILE for file in near if os.path.isfile(file)}
+        found, left_out = walk(path)
         for file, why in left_out.items():
             name = os.path.basename(file)
             if os.path.samefile(os.path.dirname(file), path) and _SMALL.search(name) and not os.path.isdir(file):
@@ -123,10 +127,15 @@ def _below(
                 raise FormatError(f"{name} is {why}", uri=file, hint=hint)
         return found, left_out
     listed = list_files(uri, settings=settings, storage_options=storage_options)
-    if listed == [uri] or (glob.has_magic(uri) and not uri.startswith(("http://", "https://"))):
-        return {}, {}
+    is_http = uri.startswith(("http://", "https://"))
+    if listed == [uri] or (glob.has_magic(uri) and not is_http):
+        # Not looked for, which would cost requests: whether there are any is for the user to say.
+        path = uri.partition("?")[0] if is_http else uri
+        return {}, {f"{path.rpartition('/')[0]}/": _OF_ONE_FILE}
     prefix, below = directory_prefix(uri), dict[str, str]()
-    if not uri.startswith(("http://", "https://")):
+    if is_http:
+        below[prefix] = "HTTP has no listing: of other files, those with the usual names are copied"
+    else:
         if not all(file.startswith(prefix) for file in listed):
             # The name of a repository without its revision, for example: the storage lists it with one.
             prefix = f"{min(listed, key=lambda file: file.count('/')).rpartition('/')[0]}/"

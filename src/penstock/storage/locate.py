@@ -47,8 +47,7 @@ _ONLY = (
     "name a file, or a directory or prefix that has files of safetensors or one GGUF model itself; no others are read"
 )
 _FILES = (SUFFIX, GGUF_SUFFIX)
-# Small files of model repositories, as transformers, its processors and Mistral name them.
-_PUBLISHED = (
+PUBLISHED = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -71,6 +70,7 @@ _PUBLISHED = (
     "hf_quant_config.json",
     "adapter_config.json",
 )
+"""Small files of model repositories, as transformers, its processors, PEFT and Mistral name them."""
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _LOOKUPS = 8
 """Requests at once that ask whether a small file is there."""
@@ -285,7 +285,7 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
             return False
         return True
 
-    names = (_INDEX, SIDECAR, f"{SIDECAR}.sig", *_PUBLISHED)
+    names = (_INDEX, SIDECAR, f"{SIDECAR}.sig", *PUBLISHED)
     with Threads(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
         found = [f"{prefix}{name}" for name, there in zip(names, pool.map(is_there, names), strict=True) if there]
     return sorted({*found, *(file for _, file in place.files)})
