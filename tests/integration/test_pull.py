@@ -102,6 +102,13 @@ def test_pulled_files_have_names_of_source(names, single, tmp_path, capsys, monk
         assert ps.verify(out).verified
 
 
+def test_pull_says_that_small_files_stay_behind(keeper, tmp_path, capsys) -> None:
+    assert command("llama", "--to", tmp_path / "out") == 0
+    assert "weights only: a fleet has no config.json" in capsys.readouterr().out
+    assert command("llama", "--device", "cpu") == 0
+    assert "weights only" not in capsys.readouterr().out
+
+
 def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path, capsys) -> None:
     assert command("org/name", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback org/name " in capsys.readouterr().err

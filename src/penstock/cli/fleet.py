@@ -469,3 +469,5 @@ def pull(
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:
         write_lines(report.summary())
+        if to is not None:
+            write_lines("weights only: a fleet has no config.json, tokenizer or other small files")
