@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -61,9 +61,11 @@ def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
         assert torch.equal(mine, weights(1))
         publish(given, 2)
         engine.raises = hook
-        with pytest.raises(ValueError, match=hook):
+        with pytest.raises(ValueError, match=hook) as raised:
             subscriber.update()
         now = 1 if hook == "before_pause" else 2  # it was not paused, so nothing was touched
+        note = f"Hooks.{hook} raised this for version 2: the target has version {now}, whole"
+        assert raised.value.__notes__ == [note]
         assert (subscriber.version, subscriber.is_dirty) == (now, False)
         assert torch.equal(mine, weights(now))
         engine.raises = ""
@@ -73,6 +75,20 @@ def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
         assert subscriber.update().version == 3
         assert torch.equal(mine, weights(3))
         assert engine.called == ["before_pause", "at_commit", "after_resume"]
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_refusal_before_read_says_target_is_untouched(given, mode: str) -> None:
+    def refuse(version: int, metadata: Mapping[str, str]) -> None:
+        raise KeyError("not this one")
+
+    mine = torch.zeros(SHAPE)
+    with ps.subscriber("p", {"w": mine}, mode=mode, hooks=ps.Hooks(before_read=refuse)) as subscriber:
+        with pytest.raises(KeyError, match="not this one") as raised:
+            subscriber.update()
+        note = "Hooks.before_read raised this for version 1: the target was not touched"
+        assert raised.value.__notes__ == [note]
+        assert not mine.any() and not subscriber.is_dirty
 
 
 @pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")

@@ -426,6 +426,35 @@ def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
         sender.publish({"w": torch.zeros(65)})
 
 
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        (lambda module: module.state_dict(), True),
+        (lambda module: module.state_dict(keep_vars=True), False),
+        (lambda module: module, False),
+        (lambda module: dict(module.named_parameters()), False),
+    ],
+    ids=["state dict", "variables", "module", "dict"],
+)
+def test_publisher_of_state_dict_warns_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, given: Callable[..., Any], warns: bool
+) -> None:
+    trained = model()
+    publisher = stack.enter_context(ps.publisher("moved", given(trained), mode="snapshot"))
+    publisher.publish(1)
+    publisher.publish(2)
+    said = [line for line in caplog.messages if "pass the module itself" in line]
+    assert len(said) == warns
+    # The reason for it: nothing in the dict shows that the module has other memory.
+    fill(trained, 7)
+    for parameter in trained.parameters():
+        parameter.data = torch.full_like(parameter, 8)
+    subscriber = stack.enter_context(ps.subscriber("moved", served := model(), strict=False))
+    publisher.publish(3)
+    subscriber.update()
+    assert has(served, 7 if warns else 8)
+
+
 HOLDER = """
 import sys, torch, penstock as ps
 from safetensors.torch import save_file

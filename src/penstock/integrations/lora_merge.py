@@ -37,7 +37,7 @@ from penstock.sync.placed import Placed
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.publish.registered import require_same
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.receive.hooks import Hooks
+from penstock.sync.receive.hooks import Around, Hooks
 from penstock.sync.report import PublishMode, PublishReport, UpdateReport
 from penstock.sync.shards import Declarable, Row, Shard, declared, regions_of, unwrapped
 from penstock.transport.protocol import Memory
@@ -411,8 +411,7 @@ class MergingSubscriber(Closing):
     def _install(self, version: int, values: Mapping[str, list[torch.Tensor]]) -> None:
         """Copy values into the model, between the engine's callbacks."""
         began = time.perf_counter()
-        if self._hooks.before_pause is not None:
-            self._hooks.before_pause(version)
+        self._call("before_pause", version)
         self.is_dirty = True
         for name, parts in values.items():
             for (row, _), part in zip(self._pristine[name], parts, strict=True):
@@ -420,11 +419,12 @@ class MergingSubscriber(Closing):
         self._left = {name: self._digests(name) for name in values}
         self.version = version
         self.is_dirty = False
-        if self._hooks.at_commit is not None:
-            self._hooks.at_commit(version)
+        self._call("at_commit", version)
         self.pause_s = time.perf_counter() - began
-        if self._hooks.after_resume is not None:
-            self._hooks.after_resume(version)
+        self._call("after_resume", version)
+
+    def _call(self, hook: Around, version: int) -> None:
+        self._hooks.call(hook, version, live=self.version, is_dirty=self.is_dirty)
 
     def _check_untouched(self) -> None:
         """Raise BaseMismatch if the merged weights are not what the last version left."""

@@ -48,7 +48,7 @@ from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.offer import VersionSnapshot
-from penstock.sync.publish.registered import OfferOptions, Registered
+from penstock.sync.publish.registered import OfferOptions, Registered, warn_of_state_dict
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
@@ -619,7 +619,7 @@ def publisher(
     Args:
         name: of the sync; one group of ranks publishes it.
         params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank. It is kept:
-            each version has the tensors that are in it then.
+            each version has the tensors that are in it then. Those of a `state_dict()` do not follow their module.
         connection: see `join`.
         mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more (`replica`), and
             `publish` waits for the copy alone. `live`: they read the parameters themselves, and `publish` waits for
@@ -667,6 +667,7 @@ def publisher(
         world_size=world_size,
     )
     registered = Registered(params, options)
+    warn_of_state_dict(name, params)
     # One rank of several may have no part of the model; subscribers find out if no rank has any.
     if registered.is_empty and world_size == 1:
         raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict that has tensors")

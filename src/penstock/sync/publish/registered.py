@@ -8,6 +8,7 @@ Not here: whether tensors moved (`sync.placed`), the moment of a version (`publi
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from penstock.transport.storages import RegisteredStorages
 from penstock.types import Box, DType
 
 _LISTED = 5
+
+log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,22 @@ class _Registration:
         if self.snapshot is not None:
             self.snapshot.close()
         self.local_version.close()
+
+
+def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declarable]) -> None:
+    """Log a warning if tensors are those of `state_dict()`, which cannot be followed.
+
+    They are detached: the module may get other memory, and they keep the former. Nothing leads from them to the module.
+    """
+    # Torch marks a state dict by `_metadata`. `keep_vars=True` leaves the parameters themselves in it.
+    if isinstance(params, torch.nn.Module) or not hasattr(params, "_metadata"):
+        return
+    if not any(isinstance(value, torch.nn.Parameter) for value in params.values()):
+        log.warning(
+            "the publisher of %r has the tensors of a state dict: if parameters of the module get other memory "
+            "(`.data =`, a cast, offloading), it publishes the former values; pass the module itself",
+            name,
+        )
 
 
 class Registered(Closing):

@@ -6,10 +6,15 @@ direct:  before_read, before_pause, the read, at_commit, after_resume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.sync.check import Check
+
+Around = Literal["before_pause", "at_commit", "after_resume"]
+"""The callbacks around the moment at which a version becomes live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +32,31 @@ class Hooks:
     check: Check | None = None
     """Called with the version and its `StagedVersion` before the version may go live; needs mode `staged`. If it
     raises, or returns False or a text, the version is refused: here, and in the fleet if it is published together."""
+
+    def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
+        """Call a callback, if there is one. Its errors get a note, as in `noted`.
+
+        Args:
+            name: of the callback.
+            version: passed to it.
+            live: the version that the target has; -1: none.
+            is_dirty: whether the target has parts of several versions.
+        """
+        hook: Callable[[int], object] | None = getattr(self, name)
+        if hook is not None:
+            whole = f"the target has version {live}, whole" if live >= 0 else "the target was not touched"
+            with noted(name, version, "the target has parts of several versions" if is_dirty else whole):
+                hook(version)
+
+
+@contextlib.contextmanager
+def noted(name: str, version: int, state: str) -> Iterator[None]:
+    """Add a note to an error that a callback raises in the block: which one it was, and the state of the target.
+
+    The error keeps its class: an engine catches its own errors around an update.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"Hooks.{name} raised this for version {version}: {state}")
+        raise

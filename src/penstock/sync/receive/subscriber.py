@@ -42,7 +42,7 @@ from penstock.peer.member import Member
 from penstock.sync.membership import Membership
 from penstock.sync.memory_digests import MemoryDigests
 from penstock.sync.planner import Planner
-from penstock.sync.receive.hooks import Hooks
+from penstock.sync.receive.hooks import Around, Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import ReleasedMemory, ReleasedVersion, StoredVersion
@@ -499,7 +499,7 @@ class Subscriber(Closing):
         self._leases.begin_flip()
         try:
             begun = time.perf_counter()
-            self._call(self._hooks.before_pause, staged.version)
+            self._call("before_pause", staged.version)
             # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes
             # that peers may be reading.
             self._serving.withdraw(self._run, self.version)
@@ -527,7 +527,7 @@ class Subscriber(Closing):
         if self.version >= 0:
             self._serving.begin(self._run, self.version, self.metadata)
             self._leases.end_flip()
-            self._call(self._hooks.after_resume, self.version)
+            self._call("after_resume", self.version)
 
     def _await_commit(self, staged: Staged, decide_by: float) -> None:
         try:
@@ -548,7 +548,7 @@ class Subscriber(Closing):
             if not paused:  # an update of several attempts pauses the engine once
                 self._leases.begin_flip()
                 at = time.perf_counter()
-                self._call(self._hooks.before_pause, announced)
+                self._call("before_pause", announced)
                 # After the hook: if it raises, nothing is paused or touched.
                 paused.append(at)
                 self._serving.withdraw(self._run, self.version)
@@ -573,7 +573,7 @@ class Subscriber(Closing):
             elif paused and not self.is_dirty and self.version >= 0:
                 self._serving.begin(self._run, self.version, self.metadata)
                 self._leases.end_flip()
-                self._call(self._hooks.after_resume, self.version)
+                self._call("after_resume", self.version)
             raise
         else:
             return self._make_live(staged, paused[0], time.perf_counter() - installed)
@@ -623,13 +623,13 @@ class Subscriber(Closing):
         self._path = staged.path
         self._took_s, self._pause_s = time.perf_counter() - staged.begun, time.perf_counter() - begun
         # Before requests resume: cache entries of the old weights must not be used with the new ones.
-        self._call(self._hooks.at_commit, staged.version)
+        self._call("at_commit", staged.version)
         # Before the hook, which may take long or raise: the memory has the version either way.
         self._serving.begin(self._run, self.version, self.metadata)
         self.member.beat_now()
         # Before the hook, which may run requests.
         self._leases.end_flip()
-        self._call(self._hooks.after_resume, staged.version)
+        self._call("after_resume", staged.version)
         return self._report(staged, time.perf_counter() - begun, install_s)
 
     def _report(self, staged: Staged, pause_s: float, install_s: float) -> UpdateReport:
@@ -656,9 +656,8 @@ class Subscriber(Closing):
             staging_bytes=staged.staging_bytes,
         )
 
-    def _call(self, hook: Callable[[int], object] | None, version: int) -> None:
-        if hook is not None:
-            hook(version)
+    def _call(self, hook: Around, version: int) -> None:
+        self._hooks.call(hook, version, live=self.version, is_dirty=self.is_dirty)
 
     def _stop_serving(self) -> None:
         """Withdraw the live version and report it at once: planners choose sources by the hub's list."""

@@ -38,6 +38,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, TableReply
 from penstock.sync.receive.ahead import SplitTransfer
 from penstock.sync.receive.followed import FollowedTarget
+from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.staged import Options, Staged, nothing_read
 from penstock.sync.receive.target import ReceiveBuffers, Shown, Target, shown
@@ -510,7 +511,9 @@ class UpdateLoop:
             self._is_outdated = False
             metadata = _metadata_of(links)
             if self._options.accept is not None:
-                self._options.accept(reply.version, metadata)
+                touched = "the target may have bytes of it" if self.is_touched else "the target was not touched"
+                with noted("before_read", reply.version, touched):
+                    self._options.accept(reply.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
             if isinstance(transfer, Transfer):
                 before_read(reply.version)
