@@ -19,7 +19,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
-    frozenset({"descriptors", "phases", "segments", "totals", "waits"}),
+    frozenset({"descriptors", "logs", "phases", "segments", "totals", "waits"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -66,6 +65,7 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.loader.verify import inspect, read_key
+from penstock.logs import log_named
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.local import read_bounded
@@ -80,7 +80,7 @@ from penstock.types import MIB, DType
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger("penstock.artifacts")
+log = log_named("penstock.artifacts")
 REFUSED = "the bundle %s is not used, the engine compiles: %s"
 """The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
 

@@ -101,11 +101,11 @@ def _refusals_in_report_only() -> Iterator[None]:
     def is_other(record: logging.LogRecord) -> bool:
         return record.msg != REFUSED
 
-    log.addFilter(is_other)
+    log.logger.addFilter(is_other)
     try:
         yield
     finally:
-        log.removeFilter(is_other)
+        log.logger.removeFilter(is_other)
 
 
 @app.command("save", epilog=examples("penstock artifacts save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))

@@ -31,12 +31,13 @@ from penstock.compat.rebinding import rebind
 from penstock.config import Settings
 from penstock.entry_points import extras_named
 from penstock.errors import ConfigError, MissingExtra, PenstockError
+from penstock.logs import log_named
 from penstock.storage import is_remote
 from penstock.storage.network_files import NetworkFile, network_file_system
 
 __all__ = ["install", "installed", "uninstall"]
 
-_log = logging.getLogger(__name__)
+_log = log_named(__name__)
 
 _FRAMEWORKS = {"pt", "torch", "pytorch", "np", "numpy"}
 
@@ -156,10 +157,10 @@ def install_in_program() -> None:
     if Settings.read().safetensors_log:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("penstock: %(message)s"))
-        _log.addHandler(handler)
+        _log.logger.addHandler(handler)
         _log.setLevel(logging.DEBUG)
         # The program's own handlers would write each line again.
-        _log.propagate = False
+        _log.logger.propagate = False
     install()
 
 

@@ -8,7 +8,6 @@ Not here: fetching it (`run`), the API for users (`join`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -42,6 +41,7 @@ from penstock.loader.into import targets_of
 from penstock.loader.match import match_targets, require_whole
 from penstock.loader.session import Options, Session
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
+from penstock.logs import log_named
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
 from penstock.peer.local_weights import LocalWeights, WeightLayout, from_message, layout_of_tensors, revision_of
@@ -51,7 +51,7 @@ from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
 from penstock.types import U64
 
-_log = logging.getLogger("penstock.fetch")
+_log = log_named("penstock.fetch")
 T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 

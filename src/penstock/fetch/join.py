@@ -6,7 +6,6 @@ Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
@@ -35,6 +34,7 @@ from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
+from penstock.logs import log_named
 from penstock.memory.targets import note_written
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
@@ -43,7 +43,7 @@ from penstock.storage.locate import display
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
 
-_log = logging.getLogger("penstock.fetch")
+_log = log_named("penstock.fetch")
 
 
 class Fleet:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -58,6 +57,7 @@ from penstock.hub.messages import (
 from penstock.hub.routes import Handler, HubApp, Lifespan, Refused
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import JobState
+from penstock.logs import log_named
 from penstock.types import MIB
 
 try:
@@ -76,8 +76,8 @@ MAX_BODY_BYTES = 8 * MIB
 BODY_S = 20.0
 """A body that takes longer to arrive is refused."""
 _ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
-_log = logging.getLogger("penstock.hub")
-audit = logging.getLogger("penstock.audit")
+_log = log_named("penstock.hub")
+audit = log_named("penstock.audit")
 
 FAULTS = {
     400: "the caller speaks another major version of the protocol",

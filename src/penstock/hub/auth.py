@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import re
 import ssl
 import threading
@@ -29,10 +28,11 @@ from typing import Any
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, SourceError
+from penstock.logs import log_named
 from penstock.storage import text_of
 from penstock.storage.local import read_bounded
 
-_log = logging.getLogger("penstock.hub")
+_log = log_named("penstock.hub")
 LIFE_HEADER = "Penstock-Life"
 """Header with the secret of the member that the caller speaks for."""
 MAX_TOKENS_BYTES = 1 << 20

@@ -7,7 +7,6 @@ proof (`proof`).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from penstock.hub.messages import Complaint
 from penstock.hub.proof import proof_fault
 from penstock.hub.snapshot import COMPLAINT_DECODER, ComplaintEntry, HoldingEntry
 from penstock.hub.store import Store
+from penstock.logs import log_named
 
 # Time after which a holder that could not be read is tried again.
 COMPLAINT_TTL_S = 30.0
@@ -33,7 +33,7 @@ need no higher rate for long. A complaint takes some 300 bytes for up to 600 s: 
 PROOFS_PER_S, PROOFS_AT_ONCE = 1.0, 10
 """Of one caller: the largest takes a hub some 20 ms. The first valid proof is enough for all readers."""
 _encode = msgspec.msgpack.encode
-audit = logging.getLogger("penstock.audit")
+audit = log_named("penstock.audit")
 
 
 class Complaints:

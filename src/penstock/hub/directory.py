@@ -8,7 +8,6 @@ Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claim
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import threading
@@ -73,6 +72,7 @@ from penstock.hub.snapshot import (
 )
 from penstock.hub.store import ABSENT, Entry, Store
 from penstock.jobs.observer import JobState
+from penstock.logs import log_named
 
 # Added to a beat: members that could not reach the hub try again within half of this.
 _ANNOUNCE_S = 1.0
@@ -95,7 +95,7 @@ _NUM_CLAIMING = 64
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
-audit = logging.getLogger("penstock.audit")
+audit = log_named("penstock.audit")
 
 
 class Directory:

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from penstock.errors import MALFORMED, GrantRefused
 from penstock.hub.auth import RateLimit
 from penstock.hub.messages import PROTOCOL, takes_callers, takes_shared_grants
+from penstock.logs import log_named
 
 EPOCH_S = 15.0
 """A source replaces its epoch this often."""
@@ -52,7 +53,7 @@ _MAX_TOGETHER = 16
 """Most grants of one signature: with their digests, 512 bytes, a grant is well below `_MAX_GRANT_BYTES`."""
 _DIGEST_BYTES = 32
 
-audit = logging.getLogger("penstock.audit")
+audit = log_named("penstock.audit")
 """One line a grant issued, refused or used: `event=... key=... reader=... source=...`."""
 
 

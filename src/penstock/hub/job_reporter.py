@@ -6,7 +6,6 @@ Not here: the states (`jobs.watch`), the hub's list of conversions (`conversions
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.config import ConnectionSettings
 from penstock.errors import HubUnavailable, PenstockError, SourceBusy
 from penstock.hub.client import HubClient, resolve_connection
+from penstock.logs import log_named
 
 if TYPE_CHECKING:
     from penstock.jobs.observer import JobState
@@ -22,7 +22,7 @@ ATTEMPT_S = 2.0
 """Deadline of one report. Also the longest time that the end of a conversion waits for its last report."""
 PAUSE_S = 5.0
 """Until the next try, while the hub does not answer."""
-_log = logging.getLogger("penstock.fleet")
+_log = log_named("penstock.fleet")
 
 
 class HubReporter:

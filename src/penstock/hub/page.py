@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import re
 import secrets
 import threading
@@ -34,6 +33,7 @@ from penstock.hub.auth import Caller
 from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
 from penstock.hub.replicas import ReplicaFeed
 from penstock.hub.routes import Handler, HubApp
+from penstock.logs import log_named
 from penstock.net.shares import Shares
 
 try:
@@ -71,7 +71,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_log = logging.getLogger("penstock.hub")
+_log = log_named("penstock.hub")
 _ASSETS = {
     **dict.fromkeys(("app.js", "boots.js", "format.js", "members.js", "pictures.js"), "text/javascript"),
     "style.css": "text/css",

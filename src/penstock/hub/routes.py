@@ -10,7 +10,6 @@ this app 4. A beat takes 65 us in the app, and took 104. Source: benchmarks/resu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -27,6 +26,7 @@ from penstock.errors import (
     UnknownMember,
 )
 from penstock.hub.messages import Fault
+from penstock.logs import log_named
 
 try:
     from starlette.datastructures import URL
@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
 
-_log = logging.getLogger("penstock.hub")
+_log = log_named("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[object], AbstractAsyncContextManager[None]]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
-import logging
 import os
 import secrets
 import signal
@@ -30,6 +29,7 @@ from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.lifecycle import let_go_in_children
+from penstock.logs import log_named
 from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 from penstock.net.unix_sockets import connect_unix
@@ -55,7 +55,7 @@ _KEEP_ALIVE_S = 75
 _GC_THRESHOLD = (20_000, 50, 100)
 # For a connection to a hub that may be there already: its kernel queue is full for as long as it does not accept.
 _PROBE_S = 1.0
-_log = logging.getLogger("penstock.hub")
+_log = log_named("penstock.hub")
 
 
 def bind(listen: str, auth: Auth) -> socket.socket:

@@ -11,10 +11,10 @@ they use Penstock or not. A part therefore checks that it can be applied before 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from collections.abc import Callable, Mapping
 
 from penstock.errors import ConfigError
+from penstock.logs import Log
 
 
 class HostPlugin:
@@ -26,7 +26,7 @@ class HostPlugin:
         log: returns the logger of the integration. It is called when a line is written.
     """
 
-    def __init__(self, package: str, *, supported: str, log: Callable[[], logging.Logger]) -> None:
+    def __init__(self, package: str, *, supported: str, log: Callable[[], Log]) -> None:
         self._package = package
         self._supported = supported
         self._log = log

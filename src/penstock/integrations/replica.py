@@ -16,7 +16,6 @@ checkpoint in host memory for as long as the replica serves (`"serve": false`: u
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.errors import ConfigError, HubUnavailable, NotFound
+from penstock.logs import Log
 from penstock.storage.locate import model_name
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def checkpoint(
     place: Place,
     *,
     model: str,
-    log: logging.Logger,
+    log: Log,
     progress: bool | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's tensors as they arrive: from the keeper, else the fleet, else storage; log the report.
@@ -193,7 +193,7 @@ def checkpoint(
     attached = _attach(options, files, log) if options.get("keeper") else _attach_to_same(options, files, model, log)
     if attached is not None:
         with attached:
-            log.info("penstock: %s", attached.report.summary())
+            log.info("penstock: %s", attached.report)
             yield from ((name, tensor) for name, tensor in attached.items() if wanted is None or wanted(name))
         return
     in_fleet = FleetOptions.read(options, model)
@@ -212,10 +212,10 @@ def checkpoint(
     group = place.group() if options.get("distributed") else None
     with api.stream(files, device=device, names=wanted, group=group, progress=progress, **arguments) as stream:
         yield from stream
-        log.info("penstock: %s", stream.report.summary())
+        log.info("penstock: %s", stream.report)
 
 
-def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: logging.Logger) -> Attached | None:
+def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
     """Attach to the keeper's weights in host memory; if it is not there, log a warning and return None.
 
     Raises:
@@ -248,9 +248,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: logging
     return attached
 
 
-def _attach_to_same(
-    options: Mapping[str, Any], files: str | Sequence[str], model: str, log: logging.Logger
-) -> Attached | None:
+def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], model: str, log: Log) -> Attached | None:
     """Attach to a keeper of this host that has this model in the revision of `files`; None: there is none.
 
     No one named the keeper: only equal digests, or the same files, prove that it has the same weights.
@@ -299,7 +297,7 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 
 
 def join(
-    options: FleetOptions, uris: str | Sequence[str], *, log: logging.Logger, rank: int = 0, **arguments: Any
+    options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, **arguments: Any
 ) -> Fleet | None:
     """Join the fleet; if no hub answers, log a warning that names both paths, and return None.
 
@@ -346,7 +344,7 @@ def tensors(
     uris: str | Sequence[str],
     options: FleetOptions,
     *,
-    log: logging.Logger,
+    log: Log,
     device: str = "cpu",
     storage_options: Mapping[str, str] | None = None,
     serves: bool = True,
@@ -371,7 +369,7 @@ def tensors(
     stays = False
     try:
         report = fleet.fetch(weights, fallback=uris, device=device, storage_options=storage_options)
-        log.info("penstock: %s", report.summary())
+        log.info("penstock: %s", report)
         yield from weights.items()
         # Only now: an engine that fails while it loads must not stay in the fleet.
         stays = options.serve and serves
@@ -388,7 +386,7 @@ _drain_files: set[str] = set()
 """Drain files that a thread of this process waits for."""
 
 
-def _serve(fleet: Fleet, options: FleetOptions, log: logging.Logger) -> None:
+def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     """Stay a source until the process ends, its drain file appears, or new weights of this model are loaded."""
     keys = _keys(fleet)
     # An engine that was updated from a disk would otherwise keep one more checkpoint in memory after each update.
@@ -413,7 +411,7 @@ def _keys(fleet: Fleet) -> set[tuple[str, str]]:
     return {(weights.identity.model, weights.identity.layout) for weights in fleet.member.weights}
 
 
-def _drain(drain_file: Path, log: logging.Logger) -> None:
+def _drain(drain_file: Path, log: Log) -> None:
     """Wait for the drain file, leave all fleets, and create the file that says so."""
     pause = threading.Event()
     while not drain_file.exists():

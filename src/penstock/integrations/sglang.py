@@ -34,6 +34,7 @@ from penstock.errors import ConfigError, FormatError, NotFound
 from penstock.hub.auth import first_token
 from penstock.integrations import replica, sglang_sleep
 from penstock.integrations.host_plugin import HostPlugin
+from penstock.logs import Log, log_named
 from penstock.storage import is_remote, pinned
 from penstock.storage.locate import display, model_name
 
@@ -54,12 +55,12 @@ _WEIGHTS_FILE = ".penstock-weights.json"
 """In the directory that SGLang is given for a URI: where the weights are."""
 
 
-def sglang_logger() -> logging.Logger:
+def sglang_logger() -> Log:
     """Return the integration's logger at SGLang's level; SGLang configures the root logger's handler."""
     logger = logging.getLogger(LOGGER)
     if logger.level == logging.NOTSET and (level := logging.getLogger("sglang").getEffectiveLevel()) < logging.WARNING:
         logger.setLevel(level)
-    return logger
+    return log_named(LOGGER)
 
 
 PLUGIN = HostPlugin("sglang", supported=f"SGLang {' or '.join(VERSIONS)}", log=sglang_logger)
@@ -356,7 +357,7 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
     receiver = _receivers[name]
     tensors = receiver.receive(int(version))
     assert receiver.report is not None
-    sglang_logger().info("penstock: %s", receiver.report.summary())
+    sglang_logger().info("penstock: %s", receiver.report)
     return tensors
 
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, SourceUnavailable
 from penstock.integrations.sleep_kernels import kernels_ready
+from penstock.logs import Log
 
 if TYPE_CHECKING:
-    import logging
-
     import torch
 
     from penstock.sync.memory_digests import MemoryDigests
@@ -118,7 +117,7 @@ class SchedulerSleep:
         return bool(get_model().load_format == self._load_format)
 
 
-def loading(device: torch.device, log: logging.Logger) -> AbstractContextManager[None]:
+def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
     """Return a block in which a model is loaded; where its memory may be released, digests are ready afterwards.
 
     Args:

@@ -6,13 +6,13 @@ Not here: what is digested, and when (`vllm_sleep`, `sglang_sleep`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.logs import Log
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 @contextmanager
-def kernels_ready(device: torch.device, log: logging.Logger, *, wait_s: float = WAIT_S) -> Iterator[None]:
+def kernels_ready(device: torch.device, log: Log, *, wait_s: float = WAIT_S) -> Iterator[None]:
     """Make the kernels of digests ready beside a block that loads a model; the first sleep would wait for them.
 
     Args:
@@ -43,7 +43,7 @@ def kernels_ready(device: torch.device, log: logging.Logger, *, wait_s: float = 
         warming.join(wait_s)
 
 
-def _warm_up(device: torch.device, log: logging.Logger) -> None:
+def _warm_up(device: torch.device, log: Log) -> None:
     # Imported here: both take time, and a sleep imports the second.
     from penstock.sync import memory_digests  # noqa: F401
     from penstock.sync.digester import Digester

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import importlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound,
 from penstock.integrations.accelerated import accelerated as accelerated  # its name for users of transformers
 from penstock.integrations.accelerated import directory
 from penstock.loader.progress import ProgressOption
+from penstock.logs import log_named
 from penstock.storage import is_remote, local_path, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, model_name, texts_of
 from penstock.storage.repository import parse
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.sync.shards import Shard
     from penstock.types import TensorTable
 
-_logger = logging.getLogger(__name__)
+_logger = log_named(__name__)
 
 _FILES = ("config.json", "generation_config.json")
 
@@ -418,7 +418,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
                         module._buffers[buffer] = torch.empty_like(empty, device=device)
             model.initialize_weights()
             _read_generation(model, files)
-            _logger.info("penstock: %s", attached.report.summary())
+            _logger.info("penstock: %s", attached.report)
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
@@ -436,7 +436,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
     except (PenstockError, OSError, ValueError) as error:
         _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
     else:
-        _logger.info("penstock: handed over: %s", report.summary())
+        _logger.info("penstock: handed over: %s", report)
     return model
 
 

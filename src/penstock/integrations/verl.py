@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ from penstock.errors import ConfigError, PeerLost
 from penstock.hub.auth import first_token
 from penstock.integrations.received import ReceivedVersions, group_of_all
 from penstock.integrations.sender import VersionSender, WholeTensorShares
+from penstock.logs import log_named
 from penstock.sync.report import PublishMode
 from penstock.sync.shards import Declarable, Row, Shard, declared
 
@@ -48,7 +48,7 @@ WIRE_FORMAT = "penstock"
 VERSIONS = ("0.9",)
 """Releases of verl that this module was run with."""
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = log_named(__name__)
 _TIMEOUT_S = 600.0
 """Longest wait of a rollout worker for the trainer's version, which is shown after whole tensors were gathered."""
 
@@ -219,7 +219,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 rank=(self._rank, self._world_size),
             )
         report = self._sender.publish(params, self._version, mode=mode, num_receivers=self._num_receivers)
-        _LOGGER.info("penstock: step %s: %s", global_steps, report.summary())
+        _LOGGER.info("penstock: step %s: %s", global_steps, report)
         if mode == "live" and len(report.committed) < self._num_receivers:
             raise PeerLost(
                 f"{len(report.committed)} of {self._num_receivers} rollout workers have version {report.version}: "
@@ -253,7 +253,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         assert self._receiver is not None
         received = await asyncio.to_thread(self._receiver.receive, self._version, self._timeout_s)
         assert self._receiver.report is not None
-        _LOGGER.info("penstock: step %s: %s", global_steps, self._receiver.report.summary())
+        _LOGGER.info("penstock: step %s: %s", global_steps, self._receiver.report)
         for name, tensor in received.items():
             yield name, tensor
 

@@ -27,6 +27,7 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
 from penstock.integrations import replica, vllm_artifacts, vllm_patches, vllm_sleep
 from penstock.integrations.host_plugin import HostPlugin
+from penstock.logs import Log, log_named
 from penstock.phases import Phases
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _IGNORED = ["original/**/*"]
 _OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
-def vllm_logger() -> logging.Logger:
+def vllm_logger() -> Log:
     """Return the integration's logger, with the handlers and level of vLLM's where the application gave it none."""
     # vLLM configures its own logger `vllm` only: without its handlers, no line of ours below a warning would be shown.
     # Called where a line is written: this module may be imported before vLLM has configured its logger.
@@ -51,7 +52,7 @@ def vllm_logger() -> logging.Logger:
             logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(theirs.level)
-    return logger
+    return log_named(LOGGER)
 
 
 OBJECT_STORES = "models in object stores"

@@ -10,7 +10,6 @@ other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +19,12 @@ from penstock.config import ConnectionSettings, Settings
 from penstock.errors import PenstockError, SourceError
 from penstock.integrations import replica
 from penstock.integrations.vllm_patches import loads_by
+from penstock.logs import Log
 from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 
 
-def carry(executor: type[Any], load_format: str, log: Callable[[], logging.Logger]) -> None:
+def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None:
     """Have an executor restore compiled code before its workers start, and save it after their warm-up.
 
     Args:
@@ -59,7 +59,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], logging.Logge
     executor.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def _restore(vllm_config: Any, options: Mapping[str, Any], log: logging.Logger) -> Restored | None:
+def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
     """Restore the code of this configuration; None: the model cannot be opened, and vLLM's own loading says why."""
     from vllm.platforms import current_platform
 
@@ -80,7 +80,7 @@ def _restore(vllm_config: Any, options: Mapping[str, Any], log: logging.Logger) 
     return restored
 
 
-def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: logging.Logger) -> None:
+def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Log) -> None:
     """Save what was compiled. An engine that cannot save serves all the same."""
     with Phases("save compiled code", journey="engine"):
         try:

@@ -11,7 +11,6 @@ private, so what vLLM then writes is its own. On a GPU it would be seen by every
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from penstock.hub.auth import first_token
 from penstock.keeper.attach import NOT_USABLE, attach, kept_here
 from penstock.keeper.hand_over import hand_over
 from penstock.lifecycle import paused_gc
+from penstock.logs import Log
 from penstock.peer.local_weights import revision_of
 from penstock.storage.locate import model_name
 from penstock.storage.weight_set import open_weights
@@ -49,7 +49,7 @@ def load_finished(
     rank: int,
     size: int,
     load: Callable[[], None],
-    log: logging.Logger,
+    log: Log,
 ) -> None:
     """Bind a new model to a keeper's parameters; if there are none, fill it otherwise and hand its parameters over.
 
@@ -112,7 +112,7 @@ def load_finished(
         log.warning("penstock: the kept parameters of %s cannot be used for this rank: %s", uri, str(error))
         others = start.others()
     else:
-        log.info("penstock: finished parameters: %s", attached.report.summary())
+        log.info("penstock: finished parameters: %s", attached.report)
         return
     # Recorded before the load only if it is used at once: the loader's first run is then its own, as without a keeper.
     recording = start.recorded() if others else None
@@ -144,7 +144,7 @@ class _Start:
     own: KeptSet
     connection: ConnectionSettings
     verify: bool
-    log: logging.Logger
+    log: Log
 
     def others(self) -> list[KeptSet]:
         """Return the other engines of this model whose ranks are all kept."""
@@ -190,7 +190,7 @@ class _Start:
                 message = "penstock: %s is not made of the parameters of %d kept ranks: %s"
                 self.log.warning(message, self.uri, source.size, str(error))
             else:
-                self.log.info("penstock: %s", report.summary())
+                self.log.info("penstock: %s", report)
                 return True
         return False
 
@@ -228,4 +228,4 @@ class _Start:
                 "penstock: the parameters of %s are not kept for the next engine: %s", self.uri, str(error)
             )
         else:
-            self.log.info("penstock: handed over: %s", report.summary())
+            self.log.info("penstock: handed over: %s", report)

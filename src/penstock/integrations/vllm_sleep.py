@@ -18,12 +18,12 @@ wakes. Written for vLLM 0.32 and 0.33. vLLM need not be installed to import this
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.integrations.sleep_kernels import kernels_ready
 from penstock.integrations.vllm_patches import after_construction, is_sent_by, loads_by
+from penstock.logs import Log, log_named
 
 if TYPE_CHECKING:
     import torch
@@ -243,9 +243,9 @@ def _no_grad() -> Any:
     return torch.no_grad()
 
 
-def _logger() -> logging.Logger:
+def _logger() -> Log:
     # The logger of `vllm`, which imports this module, and has configured it by now.
-    return logging.getLogger("penstock.vllm")
+    return log_named("penstock.vllm")
 
 
 def _log(message: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import threading
 import time
@@ -42,6 +41,7 @@ from penstock.lifecycle import is_ending
 from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device
 from penstock.loader.verify import inspect
+from penstock.logs import log_named
 from penstock.memory.arena import needed_bytes
 from penstock.memory.tier import TiersStats
 from penstock.memory.tier_cuda import CudaTier
@@ -54,7 +54,7 @@ from penstock.storage.weight_set import Uris
 from penstock.telemetry.metrics import Sample, watch
 from penstock.types import Manifest
 
-log = logging.getLogger("penstock.fleet")
+log = log_named("penstock.fleet")
 
 DRAIN_S = 30.0
 """Time to wait for engines and readers. A killed engine counts until its lease expires, after 15 s."""
@@ -343,7 +343,7 @@ class Keeper:
         resident.shown.why = "; ".join(filter(None, (resident.why, resident.shown.why)))
         # Last: `_recalled` and `check` read it from other threads.
         resident.state = "kept"
-        log.warning("%s: %s", resident.why, resident.report.summary())
+        log.warning("%s: %s", resident.why, resident.report)
         self.member.beat_now()
 
     def check(self) -> None:

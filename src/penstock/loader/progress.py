@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from penstock import lifecycle
 from penstock.arguments import wrong
 from penstock.config import Settings
+from penstock.errors import printable
 from penstock.report import bytes_text
 from penstock.waits import Threads
 
@@ -60,7 +61,7 @@ class Progress:
         # In a log file every redraw would be a line of its own, so without a setting only a terminal gets a bar.
         self._draws = self._call is None and (sys.stderr.isatty() if wanted is None else bool(wanted))
         # The whole URI would leave no room for the numbers.
-        self._label = label.rstrip("/").rpartition("/")[2] or label
+        self._label = printable(label.rstrip("/").rpartition("/")[2] or label)
         self._unit = unit
         self._is_live = is_live
         self._bar: Bar | None = None
@@ -128,7 +129,7 @@ class Progress:
     def _draw(self, text: str, done: int, total: int) -> None:
         assert self._bar is not None
         # Rich takes a total of None as "as before": the bar moves to and fro until there is one.
-        self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, text=text)
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, text=printable(text))
         if not self._is_live:
             self._bar.refresh()
 

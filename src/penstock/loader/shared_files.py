@@ -8,7 +8,6 @@ Not here: the exchange (`shared_read`), who opens the files (`integrations`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -23,11 +22,12 @@ import torch.distributed as dist
 from penstock.config import Settings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, NotFound, OperationFailed, PeerLost, PenstockError
 from penstock.loader.shared_read import BEGIN, BUSY, BUSY_S, END, FAILED, RankWords, SharedRead, SharedReadReport
+from penstock.logs import log_named
 from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
 
-_logger = logging.getLogger(__name__)
+_logger = log_named(__name__)
 
 MAX_PAUSE_S = 600.0
 """Seconds that a rank waits for one whose program makes no load, but lives. Source: the timeout of NCCL's groups."""

@@ -18,7 +18,6 @@ lock, because it takes locks of its own and may call back.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +28,10 @@ from typing import Protocol
 
 from penstock.errors import BudgetTooSmall, ConfigError, DiskFull, IntegrityError, NotFound, SourceBusy, SourceStalled
 from penstock.lifecycle import Closing
+from penstock.logs import log_named
 from penstock.memory.tier import Block, LinkStats, Room, Tier, TiersStats, TierStats, move
 
-_log = logging.getLogger("penstock.memory")
+_log = log_named("penstock.memory")
 
 SOURCE = "source"
 """The place of a block that is in no tier: it can be read anew."""

@@ -14,12 +14,13 @@ A connection's server calls `prove`, `begin`, `end` and `release`, from any thre
 from __future__ import annotations
 
 import ipaddress
-import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from penstock.logs import log_named
 
 MIN_BYTES_PER_S = 1 << 20
 """Slowest accepted rate of a message, in bytes/s: its deadline moves by 1 s for each MiB. Reason: 8 Mb/s is a poor
@@ -85,7 +86,7 @@ SWEEP_S = 1.0
 """Interval between two checks of the deadlines."""
 _SWEPT_WITHIN_S = 2.0
 """Twice the usual interval between two checks; a longer one means that the process did not run in between."""
-_log = logging.getLogger("penstock.net")
+_log = log_named("penstock.net")
 
 
 class Connection:

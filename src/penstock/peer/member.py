@@ -11,7 +11,6 @@ heartbeat reports all of it, so that a hub that has restarted, or has forgotten 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import signal
@@ -66,6 +65,7 @@ from penstock.hub.messages import (
 )
 from penstock.hub.proof import PROVABLE, DigestSigner
 from penstock.lifecycle import is_ending
+from penstock.logs import log_named
 from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
 from penstock.peer.host_links import host_links
@@ -79,7 +79,7 @@ from penstock.transport.choose import Links, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.types import GB
 
-log = logging.getLogger("penstock.fleet")
+log = log_named("penstock.fleet")
 T = TypeVar("T")
 SHOWN_S = 600.0
 """A start that ended longer ago is reported without its phases: a fleet that runs for days need not repeat them."""

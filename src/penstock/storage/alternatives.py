@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from penstock.errors import ConfigError
+from penstock.logs import log_named
 
-log = logging.getLogger("penstock.storage")
+log = log_named("penstock.storage")
 
 # Mistral publishes the weights twice: as transformers reads them, and `consolidated` under the names of its own code.
 # Both together are the model twice over. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.

@@ -15,7 +15,6 @@ instead, and `why` says so. The files themselves are written, found and evicted 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import struct
 import threading
@@ -29,6 +28,7 @@ import xxhash
 
 from penstock.config import Settings
 from penstock.errors import IntegrityError
+from penstock.logs import log_named
 from penstock.storage.cache_directory import CacheDirectory, directory_at
 from penstock.storage.file_digest import FileDigest
 from penstock.storage.local import MAX_BUFFERS
@@ -37,7 +37,7 @@ from penstock.storage.source import Source, span, take
 from penstock.totals import Total
 from penstock.types import MIB
 
-logger = logging.getLogger(__name__)
+logger = log_named(__name__)
 
 CACHE_CHUNK_BYTES = 8 * MIB
 """Bytes of an object in one chunk file.

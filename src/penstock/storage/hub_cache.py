@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -26,11 +25,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.errors import ConfigError, FormatError, IntegrityError
+from penstock.logs import log_named
 from penstock.storage.hugging_face import library
 from penstock.storage.repository import Contents, RepositoryFile
 from penstock.storage.write import typed
 
-logger = logging.getLogger(__name__)
+logger = log_named(__name__)
 
 Copy = Callable[[Mapping[str, Path], Callable[[str], None]], None]
 """Copies files by name to paths, and calls the function with each name once its file is complete and compared."""

@@ -13,7 +13,6 @@ The library tells no commit for a branch. So a pinned revision is the branch and
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,12 +34,13 @@ from penstock.errors import (
     SourceChanged,
     SourceUnavailable,
 )
+from penstock.logs import log_named
 from penstock.storage.files import FileSource
 from penstock.storage.http import PlainAddress
 from penstock.storage.repository import COMMIT, Address, RepositoryFile, RepositoryStorage, ask_hub, file_of
 from penstock.types import MIB
 
-logger = logging.getLogger(__name__)
+logger = log_named(__name__)
 
 _DEFAULT_REVISION = "master"
 _NO_ANSWER = "check the network and MODELSCOPE_ENDPOINT"

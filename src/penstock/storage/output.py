@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import shutil
@@ -27,6 +26,7 @@ import numpy as np
 from penstock import descriptors
 from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, SourceError
+from penstock.logs import log_named
 from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.local import exchange, is_in_memory, reserve
@@ -39,7 +39,7 @@ from penstock.storage.write import free_bytes as _free_bytes
 from penstock.types import DType, TensorTable
 from penstock.waits import Threads
 
-log = logging.getLogger("penstock.storage")
+log = log_named("penstock.storage")
 
 Content = bytes | Callable[[], bytes]
 """Content of a small file, or a function that reads it when it is written."""

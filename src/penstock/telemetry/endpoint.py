@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import os
 import threading
 from http import HTTPStatus
@@ -26,6 +25,7 @@ from penstock.errors import ConfigError, MissingExtra
 from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import Exchange, HttpServer, Refused
 from penstock.lifecycle import Closing
+from penstock.logs import log_named
 from penstock.net.listener import bound_socket
 from penstock.telemetry.metrics import Registry, start_recording
 
@@ -34,7 +34,7 @@ MIN_TOKEN = 16
 """Characters of the shortest token, as at the hub."""
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-log = logging.getLogger("penstock.metrics")
+log = log_named("penstock.metrics")
 
 
 class MetricsEndpoint(Closing):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import re
 import ssl
 import threading
@@ -28,6 +27,7 @@ from penstock.cuda.driver import CudaDriver
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closing
+from penstock.logs import log_named
 from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
@@ -40,7 +40,7 @@ Reason: both ends of a read need the transport, and members are often other proc
 
 Reach = Literal["process", "host", "network"]
 
-_log = logging.getLogger("penstock.transport")
+_log = log_named("penstock.transport")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 

@@ -12,7 +12,6 @@ Not here: declaring tensors (`sync.shards`), the rows and copies on offer (`offe
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -39,6 +38,7 @@ from penstock.errors import (
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import MAX_VERSION, FleetDecision, SyncState
 from penstock.lifecycle import Closing, quick_handover
+from penstock.logs import log_named
 from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
@@ -59,7 +59,7 @@ from penstock.telemetry.journey import Journey
 Commit = Literal["each", "together"]
 """`each`: every subscriber goes live by itself. `together`: the fleet decides once, for all."""
 
-log = logging.getLogger("penstock")
+log = log_named("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

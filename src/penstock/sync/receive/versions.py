@@ -5,15 +5,15 @@ Not here: waiting and updating (`subscriber`).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.errors import Cancelled, PeerLost, SourceError, VersionRefused
+from penstock.logs import log_named
 from penstock.sync.report import UpdateReport
 
-log = logging.getLogger("penstock")
+log = log_named("penstock")
 
 _PAUSE_S = 1.0
 """Pause after an update that failed: a source that was lost is replaced within some beats of the hub."""

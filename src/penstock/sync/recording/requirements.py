@@ -27,7 +27,7 @@ from itertools import pairwise
 
 import torch
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, printable
 from penstock.hub.messages import layout_digest
 from penstock.loader.into import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
@@ -447,7 +447,7 @@ def wanted(
     requirements = places.requirements(recording, run, tags or {})
     # At the first update and not only in the report: these tensors cost memory and time at each one.
     for line in requirements.why():
-        warnings.warn(line, RuntimeWarning, stacklevel=2)
+        warnings.warn(printable(line), RuntimeWarning, stacklevel=2)
     return requirements
 
 

@@ -1,0 +1,152 @@
+"""Text of others in lines of the log: escaped at one place, which every line of the package passes."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.logs import Log, log_named
+from penstock.report import Summarised
+
+PACKAGE = Path(penstock.__file__).parent
+ESCAPE, FORGED = "\x1b[2J", "a\n2026-01-01 penstock.audit event=used"
+LOGGERS = frozenset({"log", "_log", "logger", "_logger", "_LOGGER", "audit", "vllm_logger", "sglang_logger"})
+LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
+CONFIGURE = frozenset(
+    {
+        "logs.py",
+        "cli/hub.py",
+        "cli/initialize.py",
+        "integrations/vllm.py",
+        "integrations/sglang.py",
+        "hub/connection.py",
+    }
+)
+"""Files that set handlers and levels of loggers, and write no line by them."""
+WRITE = frozenset({"cli/terminal.py", "cli/main.py", "cli/hub.py", "compat/startup/sitecustomize.py"})
+"""Files that write to the terminal: escaped text, help, the hub's own address, why a program runs without Penstock."""
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    caplog.set_level(logging.INFO, "penstock.test")
+    return log_named("penstock.test")
+
+
+@pytest.mark.parametrize(
+    "value", [ESCAPE, FORGED, Path(FORGED), OSError(ESCAPE), ValueError(FORGED), [ESCAPE], "\u202e"]
+)
+@pytest.mark.parametrize("message", ["name %s", "name %r"])
+def test_text_of_others_stays_within_its_line(
+    log: Log, caplog: pytest.LogCaptureFixture, value: object, message
+) -> None:
+    log.warning(message, value)
+    (line,) = lines_of(caplog)
+    assert line.isprintable() and line.startswith("name ")
+
+
+def test_text_is_escaped_once(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+    log.info("%s %r %s %r", "a\tb", "a\tb", r"a\tb", "é")
+    assert lines_of(caplog) == [r"a\tb 'a\tb' a\tb 'é'"]
+
+
+def test_numbers_keep_their_format(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+    log.info("%d %.2f %g %s", 3, 0.5, 2.0, None)
+    assert lines_of(caplog) == ["3 0.50 2 None"]
+
+
+def test_lines_of_report_do_not_begin_lines_of_log(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass
+    class Report(Summarised):
+        def summary(self) -> str:
+            return f"two lines\n{FORGED}{ESCAPE}"
+
+    log.info("done: %s", Report())
+    first, *others = lines_of(caplog)[0].split("\n")
+    assert first == "done: two lines" and len(others) == 2
+    assert all(line.startswith("    ") and line.isprintable() for line in others)
+
+
+def test_line_names_its_caller_and_keeps_no_argument(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+    class Argument:
+        pass
+
+    argument = Argument()
+    kept = weakref.ref(argument)
+    log.warning("%s", argument)
+    log.error("%r", argument)
+    del argument
+    gc.collect()
+    assert kept() is None
+    assert {record.filename for record in caplog.records} == {Path(__file__).name}
+    assert {record.funcName for record in caplog.records} == {"test_line_names_its_caller_and_keeps_no_argument"}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(PACKAGE).as_posix(), node
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the last name of `log`, `self.log`, `store.log` or `vllm_logger()`."""
+    if isinstance(node, ast.Call):
+        return name_of(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def test_every_logger_of_package_escapes() -> None:
+    found = {file for file, call in calls() if name_of(call) == "getLogger"}
+    assert found == CONFIGURE
+    raw = [
+        (file, call.lineno)
+        for file, call in calls()
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in LEVELS
+        and ast.unparse(call.func.value).startswith("logging")
+    ]
+    assert not raw
+
+
+def test_every_message_of_log_is_literal() -> None:
+    """What is formatted into the message itself would not be escaped."""
+    lines = [
+        (file, call)
+        for file, call in calls()
+        if isinstance(call.func, ast.Attribute) and call.func.attr in LEVELS and name_of(call.func.value) in LOGGERS
+    ]
+    assert len(lines) > 70
+    composed = [(file, call.lineno) for file, call in lines if not isinstance(call.args[0], ast.Constant | ast.Name)]
+    assert not composed
+    # A name stands for a literal too, which is then in the same file.
+    named = [(file, call.args[0].id) for file, call in lines if isinstance(call.args[0], ast.Name)]
+    for file, name in named:
+        values = [
+            node.value
+            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
+            if isinstance(node, ast.Assign) and any(name_of(target) == name for target in node.targets)
+        ]
+        used = [value for value in values if isinstance(value, ast.Constant)]
+        assert used, (file, name)
+
+
+def test_terminal_is_written_at_few_places() -> None:
+    found = {
+        file
+        for file, call in calls()
+        if ast.unparse(call.func) in {"print", "sys.stdout.write", "sys.stderr.write", "typer.echo", "click.echo"}
+    }
+    assert {file for file in found if not file.startswith("testing/")} == WRITE
