@@ -220,3 +220,25 @@ def test_numbers_of_another_type_are_refused() -> None:
             with pytest.raises(ps.ConfigError, match=r"(version|count) is .* \((str|int)\)"):
                 call()
         assert subscriber.update().version == 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_parameter_that_only_reading_loader_may_fill_is_named(leaves: bool) -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v, self.u = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:
+                if name != "w":
+                    getattr(self, name).data.copy_(tensor)
+                elif float(tensor[0]) < 5:
+                    self.w.data.copy_(tensor)
+
+    target = Reads()
+    values = torch.full((4,), 7.0 if leaves else 3.0)
+    with pytest.warns(RuntimeWarning, match=r"only it can fill w, which keep") as told:
+        report = sync({"w": values, "v": values, "u": values}, target)
+    assert len(told) == 1 and "only it can fill w," in report.why[0]
+    assert torch.equal(target.w, torch.zeros(4) if leaves else values) and torch.equal(target.v, values)

@@ -239,6 +239,8 @@ class Requirements:
     """Tensors that are received whole and pass through the loader, with the reason."""
     unfilled: Mapping[str, int] = field(default_factory=dict)
     """The number of elements that no version fills, for each parameter and buffer: they keep their values."""
+    unsure: tuple[str, ...] = ()
+    """The parameters that the loader fills from unrecorded tensors, or leaves: it reads values to decide that."""
     _steps: Mapping[str, tuple[_Step, ...]] = field(default_factory=dict, repr=False)
     _last: tuple[_Step, ...] = field(default=(), repr=False)
     _constants: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
@@ -293,7 +295,8 @@ class Requirements:
         reasons = [f"{name}: {why}" for name, why in list(self.unrecorded.items())[:_NAMED]]
         more = [f"and {len(self.unrecorded) - _NAMED} more"] if len(self.unrecorded) > _NAMED else []
         head = f"{len(self.unrecorded)} tensors are received whole, {bytes_text(nbytes)}, and pass through the loader"
-        return (f"{head}: {'; '.join(reasons + more)}",)
+        unsure = f"; only it can fill {names_text(self.unsure)}, which keep their values if it does not"
+        return (f"{head}: {'; '.join(reasons + more)}{unsure if self.unsure else ''}",)
 
     def _writing(self) -> AbstractContextManager[object]:
         return torch.inference_mode() if self._is_inference else torch.no_grad()
@@ -556,6 +559,7 @@ class _Destinations:
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
         steps: dict[str, list[_Step]] = {}
         last: list[_Step] = []
+        params = dict(self._model.named_parameters(remove_duplicate=False)) if recording.unrecorded else {}
         for place, other, box in self._copies:
             steps.setdefault(place.source.name, []).append(_Step(piece=other.cut(box), target=place.cut(box)))
         for place, entry in self._moves:
@@ -570,6 +574,8 @@ class _Destinations:
             scratch_bytes=scratch_bytes,
             unrecorded=recording.unrecorded,
             unfilled=recording.unfilled,
+            # Not noticed later either: the loader's threads, and what is no operator of torch, write unseen.
+            unsure=tuple(name for name in recording.unfilled if recording.fillable is None and name in params),
             _steps={name: tuple(mine) for name, mine in steps.items()},
             _last=tuple(last),
             _constants=tuple(
