@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
+from penstock.fetch.pull import pull
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.keeper import lease
 from penstock.testing.checkpoints import write_llama
@@ -92,6 +94,18 @@ def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path
         process.kill()
         process.communicate()
     assert not list(tmp_path.iterdir())
+
+
+def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    weights = {"base_model.model.a.lora_A.weight": torch.ones(4, 8)}
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    with ps.Keeper() as keeper:
+        ps.convert(tmp_path / "adapter", keeper.into("adapter"), **told)
+        with ps.join("adapter") as fleet:
+            pull(fleet, to=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert_same(by_safetensors(tmp_path / "out"), weights)
 
 
 def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path: Path) -> None:

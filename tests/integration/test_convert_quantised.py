@@ -16,7 +16,7 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("compressed_tensors")
 
-from penstock.errors import PlanError  # noqa: E402 - after what it needs
+from penstock.errors import FormatError, PlanError  # noqa: E402 - after what it needs
 from penstock.jobs.convert import convert  # noqa: E402
 
 pytestmark = [
@@ -363,6 +363,9 @@ def test_mistral_configuration_says_what_result_is(llama: Path, tmp_path: Path) 
     told["quantization"] = {"qformat_weight": "int4"}
     (source / "params.json").write_text(json.dumps(told))
     with pytest.raises(PlanError, match=r"of params\.json"):
+        made(source, tmp_path / "refused", {"op": "dequantise"})
+    (source / "params.json").write_text("{")
+    with pytest.raises(FormatError, match=r"repair params\.json of this source"):
         made(source, tmp_path / "refused", {"op": "dequantise"})
 
 

@@ -41,6 +41,7 @@ def meet(tensor, name):
     return tensor
 
 meet.rows = True
+meet.raw = True
 """
 TOLD = {
     "operations": [{"op": "function", "function": "meeting:meet"}],

@@ -209,3 +209,22 @@ def of_another_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def no_tensor(tensor: torch.Tensor, name: str) -> Any:
     """Return nothing, as a function that forgets to return."""
     return None
+
+
+# The checkpoints that they run on have tensors in FP8 with scales, of which only the bytes matter here.
+for _function in (
+    slowly,
+    waits,
+    pauses,
+    reports,
+    says,
+    raises,
+    hangs,
+    exits,
+    dies,
+    leaks,
+    of_another_shape,
+    of_another_dtype,
+    no_tensor,
+):
+    _function.raw = True  # type: ignore[attr-defined]

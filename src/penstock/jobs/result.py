@@ -44,6 +44,7 @@ from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Attested, Operation
 from penstock.storage import is_remote, local_path, read_small
 from penstock.storage.beside import Beside, read_file
+from penstock.storage.file_names import file_names
 from penstock.storage.files import FileSource
 from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.headers import gguf_header
@@ -564,6 +565,9 @@ def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes
             out.open()
             run(out, notes)
             manifest = manifest_of(job, notes, out)
+            # Memory has no file names; a member that writes the result to files takes this one.
+            (entry,) = manifest.files
+            manifest = replace(manifest, files=(replace(entry, name=file_names(1, job.stem)[0]),))
         finally:
             out.close()
         # Inside `take`: an operation that rejects the result must do so before anyone can see that memory.

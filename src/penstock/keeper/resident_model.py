@@ -31,6 +31,7 @@ from penstock.memory.tier import Block, Room
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
 from penstock.peer.local_weights import LocalWeights, WeightLayout
+from penstock.storage.file_names import stem_of
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest, TensorTable
 
@@ -193,7 +194,8 @@ class ConvertedModel(ResidentModel):
         # The arena is a memfd: to the conversion's workers its path under /proc is a file like any other.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))
-        layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes)
+        stem = stem_of(file.name for file in manifest.files)
+        layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes, stem=stem)
         assert manifest.leaves is not None
         # The manifest is in the order of the file, the layout by name.
         row_of = {name: row for row, name in enumerate(manifest.tensors.names)}

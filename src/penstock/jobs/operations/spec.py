@@ -288,7 +288,7 @@ def completed(
         if raw is None:
             hint = "give adapter_config=..."
             raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
-        first["adapter_config"] = _json(raw, sources[1].uri)
+        first["adapter_config"] = _json(raw, sources[1].uri, "adapter_config.json")
     if op == "lora-merge" and "tied" not in first and sources:
         raw = read_sibling(places[0], "config.json", settings, options)
         first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
@@ -373,7 +373,7 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
     # plain weights.
     for name in (*CONFIG_FILES, "params.json"):
         raw = read_sibling(place, name, settings, options)
-        if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri))) is not None:
+        if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri, name))) is not None:
             return dict(found)
     return None
 
@@ -387,9 +387,9 @@ def _comfy_formats(text: str) -> set[str]:
         return {"unknown"}
 
 
-def _json(raw: bytes, uri: str) -> dict[str, Any]:
+def _json(raw: bytes, uri: str, name: str = "config.json") -> dict[str, Any]:
     """Decode a configuration file. FormatError if it is not a JSON object."""
-    return read_object(raw, uri, hint="repair the configuration file of this source")
+    return read_object(raw, uri, hint=f"repair {name} of this source")
 
 
 _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
@@ -533,7 +533,10 @@ class Function(Unchanged):
             stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
             # Codes too: the function would change their scales or nothing, where its author means the weight.
             if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
-                message = f"{self.path}: the tensor is stored quantised, and is no weight without its other parts"
+                why = "is stored quantised, and is no weight without its other parts"
+                if quantised in stored.plain:
+                    why = "has values in FP8, and a function is called with larger floats only"
+                message = f"{self.path}: the tensor {why}"
                 function = self.path.rpartition(":")[2]
                 hint = "put `dequantise` before"
                 hint += f", choose others by {function}.names, or set {function}.raw = True to get floats as stored"
