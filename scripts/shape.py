@@ -78,9 +78,8 @@ class Module:
                 found |= set(range(token.start[0], token.end[0] + 1))
         return len(found - docs)
 
-    @cached_property
-    def imports(self) -> set[str]:
-        """Return the dotted names that it imports, also those of names in modules."""
+    def imports(self, known: set[str]) -> set[str]:
+        """Return the modules among `known` that it imports, or imports a name of."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -90,8 +89,9 @@ class Module:
                 if node.level:
                     above = self.name.split(".")[: -node.level + (self.path.name == "__init__.py") or None]
                     base = ".".join([*above, *([node.module] if node.module else [])])
-                found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-        return found
+                inner = {f"{base}.{alias.name}" for alias in node.names}
+                found |= {name if name in known else base for name in inner}
+        return found & known
 
     @property
     def distribution(self) -> str:
@@ -254,7 +254,7 @@ def users(tree: list[Module]) -> dict[str, set[str]]:
     known = {module.name for module in tree}
     found: dict[str, set[str]] = defaultdict(set)
     for module in tree:
-        for name in module.imports & known - {module.name}:
+        for name in module.imports(known) - {module.name}:
             found[name].add(module.name)
     return found
 
@@ -306,7 +306,7 @@ def rows(tree: list[Module]) -> list[Row]:
     table.append(Row("constructors with I/O", str(len(listed)), listed))
     adapters = [module for module in tree if module.is_adapter]
     core = {module.name for module in tree if not module.is_adapter}
-    used = Counter(name for module in adapters for name in module.imports & core)
+    used = Counter(name for module in adapters for name in module.imports(core))
     lines = sum(module.lines for module in adapters)
     table.append(Row("adapter modules (lines)", f"{len(adapters)} ({lines})", [m.name for m in adapters]))
     table.append(Row("core modules that adapters import", str(len(used)), _counted(used)))
