@@ -13,21 +13,24 @@ deadline is over. So the threads of one call share a `Scope`, and whatever waits
 - `in_helper`: a call of a library that nothing can end: it runs in another thread, which is left behind.
 - `Threads`: a pool for the calls of one block. It also works while the interpreter ends, where the standard library's
   pool refuses.
+- `start_thread`: starts any thread, or says which limit allows none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock import lifecycle
-from penstock.errors import Cancelled, SourceStalled
+from penstock.errors import Cancelled, DestinationError, SourceStalled
 
 T = TypeVar("T")
 
@@ -174,8 +177,7 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
     timer = threading.Timer(wait_s, end)
     timer.daemon = True
     # Without a thread each wait still has its own deadline.
-    with contextlib.suppress(RuntimeError):
-        timer.start()
+    start_thread(timer, is_needed=False)
     try:
         with scope.inside():
             yield
@@ -237,10 +239,14 @@ class Threads:
     Where the system or an ending interpreter allows no thread, `submit` makes the call itself.
 
     After an error a call may still run when the block has ended, if nothing can end its wait: see `JOIN_S`. So calls
-    must not write to memory that the caller frees then.
+    must not use memory or files that the caller frees then, except with `waits_for_calls`.
+
+    Args:
+        waits_for_calls: after an error, wait for the calls that run, however long that takes.
     """
 
-    def __init__(self, num_threads: int, thread_name_prefix: str) -> None:
+    def __init__(self, num_threads: int, thread_name_prefix: str, *, waits_for_calls: bool = False) -> None:
+        self._waits_for_calls = waits_for_calls
         self._num_threads = num_threads
         self._name = thread_name_prefix
         self._scope = Scope()
@@ -269,6 +275,11 @@ class Threads:
         futures = [self.submit(function, *args) for args in zip(*arguments, strict=True)]
         return (future.result() for future in futures)
 
+    def end(self) -> None:
+        """Have the threads end after the calls that were submitted. Does not wait."""
+        for _ in self._threads:
+            self._calls.put(None)
+
     def leave(self) -> None:
         """End the waits of the calls under way, and drop the others. Idempotent."""
         self._is_left = True
@@ -280,12 +291,16 @@ class Threads:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
             self.leave()
-        for _ in self._threads:
-            self._calls.put(None)
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the calls, and end the threads. Idempotent."""
+        self.end()
         until_s = time.monotonic() + JOIN_S
         try:
             for thread in self._threads:
-                thread.join(max(0.0, until_s - time.monotonic()) if self._is_left else None)
+                is_bounded = self._is_left and not self._waits_for_calls
+                thread.join(max(0.0, until_s - time.monotonic()) if is_bounded else None)
         except BaseException:
             # An interrupt while the last calls were waited for.
             self.leave()
@@ -326,12 +341,42 @@ class _Call:
             self.done.set_result(result)
 
 
+def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
+    """Start a thread; False if there can be no more of them and this one is not needed.
+
+    Raises:
+        DestinationError: it is needed, and the system's limit is reached or the interpreter ends.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if not is_needed:
+            return False
+        # Python 3.12 refuses from the first exit handler on, 3.13 after the last. 3.12 has no type of error for it.
+        if "interpreter shutdown" in str(error):
+            message = "no thread can be started: the interpreter is ending"
+            hint = "make this call before the program ends: Python 3.12 starts no thread in an atexit handler"
+        else:
+            message = f"no thread can be started ({_thread_limits()})"
+            hint = "raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user"
+        raise DestinationError(message, hint=hint) from error
+    return True
+
+
+def _thread_limits() -> str:
+    """Return the limits of this process's threads, for a message."""
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
+    with contextlib.suppress(OSError, IndexError):
+        own = Path("/proc/self/cgroup").read_bytes().decode().strip().rpartition("::")[2].lstrip("/")
+        group = Path("/sys/fs/cgroup") / own
+        now, most = (group.joinpath(f"pids.{name}").read_bytes().decode().strip() for name in ("current", "max"))
+        limits.append(f"cgroup pids {now} of {most}")
+    return ", ".join(limits)
+
+
 def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
     """Start a thread; None if there can be none."""
     # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
     thread = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        return None
-    return thread
+    return thread if start_thread(thread, is_needed=False) else None

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -35,6 +34,7 @@ from penstock.storage.output import require_room
 from penstock.storage.safetensors import encode_header
 from penstock.storage.write import typed
 from penstock.types import GIB, MIB, DType
+from penstock.waits import Threads
 
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors of a bundle."""
@@ -122,7 +122,8 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
     with typed(path), tempfile.TemporaryFile(dir=path.parent) as content:
         frames = []
         # Its digests are those of what was read: a file that changes later changes nothing here.
-        with ThreadPoolExecutor(num_threads := len(os.sched_getaffinity(0))) as pool:
+        num_threads = len(os.sched_getaffinity(0))
+        with Threads(num_threads, "penstock-compress", waits_for_calls=True) as pool:
             groups = _groups(root)
             # A few at a time: the pool would read all of them ahead.
             while some := list(islice(groups, 2 * num_threads)):
@@ -212,7 +213,7 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
             # Each by itself: `mkdir` makes missing parents with another mode.
             for directory in sorted({parent for _, files in frames for _, path in files for parent in path.parents}):
                 (partial_root / directory).mkdir(mode=0o700, exist_ok=True)
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            with Threads(len(os.sched_getaffinity(0)), "penstock-unpack", waits_for_calls=True) as pool:
                 for _ in pool.map(partial(_write, partial_root), frames):
                     pass
             os.rename(partial_root, root)

@@ -23,7 +23,6 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +75,7 @@ from penstock.storage.place import ARTIFACTS
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.storage.write import new_directory, typed
 from penstock.types import MIB, DType
+from penstock.waits import Threads
 
 if TYPE_CHECKING:
     import torch
@@ -507,8 +507,7 @@ def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
     def read(at: int) -> None:
         source.readv(start + at, [data[at : at + _READ_BYTES]])
 
-    with ThreadPoolExecutor(_READ_THREADS) as pool:
-        # `map` cancels the reads that have not begun when one fails.
+    with Threads(_READ_THREADS, "penstock-bundle", waits_for_calls=True) as pool:
         for _ in pool.map(read, range(0, nbytes, _READ_BYTES)):
             pass
     return data

@@ -28,6 +28,7 @@ from penstock.plan.cluster import H200_RATES, PYTHON_COSTS, SHORT_RUN_BYTES, Rat
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.storage.safetensors import encode_header
 from penstock.types import GB, MIB, DType
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     from penstock.jobs.report import ConvertReport
@@ -334,7 +335,7 @@ def _answering() -> Iterator[int]:
     """Serve requests in a thread of this process, and yield the port."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="penstock-answers", daemon=True)
-        thread.start()
+        start_thread(thread)
         try:
             yield int(server.server_address[1])
         finally:

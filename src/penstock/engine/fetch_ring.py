@@ -20,11 +20,11 @@ from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Pending, Ticket, WorkItem, guarded
-from penstock.engine.threads import start_thread
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
 from penstock.storage.io_uring import Uring
 from penstock.storage.local import typed_error
+from penstock.waits import start_thread
 
 
 class Queued(NamedTuple):

@@ -1,7 +1,7 @@
 """Threads of runs: started where the system allows it, and kept from run to run where runs follow each other.
 
-In: a function and a name. Out: a thread that calls it; an error that names the limit where there can be none.
-Not here: what the threads do (`run`), pools of other libraries.
+In: a function and a name. Out: a thread that calls it.
+Not here: what the threads do (`run`), the error where there can be no thread (`waits`), pools of other libraries.
 
 A thread takes 0.1 to 2 ms to start where others of the process have Python to run, and a version of a sync has ten.
 """
@@ -9,17 +9,15 @@ A thread takes 0.1 to 2 ms to start where others of the process have Python to r
 from __future__ import annotations
 
 import contextlib
-import resource
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from penstock.errors import DestinationError
 from penstock.lifecycle import Closing, is_ending, let_go_in_children
+from penstock.waits import start_thread
 
 MAX_IDLE = 32
 """Most threads that wait for their next work: a run of a sync has 16 reads at once, and a few others."""
@@ -173,33 +171,3 @@ def _start_daemon(work: Callable[[], None], name: str, *, is_needed: bool) -> th
     # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=is_needed) else None
-
-
-def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread; False if the system allows no more of them and this one is not needed.
-
-    Raises:
-        DestinationError: it is needed; names the limits that there are.
-    """
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if not is_needed:
-            return False
-        raise DestinationError(
-            f"no thread can be started ({_thread_limits()})",
-            hint="raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user",
-        ) from error
-    return True
-
-
-def _thread_limits() -> str:
-    """Return the limits of this process's threads, for a message."""
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
-    with contextlib.suppress(OSError, IndexError):
-        own = Path("/proc/self/cgroup").read_bytes().decode().strip().rpartition("::")[2].lstrip("/")
-        group = Path("/sys/fs/cgroup") / own
-        now, most = (group.joinpath(f"pids.{name}").read_bytes().decode().strip() for name in ("current", "max"))
-        limits.append(f"cgroup pids {now} of {most}")
-    return ", ".join(limits)

@@ -50,6 +50,7 @@ from penstock.storage.file_names import stem_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Uris
 from penstock.types import U64
+from penstock.waits import start_thread
 
 _log = log_named("penstock.fetch")
 T = TypeVar("T")
@@ -349,7 +350,7 @@ def _in_background(work: Callable[[], None]) -> None:
         with contextlib.suppress(PenstockError):
             work()
 
-    threading.Thread(target=attempt, name="penstock-ahead", daemon=True).start()
+    start_thread(threading.Thread(target=attempt, name="penstock-ahead", daemon=True), is_needed=False)
 
 
 def _num_have(state: HoldingState) -> int:

@@ -46,6 +46,7 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.plan.schedule import to_ranges
 from penstock.types import GB, I64, U64
+from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
 """Concurrent reads of all upstreams together."""
@@ -173,8 +174,9 @@ class Fetch(Run):
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
+        start_thread(thread)
+        # Once it runs: `close` joins only threads that were started.
         self._threads.append(thread)
-        thread.start()
 
     # -- Requests to the hub; upstreams and claims in a thread each: after the first answer neither waits for the other.
 

@@ -35,6 +35,7 @@ from penstock.segments import Segments
 from penstock.transport.choose import Links
 from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode
 from penstock.types import GB, I64, U64
+from penstock.waits import start_thread
 
 NEWS_S = 1.0
 """Time that a log request waits for news at the peer; each request also renews the lease."""
@@ -139,7 +140,7 @@ class UpstreamReader:
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
         self.thread = threading.Thread(target=guarded, args=(ticket, self._follow), name="penstock-follow", daemon=True)
-        self.thread.start()
+        start_thread(self.thread)
 
     @property
     def fault(self) -> str:

@@ -14,6 +14,7 @@ from penstock.config import ConnectionSettings
 from penstock.errors import HubUnavailable, PenstockError, SourceBusy
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.logs import log_named
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     from penstock.jobs.observer import JobState
@@ -57,7 +58,7 @@ class _Sender:
         self._came = threading.Condition()
         # A daemon: a coordinator that ends in another way than by a last state must not be held up by this thread.
         self._thread = threading.Thread(target=self._send_all, name="penstock-job-report", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, state: JobState) -> None:
         """Hand a state over. With the last state, wait until it is sent, at most `ATTEMPT_S`; not for a silent hub."""

@@ -33,6 +33,7 @@ from penstock.logs import log_named
 from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 from penstock.net.unix_sockets import connect_unix
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     import uvicorn
@@ -364,7 +365,7 @@ class HubThread:
         Raises:
             HubUnavailable: it did not start.
         """
-        self._thread.start()
+        start_thread(self._thread)
         deadline = time.monotonic() + _START_S
         # By looking: uvicorn has an attribute for it, and no event that another thread could wait for.
         while not self._server.started:

@@ -28,6 +28,7 @@ from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.errors import ConfigError, HubUnavailable, NotFound
 from penstock.logs import Log
 from penstock.storage.locate import model_name
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -403,7 +404,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
         # Both may be left over from an earlier life of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
-        threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True).start()
+        start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))
 
 
 def _keys(fleet: Fleet) -> set[tuple[str, str]]:

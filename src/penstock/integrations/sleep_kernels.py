@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.logs import Log
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,12 @@ def kernels_ready(device: torch.device, log: Log, *, wait_s: float = WAIT_S) -> 
     # A thread, because engines allocate the model, and what the loading thread allocates meanwhile, from memory that
     # sleeps.
     warming = threading.Thread(target=_warm_up, args=(device, log), name="penstock-warm-up", daemon=True)
-    warming.start()
+    is_warming = start_thread(warming, is_needed=False)
     try:
         yield
     finally:
-        warming.join(wait_s)
+        if is_warming:
+            warming.join(wait_s)
 
 
 def _warm_up(device: torch.device, log: Log) -> None:

@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +75,7 @@ from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
 from penstock.types import GIB, MIB
+from penstock.waits import Threads
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Rates
@@ -413,7 +413,7 @@ class _Run:
         job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
         is_over = threading.Event()
         # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
-        with ThreadPoolExecutor(1, thread_name_prefix="penstock-room") as pool, ExitStack() as ends:
+        with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
             # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
             ends.callback(is_over.set)
             room = pool.submit(_make_room, staged.out, stages, is_over)

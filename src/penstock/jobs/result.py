@@ -14,7 +14,6 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,6 +55,7 @@ from penstock.storage.weight_set import WeightSet
 from penstock.storage.write import typed
 from penstock.transform.stored import CONFIG_FILES, QUANTIZATION_METADATA, described_layers, without_declared
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
+from penstock.waits import Threads
 
 METADATA = {"format": "pt"}
 """Metadata in the header of every file, which transformers asks for."""
@@ -243,7 +243,7 @@ def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> l
 
     tasks = sorted(tasks)
     # In threads: reading and digesting release the interpreter's lock, and a job may have terabytes to read back.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="penstock-resume") as pool:
+    with Threads(len(os.sched_getaffinity(0)), "penstock-resume", waits_for_calls=True) as pool:
         return [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
 
 

@@ -16,7 +16,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -69,6 +68,7 @@ from penstock.telemetry.metrics import Outcome
 from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
 from penstock.types import I64, U64
+from penstock.waits import Threads
 
 LAYOUT = "penstock:layout"
 """Name of the tensor that is kept beside finished parameters and says where the checkpoint lies in them."""
@@ -573,7 +573,7 @@ def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence
     else:
         # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-digest") as pool:
+        with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
     return mapped.differing_chunks(chunks, digests, leaves)
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from penstock.errors import PenstockError, PermissionDenied, SourceStalled
 from penstock.peer.client import PeerClient
+from penstock.waits import start_thread
 
 RENEW_S = 2.0
 """Interval of renewals: a fraction of the 15 s that a lease lasts. An engine learns of draining this late at most."""
@@ -39,7 +40,7 @@ class LeaseRenewal:
         self.why = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _renew(self) -> None:
         """Renew the lease until it is released or lost: the body of the thread."""

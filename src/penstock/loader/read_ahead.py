@@ -48,12 +48,12 @@ import numpy as np
 
 from penstock import lifecycle
 from penstock.config import Settings
-from penstock.engine.threads import start_thread
 from penstock.errors import ConfigError, PenstockError, SourceStalled
 from penstock.loader.byte_ranges import Blocks, RangeSet
 from penstock.storage import Source
 from penstock.storage.source import span
 from penstock.types import MIB
+from penstock.waits import start_thread
 
 _FIRST_BYTES = MIB
 """Size of the first blocks of a run; they grow with what the run has asked for, up to `chunk_bytes`."""

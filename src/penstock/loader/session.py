@@ -26,7 +26,6 @@ from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Place, registrar_of
-from penstock.engine.threads import start_thread
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError
 from penstock.lifecycle import Closing
@@ -47,6 +46,7 @@ from penstock.storage.manifest import leaves_of
 from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
 from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, nothing_to_verify, open_weights
 from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
+from penstock.waits import start_thread
 
 MIN_CHUNK_BYTES = 64 << 10
 """Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""

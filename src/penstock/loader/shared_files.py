@@ -26,6 +26,7 @@ from penstock.logs import log_named
 from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
+from penstock.waits import start_thread
 
 _logger = log_named(__name__)
 
@@ -74,7 +75,7 @@ class SharedFiles:
         self._intents: queue.SimpleQueue[_Intent] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._conduct, name="penstock-shared-files", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def open(
         self, uri: str, storage_options: Mapping[str, str] | None = None, *, device: str | int | torch.device = "cpu"

@@ -20,7 +20,6 @@ from itertools import chain
 import torch
 
 from penstock.arguments import require_type
-from penstock.engine.threads import start_thread
 from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
 from penstock.lifecycle import Closing, deferred, is_ending
 from penstock.loader.into import (
@@ -43,6 +42,7 @@ from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.session import Options, Session
 from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
+from penstock.waits import start_thread
 
 _LOOK_S = 0.5
 """Longest wait of a user of the module between two looks at the state; the end of each wait is announced."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
 from penstock.memory.memfd import MappedMemfd, create_memfd
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +173,11 @@ class Arena:
                 populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
 
         for first in range(num_threads):
-            threading.Thread(target=work, args=(first, self._owner), name=f"penstock-warm-{first}", daemon=True).start()
+            args = (first, self._owner)
+            # Without it, the first write to a page makes that page present.
+            start_thread(
+                threading.Thread(target=work, args=args, name=f"penstock-warm-{first}", daemon=True), is_needed=False
+            )
 
     @property
     def free_bytes(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BudgetTooSmall, Cancelled, DestinationError, SourceStalled
+from penstock.waits import start_thread
 
 
 class Registrar(Protocol):
@@ -129,10 +130,8 @@ class StagingPool:
             thread = threading.Thread(target=self._warm, args=(share,), name=f"penstock-staging-{index}", daemon=True)
             with self._lock:
                 self._num_warming += 1
-            try:
-                thread.start()
-            except RuntimeError:
-                # The system allows no more threads: the buffers that nobody warms are prepared on their first use.
+            if not start_thread(thread, is_needed=False):
+                # The buffers that nobody warms are prepared on their first use.
                 with self._lock:
                     self._num_warming -= 1
                 return

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.types import GB, MIB
+from penstock.waits import Threads
 
 PIECE_BYTES = 16 * MIB
 """Bytes moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
@@ -162,14 +162,10 @@ def _each(
         for piece in pieces:
             move_piece(piece)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-tier") as pool:
+    # After an error too, pieces that run are waited for: they still use both rooms.
+    with Threads(num_threads, "penstock-tier", waits_for_calls=True) as pool:
         for begun in [pool.submit(move_piece, piece) for piece in pieces]:
-            try:
-                begun.result()
-            except BaseException:
-                # Pieces that run are waited for when the block is left: they still use both rooms.
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            begun.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 from penstock.errors import PenstockError
 from penstock.net.admission import SWEEP_S, Admission, Connection
 from penstock.net.unix_sockets import is_same_user, peer_uid
+from penstock.waits import start_thread
 
 BACKLOG = 2048
 """Length of the kernel's accept queue: a thousand members may connect at the same moment. The kernel caps it at
@@ -215,7 +216,11 @@ class ThreadedListener:
         self.address: Any = self._listener.getsockname()
         self._listener.listen(BACKLOG)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except PenstockError:
+            self._listener.close()
+            raise
 
     def _run(self) -> None:
         try:
@@ -246,9 +251,9 @@ class ThreadedListener:
         sock.setblocking(True)
         thread = threading.Thread(target=self._connection, args=(sock,), name=self._name, daemon=True)
         try:
-            thread.start()
-        except RuntimeError:
-            self.admission.report("a connection was refused: no thread can be started (RLIMIT_NPROC, cgroup pids.max)")
+            start_thread(thread)
+        except PenstockError as error:
+            self.admission.report(f"a connection was refused: {error.message}")
             sock.close()
 
     def _connection(self, sock: AdmittedSocket) -> None:

@@ -78,6 +78,7 @@ from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import Links, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.types import GB
+from penstock.waits import start_thread
 
 log = log_named("penstock.fleet")
 T = TypeVar("T")
@@ -193,13 +194,13 @@ class Member:
             self.welcome = self._join(stall_s, join_s, needs_hub=needs_hub)
             # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
             self._beaten_s = self._reported_s = time.monotonic()
+            self._record.listeners.append(self._beat_soon)
+            # Last: the thread uses all of the above.
+            self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
+            start_thread(self._beats)
         except BaseException:
             self._free()
             raise
-        self._record.listeners.append(self._beat_soon)
-        # Last: the thread uses all of the above.
-        self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
-        self._beats.start()
         watch(self)
 
     def samples(self) -> Iterator[Sample]:

@@ -85,8 +85,10 @@ class FdServer:
                     admission = Admission(_LIMITS, name=f"fds of {name}")
                     # It takes the descriptor, so that nothing is left for `with` to close.
                     self._listeners.append(ThreadedListener(bound, admission, self._serve, name="fds"))
-        except (OSError, RuntimeError) as error:
-            # RuntimeError: no thread can be started.
+        except DestinationError:
+            self.close()
+            raise
+        except OSError as error:
             self.close()
             raise DestinationError(f"cannot listen at {self.path}: {error}", hint=hint_of(error)) from error
         _servers.add(self)

@@ -49,6 +49,7 @@ from penstock.http.region_messages import (
 from penstock.net.unix_sockets import connect_unix
 from penstock.segments import Segments, gathered
 from penstock.types import MIB
+from penstock.waits import start_thread
 
 PART_BYTES = 32 * MIB
 """Bytes of one request, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
@@ -250,14 +251,14 @@ class Peer:
             self._queue.extend(parts)
             missing = min(len(self._queue) - self._num_idle, self._num_connections - self._num_threads)
             for _ in range(missing):
+                thread = threading.Thread(target=self._carry, name="penstock-http-read", daemon=True)
                 try:
-                    threading.Thread(target=self._carry, name="penstock-http-read", daemon=True).start()
-                except RuntimeError as error:
                     # Without one more thread, those that run carry the parts, more slowly.
-                    if self._num_threads:
+                    if not start_thread(thread, is_needed=not self._num_threads):
                         break
+                except DestinationError:
                     self._queue.clear()
-                    raise DestinationError(f"no thread can be started to read from a peer: {error}") from error
+                    raise
                 self._num_threads += 1
             self._changed.notify(len(parts))
 

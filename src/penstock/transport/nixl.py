@@ -31,6 +31,7 @@ from penstock.segments import Segments
 from penstock.transport.host_endpoint import checksum_of
 from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, Job, Payload, Reader, pieces, place_of
 from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport, decode_payload
+from penstock.waits import start_thread
 
 LINGER_S = 3.0
 """Seconds that released memory stays registered. A reader posts within milliseconds of looking at the word, and has at
@@ -194,7 +195,7 @@ class NixlTransport:
         self._handles = set[NixlHandle]()
         self._retired = list[tuple[float, NixlHandle]]()
         self._closing = threading.Event()
-        threading.Thread(target=self._serve, name="penstock-nixl", daemon=True).start()
+        start_thread(threading.Thread(target=self._serve, name="penstock-nixl", daemon=True))
         _transports.add(self)
 
     def next_generation(self) -> int:

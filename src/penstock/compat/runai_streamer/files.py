@@ -10,7 +10,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +27,7 @@ from penstock.compat.runai_streamer.objects import (
 from penstock.config import Settings, runai_settings
 from penstock.errors import ConfigError
 from penstock.storage import Source, open_source, text_of
+from penstock.waits import Threads
 
 RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
 RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"
@@ -72,7 +73,7 @@ class FileStreamer:
     """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._sources: list[Source] = []
         self._running: dict[Future[torch.Tensor], tuple[int, int, int]] = {}
         self._left: deque[tuple[Source, int, int, int, int]] = deque()
@@ -82,7 +83,7 @@ class FileStreamer:
 
     def __enter__(self) -> Self:
         settings = runai_settings()
-        self._pool = ThreadPoolExecutor(settings.fetch_threads or _THREADS, thread_name_prefix="penstock-runai")
+        self._pool = Threads(settings.fetch_threads or _THREADS, "penstock-runai", waits_for_calls=True)
         return self
 
     def __exit__(
@@ -92,7 +93,7 @@ class FileStreamer:
         pool, self._pool = self._pool, None
         self._drain()
         if pool is not None:
-            pool.shutdown()
+            pool.close()
 
     def stream_files(
         self,

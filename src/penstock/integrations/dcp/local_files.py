@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from itertools import accumulate
 
 import numpy as np
@@ -32,6 +32,7 @@ from penstock.plan.schedule import LoadPlan
 from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
 from penstock.types import MIB
+from penstock.waits import Threads
 
 _READ_BYTES = 8 * MIB
 """Largest read: an interrupt takes effect between two of them."""
@@ -119,7 +120,7 @@ class LocalFill:
             groups: list[list[_Work]] = [[] for _ in range(count)]
             for work, at in zip(self._work, before, strict=False):
                 groups[at * count // total].append(work)
-            with ThreadPoolExecutor(count, "penstock-fill") as pool:
+            with Threads(count, "penstock-fill", waits_for_calls=True) as pool:
                 self._wait([pool.submit(self._fill, group) for group in groups])
         finally:
             is_read = received != [source.received_bytes for source in self._sources]

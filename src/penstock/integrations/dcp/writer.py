@@ -21,7 +21,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ from penstock.storage.output import OutputSet, publish_remote, require_free_remo
 from penstock.storage.place import Claim, Place, remove_dead
 from penstock.storage.safetensors import encode_header, require_name
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
+from penstock.waits import Threads
 
 VALUES_NAME = "values.safetensors"
 """The file of what is no tensor, and of the planner's table."""
@@ -217,7 +217,7 @@ class CheckpointWriter(Staging, StorageWriter):
                     written = _write_tensor(out, row, item, planner.resolve_data(item))
                 return WriteResult(index=item.index, size_in_bytes=_nbytes(item), storage_data=written)
 
-            with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "penstock-save") as pool:
+            with Threads(min(4, len(os.sched_getaffinity(0))), "penstock-save", waits_for_calls=True) as pool:
                 results = list(pool.map(write, items[:first_staged]))
                 self.written_live.set()
                 results += pool.map(write, items[first_staged:])
@@ -419,7 +419,7 @@ def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
         out.read(int(table.file_index[row]), int(table.offset[row]) + start, buffer)
         leaf.leaf_digests(buffer, leaf.LEAF_BYTES, leaves[number:])
 
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "penstock-digest") as pool:
+    with Threads(min(8, len(os.sched_getaffinity(0))), "penstock-digest", waits_for_calls=True) as pool:
         list(pool.map(measure, np.flatnonzero(~known).tolist()))
     return leaves
 

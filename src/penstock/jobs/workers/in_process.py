@@ -13,11 +13,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.threads import start_thread
 from penstock.entry_points import extras_named
 from penstock.errors import PenstockError
 from penstock.jobs.workers.fork_server import END_S
 from penstock.lifecycle import Closing
+from penstock.waits import start_thread
 
 if TYPE_CHECKING:
     from penstock.jobs.messages import Wire

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from penstock.net.unix_sockets import connect_unix
 from penstock.storage.output import OutputRegion
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import U64
+from penstock.waits import Threads, start_thread
 
 BEAT_S = 0.5
 """Interval of a worker's progress messages: a tenth of the shortest stall deadline that makes sense."""
@@ -87,21 +88,23 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
-    with_one = ThreadPoolExecutor(1, thread_name_prefix="penstock-wake")
-    # While the job is planned.
-    awake = with_one.submit(_wake, device, trace)
-    with_one.shutdown(wait=False)
-    wire.send(Hello(worker=worker, secret=secret, device=str(device)))
-    try:
-        with trace.stage("wait for the job"):
-            job_spec = _receive_job(wire)
-    except PlanError as error:
-        wire.send(failure_of(error))
-        raise
-    if job_spec is None:
-        return
     # Left on an error too: running steps are drained before the memory that they read and write is freed.
     with ExitStack() as stack:
+        waking = stack.enter_context(Threads(1, "penstock-wake"))
+        # While the job is planned.
+        awake = waking.submit(_wake, device, trace)
+        waking.end()
+        wire.send(Hello(worker=worker, secret=secret, device=str(device)))
+        try:
+            with trace.stage("wait for the job"):
+                job_spec = _receive_job(wire)
+        except PlanError as error:
+            wire.send(failure_of(error))
+            raise
+        if job_spec is None:
+            # The device may take long, and nothing needs it any more.
+            waking.leave()
+            return
         try:
             _serve(wire, job_spec, awake, trace, stack)
         except PeerLost:
@@ -205,7 +208,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
         )
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
     # A thread of its own: posting waits for memory, and a waiting worker must still send beats and skip revoked tasks.
-    poster.start()
+    start_thread(poster)
     # On the way out the thread is told to end: None is no task.
     stack.callback(todo.put, None)
     # Looked at only once, before the first task: what other workers cache meanwhile is found by the reads themselves.

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -55,6 +55,7 @@ from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable
 from penstock.sync.together import Laggards, Verdict, refusal
 from penstock.telemetry.journey import Journey
+from penstock.waits import Threads
 
 Commit = Literal["each", "together"]
 """`each`: every subscriber goes live by itself. `together`: the fleet decides once, for all."""
@@ -111,7 +112,7 @@ class Publisher(Closing):
         self._before = self._version_status.now
         self._decision: FleetDecision | None = None
         self._pending: _Pending | None = None
-        self._deciding = ThreadPoolExecutor(1, "penstock-decide")
+        self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
         self._subscriber_progress = rank_group.SubscriberProgress()
         self._first_versions = rank_group.FirstVersions(lambda: self.version)
         self._membership = Membership(member, name, stall_s)
@@ -597,7 +598,7 @@ class Publisher(Closing):
         self.member.leave(0.0)
         self._membership.close()
         # Another rank asks rank 0 for the decision: closing the connections ends that.
-        self._deciding.shutdown(wait=True, cancel_futures=True)
+        self._deciding.close()
 
 
 def publisher(
