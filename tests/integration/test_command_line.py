@@ -209,6 +209,7 @@ def test_a_disk_that_fills_up_meanwhile_says_what_is_needed_and_free(
                 file.write(bytes(65536))
 
 
+@pytest.mark.usefixtures("own_runtime")
 def test_status_fits_the_terminal_and_follows_its_size(made: Path, fork_server: ForkServer) -> None:
     with ps.Keeper() as keeper:
         keeper.keep("a-model-with-a-rather-long-name", made, progress=False)

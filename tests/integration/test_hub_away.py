@@ -19,6 +19,8 @@ from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
+from penstock.integrations import replica
+from penstock.peer.member import Member
 from penstock.testing.checkpoints import write_llama
 
 TOKEN = "a-token-of-this-hub-0123"
@@ -65,6 +67,13 @@ def start_hub(connection: ps.ConnectionSettings, tmp_path: Path) -> Iterator[Cal
         hub.stop()
 
 
+def wait_until_joined(member: Member) -> None:
+    deadline = time.monotonic() + 8
+    while member.away is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert member.away is None
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Path, caplog) -> None:
     truth = by_safetensors(llama)
@@ -87,15 +96,46 @@ def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, c
         fleet.fetch({}, fallback=str(llama))
         with caplog.at_level(logging.WARNING):
             start_hub()
-            deadline = time.monotonic() + 8
-            while fleet.member.away is not None and time.monotonic() < deadline:
-                time.sleep(0.05)
-        assert fleet.member.away is None and "has joined the fleet" in caplog.text
+            wait_until_joined(fleet.member)
+        assert "has joined the fleet" in caplog.text
         received: dict[str, torch.Tensor] = {}
         with ps.join("m", connection=connection) as second:
             report = second.fetch(received, timeout_s=5)
         assert report.storage_bytes == 0 and fleet.member.id[:8] in str(report)
         assert_same(received, by_safetensors(llama))
+
+
+def test_keeper_without_hub_holds_weights_and_joins(connection, llama: Path, start_hub) -> None:
+    with ps.Keeper(connection=connection) as keeper:
+        assert keeper.keep("m", str(llama)).storage_bytes > 0
+        start_hub()
+        wait_until_joined(keeper.member)
+        received: dict[str, torch.Tensor] = {}
+        with ps.join("m", connection=connection) as reader:
+            assert reader.fetch(received, timeout_s=5).storage_bytes == 0
+        assert_same(received, by_safetensors(llama))
+        with ps.attach("m", connection=connection) as attached:
+            assert_same(dict(attached), received)
+
+
+def test_engine_without_hub_loads_and_joins(connection, llama: Path, start_hub, tmp_path: Path, caplog) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    options = replica.FleetOptions(fleet="m", hub=connection.hub, token_file=str(token_file))
+    log = logging.getLogger("engine")
+    with caplog.at_level(logging.INFO):
+        fleet = replica.join(options, str(llama), log=log)
+        assert fleet is not None
+        loaded = dict(replica.tensors(fleet, str(llama), options, log=log))
+    try:
+        assert_same(loaded, by_safetensors(llama))
+        assert caplog.text.count("not in the fleet yet, storage is read") == 1
+        start_hub()
+        wait_until_joined(fleet.member)
+        with ps.join("m", connection=connection) as reader:
+            assert reader.fetch({}, timeout_s=5).storage_bytes == 0
+    finally:
+        fleet.leave(0.0)
 
 
 def test_hub_that_is_needed_is_an_error(connection) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -71,7 +70,7 @@ from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, resolve, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
-from penstock.storage.place import ARTIFACTS
+from penstock.storage.place import ARTIFACTS, lock_within
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.storage.write import new_directory, typed
 from penstock.types import MIB, DType
@@ -90,7 +89,6 @@ _MAX_NEAR = 32
 """Bundles of which `restore` reads the keys, to say how the nearest differs."""
 _LOCK_S = 600.0
 """Longest wait for another process of this host that restores the same bundle."""
-_RETRY_S = 0.05
 _READ_BYTES = 8 * MIB
 """Bytes of one read of a bundle's content."""
 _READ_THREADS = 8
@@ -614,14 +612,9 @@ def _directory(settings: Settings) -> Path:
 def _locked(root: Path) -> Iterator[None]:
     """Hold the lock of a directory of caches, so that the ranks of a host restore it once."""
     with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
-        deadline = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    message = f"another process has held {file.name} for {_LOCK_S:.0f} s"
-                    raise ConfigError(message, hint="end that process") from error
-                time.sleep(_RETRY_S)
+        try:
+            lock_within(file.fileno(), _LOCK_S)
+        except BlockingIOError as error:
+            message = f"another process has held {file.name} for {_LOCK_S:.0f} s"
+            raise ConfigError(message, hint="end that process") from error
         yield

@@ -397,8 +397,6 @@ def join(
         join_s=None if timeout_s is None else max(LEAST_ASK_S, timeout_s),
         needs_hub=needs_hub,
     )
-    if member.away is not None:
-        _log.warning("%s: not in the fleet yet, storage is read where there is a fallback: %s", model, member.away)
     return Fleet(identity, member, settings, max_readers=max_readers)
 
 

@@ -300,7 +300,9 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 def join(
     options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, **arguments: Any
 ) -> Fleet | None:
-    """Join the fleet; if no hub answers, log a warning that names both paths, and return None.
+    """Join the fleet. If its hub does not answer, storage is read, and this process joins once the hub does.
+
+    None: this host's own hub cannot be hosted, and a warning names both paths.
 
     Args:
         options: the fleet's name and connection.
@@ -325,10 +327,9 @@ def join(
                 data_port=0 if rank else options.data_port,
             ),
             max_bytes_per_s=options.max_bytes_per_s,
-            needs_hub=True,
             **arguments,
         )
-    # A replica that is slow to start is better than none: only a hub that is away leads to storage, and it is logged.
+    # A replica that is slow to start is better than none. Only a missing hub leads to storage, and it is logged.
     except HubUnavailable as error:
         place = uris if isinstance(uris, str) else f"{len(uris)} files, {uris[0]} first"
         log.warning("penstock: reading from storage, %s, instead of fleet %s: %s", place, options.fleet, error)

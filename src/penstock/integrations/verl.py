@@ -78,6 +78,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         token_file: a file whose first token is sent to the hub.
         listen: `host:port` where other hosts reach a worker; `node`: the address of its Ray node, any free port. None:
             this host only.
+        data_port: second port at the host of `listen`, for the bytes that others read; 0: any free one.
         mode: `live`: the engines read the parameters, which verl does not change meanwhile. `snapshot`: they read a
             copy; then the parameters may change once it is made.
         transforms: formats in which the weights are sent, such as `cast:BF16`; see `penstock.publisher`.
@@ -101,6 +102,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         hub: str | None = None,
         token_file: str | None = None,
         listen: str | None = None,
+        data_port: int = 0,
         mode: PublishMode = "live",
         transforms: str | Mapping[str, Any] | None = None,
         receive: Literal["worker", "engine"] = "worker",
@@ -120,7 +122,9 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.wire_format = WIRE_FORMAT
         self.name = name or f"verl-{ray.get_runtime_context().get_job_id()}"
         listen = f"{ray.util.get_node_ip_address()}:0" if listen == "node" else listen
-        self._connection = ConnectionSettings(hub=hub, token=first_token(token_file), listen=listen, stall_s=stall_s)
+        self._connection = ConnectionSettings(
+            hub=hub, token=first_token(token_file), listen=listen, data_port=data_port, stall_s=stall_s
+        )
         self._mode: PublishMode = mode
         self._transforms = transforms
         self._device = "cpu" if memory == "host" else f"cuda:{torch.cuda.current_device()}"
@@ -129,6 +133,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             "hub": hub,
             "token_file": token_file,
             "listen": listen,
+            "data_port": data_port,
             "memory": memory,
             "stall_s": stall_s,
         }

@@ -102,7 +102,8 @@ class Keeper:
 
     Raises:
         ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
-        HubUnavailable, ConfigError, MissingExtra: see `penstock.join`.
+        HubUnavailable: this host's own hub cannot be hosted. One that is given and does not answer is joined later.
+        ConfigError, MissingExtra: see `penstock.join`.
     """
 
     def __init__(
@@ -150,6 +151,8 @@ class Keeper:
                 connection,
                 max_bytes_per_s=parse_bytes(max_bytes_per_s),
                 stall_s=self._settings.stall_s,
+                # Every model has a place in storage.
+                needs_hub=False,
             )
         except BaseException:
             # Pinned host memory and a directory on disk would outlive a constructor that failed.

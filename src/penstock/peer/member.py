@@ -235,6 +235,7 @@ class Member:
                 if not self._hub.is_local and not needs_hub:
                     self.away, self.hub_is_away = error, True
                     without_frames(error)
+                    log.warning("not in the fleet yet, storage is read where there is a fallback: %s", error)
                     # Grants of nobody, until a hub says whose it signs: no reader gets in.
                     self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
                     return Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")

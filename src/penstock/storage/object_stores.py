@@ -170,7 +170,10 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     except exceptions.UnknownConfigurationKeyError as error:
         raise ConfigError(_brief(error), uri=uri, hint=f"the main options are {_NAMES[scheme]}") from error
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        raise ConfigError(_brief(error), uri=uri, hint=_HINTS[scheme]) from error
+        if (twice := re.match(r"Duplicate key (\w+) provided", fault := _brief(error))) is not None:
+            fault = f"{twice[1]} is given under two of its names in storage_options"
+            raise ConfigError(fault, uri=uri, hint="leave one of them out") from error
+        raise ConfigError(fault, uri=uri, hint=_HINTS[scheme]) from error
     anonymous = _is_on(
         options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     )
@@ -204,7 +207,7 @@ _IN_HEADERS = ("access_key_id", "session_token", "security_token", "token", "reg
 
 
 def _check_values(named: Iterable[tuple[str, str]]) -> None:
-    """Refuse an endpoint that is no URL, and a line break in a credential: obstore panics on both.
+    """Refuse an endpoint that is no URL, a region that is no name, and a line break: obstore panics on each.
 
     Raises:
         ConfigError: see above. Its value is not repeated, for there may be a password in it.
@@ -214,6 +217,8 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
         if word.endswith(_IN_HEADERS) and re.search(r"[\x00-\x1f\x7f]", str(value)):
             hint = "remove it: files and secrets often have a line break at their end"
             raise ConfigError(f"{name} has a line break or another control character", hint=hint)
+        if word.endswith("region") and not re.fullmatch(r"[\w-]+", str(value), re.ASCII):
+            raise ConfigError(f"{name} is {value!r}, which is not the name of a region", hint="write it as us-east-1")
         if not word.endswith(("endpoint", "endpoint_url", "endpoint_url_s3", "base_url")) or "fabric" in word:
             continue
         try:

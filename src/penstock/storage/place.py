@@ -42,6 +42,7 @@ from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.manifest import decode
 from penstock.storage.source import MAX_SMALL_BYTES
 from penstock.storage.write import remove_empty, short_name, typed
+from penstock.waits import pause
 
 STAMP = "penstock.job"
 """File in the result of a conversion that names the job and the other files that the job wrote."""
@@ -417,6 +418,24 @@ def remove_dead(place: Place, kind: str) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
+def lock_within(fd: int, wait_s: float) -> None:
+    """Lock an open file or directory. The lock ends with the descriptor.
+
+    Raises:
+        BlockingIOError: another process has held it for `wait_s`. OSError: this file system has no locks of its kind.
+        Cancelled, KeyboardInterrupt: as `waits.pause`.
+    """
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        pause(_LOOK_S)
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold a directory's lock for a moment, while names in it are checked and changed.
@@ -426,18 +445,13 @@ def locked(directory: Path) -> Iterator[None]:
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > until:
-                    raise _busy(directory) from error
-                time.sleep(_LOOK_S)
-            except OSError:
-                # NFS locks no directories. Two writers that begin at the same moment may then refuse each other.
-                break
+        try:
+            lock_within(fd, _WAIT_S)
+        except BlockingIOError as error:
+            raise _busy(directory) from error
+        except OSError:
+            # NFS locks no directories. Two writers that begin at the same moment may then refuse each other.
+            pass
         yield
     finally:
         os.close(fd)

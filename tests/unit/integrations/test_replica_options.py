@@ -70,7 +70,7 @@ def test_the_token_is_the_files_first(tmp_path: Path) -> None:
     assert FleetOptions(fleet="m").token() is None
 
 
-def test_a_hub_that_is_away_is_said_with_both_paths(monkeypatch, caplog) -> None:
+def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> None:
     def away(*_: object, **__: object) -> object:
         raise HubUnavailable("nobody listens", uri="http://hub:7070")
 

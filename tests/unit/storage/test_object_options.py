@@ -24,6 +24,9 @@ from penstock.storage.object_stores import locate_object
         ({"endpoint": True}, "http://host:port"),
         ({"access_key_id": "k\n"}, "line break at their end"),
         ({"aws_session_token": "t\x00"}, "line break at their end"),
+        ({"region": "a b"}, "write it as us-east-1"),
+        ({"aws_region": ""}, "write it as us-east-1"),
+        ({"endpoint": "http://x", "endpoint_url": "http://x"}, "leave one of them out"),
     ],
 )
 def test_foreign_option_hints_at_own_name(options: dict[Any, Any], hint: str) -> None:
