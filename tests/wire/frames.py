@@ -150,7 +150,9 @@ def _signer() -> GrantSigner:
 def _write_grant(alone: bool) -> bytes:
     epochs = {MEMBER: 41, "other-member": 42}
     with mock.patch.object(os, "urandom", bytes):
-        grants = _signer().sign(key=KEY, reader="reader-1", epochs=epochs, alone=[MEMBER] if alone else [])
+        # A source before 2.5 takes a grant with a signature of its own, and no caller in it.
+        protocols = {MEMBER: "2.4"} if alone else None
+        grants = _signer().sign(key=KEY, reader="reader-1", epochs=epochs, protocols=protocols, caller="caller-1")
     return grants[MEMBER]
 
 
