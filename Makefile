@@ -18,7 +18,7 @@ RAY    ?= ray==2.60.0
 AXE    ?= axe-playwright-python==0.1.8
 # Helm as a library, for the test of the chart.
 HELM   ?= helm-python-sdk==0.2.2
-# Its tests are run against penstock.compat.runai_streamer; without its native backends for object stores.
+# Its tests are run against penstock_hf.runai_streamer; without its native backends for object stores.
 RUNAI  ?= runai-model-streamer==0.17.0 humanize==4.17.0
 # The newest interpreter of 3.11 or later; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \

@@ -22,10 +22,10 @@ import torch
 import transformers
 
 import penstock as ps
-from penstock.integrations.adapter import AdapterDirectory
-from penstock.integrations.adapter import adapter_subscriber as plain_subscriber
-from penstock.integrations.lora_merge import merged_publisher
-from penstock.integrations.peft import adapter_publisher, adapter_subscriber, adapter_tensors
+from penstock_hf.adapter import AdapterDirectory
+from penstock_hf.adapter import adapter_subscriber as plain_subscriber
+from penstock_hf.lora_merge import merged_publisher
+from penstock_hf.peft import adapter_publisher, adapter_subscriber, adapter_tensors
 
 WAYS = ("whole weights, merged", "adapter, into PEFT's model", "adapter, into a directory")
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

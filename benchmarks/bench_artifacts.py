@@ -29,7 +29,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from penstock.artifacts.caches import CACHES
+from penstock_compile_cache.caches import CACHES
 
 CASES = ("stock", "weights", "artifacts")
 PROMPT = list(range(1, 17))
@@ -67,7 +67,7 @@ class _Child:
         self.phase("import")
         restored: Any = None
         if asked.case != "stock":
-            from penstock import artifacts
+            import penstock_compile_cache
 
             restored = artifacts.restore(
                 asked.model,
@@ -81,7 +81,7 @@ class _Child:
         if asked.case == "stock":
             model = transformers.AutoModelForCausalLM.from_pretrained(asked.model, **options)
         else:
-            from penstock.integrations.accelerated import accelerated
+            from penstock_hf.patched_libraries import accelerated
 
             with accelerated():
                 model = transformers.AutoModelForCausalLM.from_pretrained(asked.model, **options)

@@ -31,7 +31,7 @@ from benchmarks.fetch_page import page
 from benchmarks.load import cache
 from tests.support.keeper import KeeperProcess
 
-from penstock.cli.bench import private_hub
+from penstock_tools.bench_command import private_hub
 from penstock.testing.checkpoints import write_llama
 
 SCRUB_S = 0.7

@@ -31,7 +31,7 @@ import json, resource, sys, time
 begun = time.perf_counter()
 import torch, transformers
 import penstock as ps
-from penstock.integrations.transformers import from_pretrained, weights_loader
+from penstock_hf.transformers import from_pretrained, weights_loader
 from transformers import initialization
 transformers.LlamaForCausalLM, transformers.MixtralForCausalLM
 way, directory, name, device = sys.argv[1:]

@@ -162,7 +162,7 @@ def run(library: str, kind: str, place: str, adapter: str, device: str) -> None:
     """Load once in this process; print seconds, memory and the sum over all bytes."""
     import torch
 
-    from penstock.integrations.accelerated import accelerated
+    from penstock_hf.patched_libraries import accelerated
 
     # It looks at all modules, which copies the pages that they are in after a fork: both kinds begin with copies.
     with accelerated():
@@ -187,7 +187,7 @@ def loop(library: str, root: str, device: str) -> None:
     import huggingface_hub.constants
     import torch
 
-    from penstock.integrations.accelerated.reading import StreamedFile
+    from penstock_hf.patched_libraries.reading import StreamedFile
 
     _ = StreamedFile
     # By one thread: a forked process cannot use the threads of OpenMP that its parent has started.

@@ -96,7 +96,7 @@ def rank(number: int, num_ranks: int, device: str, model: str, store: str) -> No
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    from penstock.integrations.transformers import from_pretrained
+    from penstock_hf.transformers import from_pretrained
 
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from penstock.plan.layout import Layout, decode, encode
-from penstock.plan.shapes import kimi_k2, receiver_layouts, trainer_layouts
+from penstock_tools.shapes import kimi_k2, receiver_layouts, trainer_layouts
 from penstock.plan.sync import plan_key, plan_sync
 from penstock.types import MIB
 

@@ -150,7 +150,7 @@ def rows(
     directory: Path, *, places: list[str], runs: int, latency_s: float, bytes_per_s: float
 ) -> Iterator[dict[str, object]]:
     """Measure every file in these places by both calls."""
-    from penstock.compat.safetensors import installed
+    from penstock_hf.safetensors import installed
 
     def pair(read: Callable[[str], dict[str, Any]], place: str) -> dict[str, Callable[[], float]]:
         return {

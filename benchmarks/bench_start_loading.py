@@ -28,7 +28,7 @@ import torch
 import transformers
 
 import penstock as ps
-from penstock.integrations.transformers import from_pretrained, start_from_pretrained
+from penstock_hf.transformers import from_pretrained, start_from_pretrained
 from penstock.testing.http_server import Faults, RangeServer
 
 WAIT_S = 60.0

@@ -55,7 +55,7 @@ class Worker:
     def hold(self, hub: str, nbytes: int) -> dict[str, float]:
         """Make weights and offer them."""
         import penstock
-        from penstock.cli.bench import make_weights
+        from penstock_tools.bench_command import make_weights
 
         self.weights = make_weights(nbytes, self.device)
         self.sync()

@@ -17,7 +17,8 @@ from penstock.cli.main import app
 from penstock.config import Settings
 from penstock.config import environment as known_variables
 from penstock.fetch.storage_initializer import FLEET_PREFIX
-from penstock.integrations import replica, vllm
+from penstock.spi import engine_weights as replica
+from penstock_vllm import plugin as vllm
 from penstock.storage.source import is_registered
 
 yaml = pytest.importorskip("yaml")

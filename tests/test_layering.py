@@ -411,7 +411,7 @@ def test_the_rule_bites(rule, path: str, text: str) -> None:
     [
         (upward_imports, "storage/files.py", "from penstock.types import MIB\nfrom . import Source\nimport os"),
         (upward_imports, "cli/load.py", "import penstock\nfrom penstock import load"),
-        (upward_imports, "__init__.py", "from penstock.api import load\nfrom penstock.errors import FormatError"),
+        (upward_imports, "__init__.py", "from penstock import load\nfrom penstock.errors import FormatError"),
         (upward_imports, "config.py", "from penstock.errors import ConfigError"),
         (torch_at_import, "storage/files.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         (torch_at_import, "storage/files.py", "def f():\n    import torch"),

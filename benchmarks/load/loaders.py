@@ -144,7 +144,7 @@ def _prototype(call: Call, *, num_threads: int = 12, chunk_bytes: int = 8 * MIB)
     return out
 
 
-_PENSTOCK = ("penstock", "penstock.api")
+_PENSTOCK = ("penstock", "penstock")
 LOADERS: dict[str, Loader] = {
     "penstock": Loader(run=_penstock, modules=_PENSTOCK, package="penstock"),
     "penstock-noverify": Loader(run=lambda call: _penstock(call, verify=False), modules=_PENSTOCK, package="penstock"),

@@ -43,7 +43,7 @@ except ImportError:
 
 from vllm_routes import GONE, Client
 
-from penstock.integrations.dcp import CheckpointReader, CheckpointWriter
+from penstock.dcp import CheckpointReader, CheckpointWriter
 
 CONFIG = LlamaConfig.from_pretrained(Path(__file__).with_name("tiny_llama"))
 """Two layers. Its heads have 32 elements, because vLLM has no attention on a CPU for smaller ones."""

@@ -35,8 +35,8 @@ try:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
     from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-    from penstock.integrations.trl import PenstockWeightTransfer
-    from penstock.integrations.vllm_trainer import PenstockTrainerInitInfo
+    from penstock_rl.trl import PenstockWeightTransfer
+    from penstock_vllm.trainer import PenstockTrainerInitInfo
 except ImportError as error:
     print(f"skipped: this example needs TRL and vLLM (pip install 'trl==1.16.*' 'vllm==0.32.*'): {error}")
     sys.exit(0)

@@ -133,7 +133,7 @@ def configuration(args: argparse.Namespace) -> Any:
         +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32
         +actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config.backend=penstock
         actor_rollout_ref.rollout.checkpoint_engine.backend=penstock
-        actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=penstock.integrations.verl
+        actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=penstock_rl.verl
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
         +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.name=policy
         +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.receive=engine

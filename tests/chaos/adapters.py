@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from tests.chaos.syncs import REFUSALS, ROLES, SyncRound
 from tests.support.sync import SyncWorker
 
-from penstock.integrations.adapter import BASE
+from penstock_hf.adapter import BASE
 
 OLD, NEW = "base:1", "base:2"
 

@@ -176,7 +176,7 @@ def test_sglang_is_given_a_directory_without_weights_for_a_uri(done: dict) -> No
 
 def test_the_log_says_which_path_was_taken(done: dict) -> None:
     assert "not attached to keeper's llama" in done["log"]
-    assert "RUNAI penstock.compat.runai_streamer" in done["log"]
+    assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 
 
 def test_schedulers_start_by_the_entry_points_and_join_by_the_hub_alone(llama: Path, tmp_path: Path) -> None:

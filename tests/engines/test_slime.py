@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.integrations.sglang import SYNC
+from penstock_sglang.plugin import SYNC
 
 pytestmark = [
     pytest.mark.engines,
@@ -36,7 +36,7 @@ class TrainerRank:
 
     def __init__(self, rank: int, engines: list[Any]) -> None:
         from penstock import Shard
-        from penstock.integrations.slime import PenstockUpdater
+        from penstock_rl.slime import PenstockUpdater
 
         self.rows = {name: slice(shape[0] * rank // 2, shape[0] * (rank + 1) // 2) for name, shape in SHAPES.items()}
         self.mine = {name: tensor[self.rows[name]].clone() for name, tensor in weights(-1).items()}
@@ -78,7 +78,7 @@ class Engine:
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
         from penstock.config import ConnectionSettings
-        from penstock.integrations.received import ReceivedVersions
+        from penstock.spi.received import ReceivedVersions
 
         assert model_path.startswith(SYNC)
         name, _, version = model_path.removeprefix(SYNC).partition("/")
@@ -118,7 +118,7 @@ def test_a_manifest_is_written_for_the_transport_by_disk(tmp_path: Path) -> None
     from safetensors.torch import save_file
 
     import penstock as ps
-    from penstock.integrations.slime import write_manifest
+    from penstock_rl.slime import write_manifest
 
     save_file(weights(0), tmp_path / "model.safetensors")
     write_manifest(SimpleNamespace(), str(tmp_path), [])

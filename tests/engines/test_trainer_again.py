@@ -55,7 +55,7 @@ def test_a_version_is_sent_again_and_not_published_again(at: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-    from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+    from penstock_vllm.trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
 
     port, serve = at
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_a_live_version_cannot_be_sent_again(at: Any) -> None:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     import penstock as ps
-    from penstock.integrations.vllm_trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+    from penstock_vllm.trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
 
     port, serve = at
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from tests.support.tiny_models import save_mixtral  # noqa: E402 - after what it needs
 
 from penstock.errors import ConfigError, NotFound  # noqa: E402
-from penstock.integrations.transformers import from_pretrained  # noqa: E402
+from penstock_hf.transformers import from_pretrained  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

@@ -114,7 +114,7 @@ def assert_three_versions(steps: list[Mapping[str, Any]], *, is_sharded: bool) -
 
 @pytest.mark.small
 def test_another_release_of_verl_is_refused(runtime: str) -> None:
-    code = "import verl; verl.__version__ = '0.8.0'; import penstock.integrations.verl"
+    code = "import verl; verl.__version__ = '0.8.0'; import penstock_rl.verl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "ConfigError: verl 0.8.0 is not one of 0.9" in done.stderr, done.stderr[-2000:]
 

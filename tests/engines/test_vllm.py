@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.integrations.replica import read_options
+from penstock.spi.engine_weights import read_options
 
 pytestmark = [
     pytest.mark.engines,
@@ -117,4 +117,4 @@ def test_the_entry_point_is_installed() -> None:
     from importlib.metadata import entry_points
 
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "penstock"]
-    assert found.value == "penstock.integrations.vllm:register"
+    assert found.value == "penstock_vllm.plugin:register"

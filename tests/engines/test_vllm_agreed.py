@@ -25,7 +25,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 from penstock.errors import PenstockError, SourceStalled
-from penstock.integrations.vllm_sync import _agreed, _all
+from penstock_vllm.weight_transfer import _agreed, _all
 
 if __name__ == "__main__":
     rank, port, tp, pp = map(int, sys.argv[1:])

@@ -43,8 +43,8 @@ def test_both_servers_have_a_version_or_none_has(
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-    from penstock.integrations.vllm_fleet import FleetClient
-    from penstock.integrations.vllm_trainer import PenstockTrainerInitInfo
+    from penstock_vllm.servers import FleetClient
+    from penstock_vllm.trainer import PenstockTrainerInitInfo
 
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
     model = transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)

@@ -27,7 +27,7 @@ from vllm.config import set_current_vllm_config
 
 from penstock.errors import PlanError
 from penstock.peer.local_weights import tabulate
-from penstock.integrations.vllm_staging import StagingModel
+from penstock_vllm.staging import StagingModel
 from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import fill
 from penstock.sync.recording.requirements import record

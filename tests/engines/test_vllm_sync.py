@@ -100,7 +100,7 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-from penstock.integrations.vllm_trainer import PenstockTrainerInitInfo
+from penstock_vllm.trainer import PenstockTrainerInitInfo
 
 
 class Export(WeightSource):

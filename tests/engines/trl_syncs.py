@@ -60,8 +60,8 @@ def sync(directory: Path, url: str, *, attached: bool, lora: bool) -> None:
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 
-    from penstock.integrations.trl import PenstockWeightTransfer
-    from penstock.integrations.vllm_trainer import PenstockTrainerInitInfo
+    from penstock_rl.trl import PenstockWeightTransfer
+    from penstock_vllm.trainer import PenstockTrainerInitInfo
 
     # TRL 1.16 looks the device's speed up by CUDA, for a metric.
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None

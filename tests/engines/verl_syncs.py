@@ -152,7 +152,7 @@ def configuration(model: str, actor: dict[str, Any], options: dict[str, Any]) ->
         config.rollout.name = "vllm"
         config.rollout.log_prob_micro_batch_size_per_gpu = 1
         config.rollout.checkpoint_engine.backend = "penstock"
-        config.rollout.checkpoint_engine.custom_backend_module = "penstock.integrations.verl"
+        config.rollout.checkpoint_engine.custom_backend_module = "penstock_rl.verl"
         config.rollout.checkpoint_engine.engine_kwargs = {"penstock": options}
     return config
 

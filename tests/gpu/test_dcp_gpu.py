@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tests.integration.test_dcp import bits
 
 import penstock
-from penstock.integrations.dcp import CheckpointReader, CheckpointWriter
+from penstock.dcp import CheckpointReader, CheckpointWriter
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.tiny_models import save_llama, save_mixtral  # noqa: E402
 
 import penstock  # noqa: E402
-from penstock.integrations.transformers import accelerated, from_pretrained  # noqa: E402
+from penstock_hf.transformers import accelerated, from_pretrained  # noqa: E402
 
 pytestmark = pytest.mark.gpus(2)
 WORLDS = [2, pytest.param(4, marks=pytest.mark.gpus(4))]

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from penstock import errors
 from penstock.errors import FormatError, PenstockError, PlanError
-from penstock.integrations.dcp import distcp
-from penstock.integrations.dcp.pickled import PLAIN, archive, decode, plain
+from penstock.dcp import distcp
+from penstock.dcp.pickled import PLAIN, archive, decode, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -105,7 +105,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_pickles_that_lie_are_refused(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.integrations.dcp.pickled.MAX_VALUES", 1 << 10)
+    monkeypatch.setattr("penstock.dcp.pickled.MAX_VALUES", 1 << 10)
     raw, words = ATTACKS[attack]
     tracemalloc.start()
     try:

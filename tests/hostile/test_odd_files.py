@@ -14,7 +14,7 @@ import torch
 
 import penstock
 from penstock.cli.main import run
-from penstock.compat.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceUnavailable
 from penstock.hub.auth import first_token
 from penstock.testing.checkpoints import write_llama

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from tests.support.hugging_face import files_of, use_cache, use_hub
 
 from penstock.errors import NotFound
-from penstock.integrations.accelerated import accelerated, context
+from penstock_hf.patched_libraries import accelerated, context
 from penstock.testing.hugging_face_server import HuggingFaceServer, _Handler
 
 WEIGHTS = save({"weight": torch.arange(1000.0)})

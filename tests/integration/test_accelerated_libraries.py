@@ -14,7 +14,7 @@ import torch
 import transformers
 from tests.support.hugging_face import serving, use_cache
 
-from penstock.integrations.accelerated import accelerated
+from penstock_hf.patched_libraries import accelerated
 from penstock.testing.hugging_face_server import HuggingFaceServer
 
 with warnings.catch_warnings():

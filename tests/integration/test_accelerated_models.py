@@ -14,7 +14,7 @@ from tests.integration.test_convert_quantised import QWEN3, by_compressed_tensor
 from tests.support.hugging_face import serving
 from tests.support.tiny_models import save_llama
 
-from penstock.integrations.accelerated import accelerated
+from penstock_hf.patched_libraries import accelerated
 from penstock.testing.hugging_face_server import HuggingFaceServer
 
 pytestmark = [

@@ -22,8 +22,8 @@ from tests.support.tiny_models import save_llama
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, IntegrityError, PenstockError, PermissionDenied, SourceError
-from penstock.integrations.accelerated import directory
-from penstock.integrations.transformers import accelerated, from_pretrained
+from penstock_hf.patched_libraries import directory
+from penstock_hf.transformers import accelerated, from_pretrained
 from penstock.storage import MemorySource, source
 from penstock.storage.source import glob_pattern
 from penstock.testing.http_server import Faults, RangeServer

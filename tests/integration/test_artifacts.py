@@ -22,7 +22,7 @@ from tests.unit.artifacts.test_bundle import fill, keys, read
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock.artifacts import store
+from penstock_compile_cache import store
 from penstock.cli.main import app
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory

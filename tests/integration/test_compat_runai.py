@@ -1,4 +1,4 @@
-"""Code written for Run:ai Model Streamer runs unchanged over `penstock.compat.runai_streamer`."""
+"""Code written for Run:ai Model Streamer runs unchanged over `penstock_hf.runai_streamer`."""
 
 import subprocess
 import sys
@@ -12,17 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.ranks import run_ranks
 
-from penstock.compat import runai_streamer
-from penstock.compat.runai_streamer import (
-    DistributedStreamer,
-    FileChunks,
-    FileStreamer,
-    ObjectStorageModel,
-    S3Credentials,
-    SafetensorsStreamer,
-    list_safetensors,
-    pull_files,
-)
+from penstock_hf import runai_streamer
+from penstock_hf.runai_streamer import DistributedStreamer, FileChunks, FileStreamer, ObjectStorageModel, S3Credentials, SafetensorsStreamer, list_safetensors, pull_files
 from penstock.errors import ConfigError, FormatError, PenstockError
 
 TENSORS = {

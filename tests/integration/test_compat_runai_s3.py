@@ -14,15 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from penstock.compat.runai_streamer import (
-    FileChunks,
-    FileStreamer,
-    ObjectStorageModel,
-    S3Credentials,
-    SafetensorsStreamer,
-    list_safetensors,
-    pull_files,
-)
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, ObjectStorageModel, S3Credentials, SafetensorsStreamer, list_safetensors, pull_files
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open
 from penstock.testing.s3_server import S3Server, SwiftServer, Unavailable
@@ -131,7 +123,7 @@ def test_ranges_and_sizes() -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_a_model_is_pulled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.compat.runai_streamer import objects
+    from penstock_hf.runai_streamer import objects
 
     pulled = []
     monkeypatch.setattr(objects, "pull_files", lambda *a: (pulled.append(a), pull_files(*a))[1])

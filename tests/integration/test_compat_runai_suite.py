@@ -1,4 +1,4 @@
-"""Run:ai Model Streamer's own tests of its safetensors streamer, run against `penstock.compat.runai_streamer`.
+"""Run:ai Model Streamer's own tests of its safetensors streamer, run against `penstock_hf.runai_streamer`.
 
 The tests are those in the wheel of runai-model-streamer, copied to a temporary directory; none of them is ours.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.compat.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import FormatError, SourceTruncated
 
 VERSION = "0.17.0"

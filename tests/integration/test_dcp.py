@@ -38,7 +38,7 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.integrations.dcp import CheckpointReader, local_files
+from penstock.dcp import CheckpointReader, local_files
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 

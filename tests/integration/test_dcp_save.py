@@ -23,8 +23,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock
 from penstock.errors import ConfigError, DiskFull, PlanError
-from penstock.integrations.dcp import CheckpointReader, CheckpointWriter
-from penstock.integrations.dcp.staging import Staging
+from penstock.dcp import CheckpointReader, CheckpointWriter
+from penstock.dcp.staging import Staging
 from penstock.storage.output import OutputSet
 from penstock.testing.s3_server import SwiftServer, Unavailable
 

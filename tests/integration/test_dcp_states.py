@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import penstock
 from penstock.errors import DestinationError, PenstockError, PlanError
-from penstock.integrations.dcp import CheckpointReader, CheckpointWriter
+from penstock.dcp import CheckpointReader, CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (disabled|unavailable):UserWarning",

@@ -13,7 +13,7 @@ import transformers
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import save_llama, save_mixtral
 
-from penstock.integrations.transformers import accelerated, from_pretrained
+from penstock_hf.transformers import accelerated, from_pretrained
 from penstock.testing.http_server import RangeServer
 
 ENVIRON = {

@@ -25,9 +25,9 @@ from tests.support.keeper import KeeperProcess
 from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock as ps
-from penstock import api
+import penstock
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
-from penstock.integrations.transformers import from_pretrained
+from penstock_hf.transformers import from_pretrained
 from penstock.keeper import hand_over as handing
 from penstock.keeper import lease
 from penstock.keeper.attach import Attached
@@ -346,7 +346,7 @@ def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
 def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "penstock.integrations.transformers")
+    caplog.set_level(logging.INFO, "penstock_hf.transformers")
     directory = save(tmp_path / "model")
     # A copy of the files is known to be the same by its digests only.
     ps.manifest(str(directory))

@@ -19,7 +19,7 @@ from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.integrations import replica
+from penstock.spi import engine_weights as replica
 from penstock.peer.member import Member
 from penstock.testing.checkpoints import write_llama
 

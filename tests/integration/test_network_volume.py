@@ -9,7 +9,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from penstock.compat.safetensors import installed
+from penstock_hf.safetensors import installed
 from penstock.errors import NotFound
 from penstock.loader.safe_open import load_file, safe_open
 from penstock.storage.network_files import NetworkFile, network_file_system

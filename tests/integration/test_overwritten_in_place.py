@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
-from penstock.compat.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import SourceChanged, SourceTruncated
 from penstock.types import MIB
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("starlette")
 
-from penstock.integrations import replica  # noqa: E402
+from penstock.spi import engine_weights as replica  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 from penstock.types import MIB  # noqa: E402
 

@@ -23,7 +23,7 @@ from penstock.hub.auth import Auth  # noqa: E402
 from penstock.hub.directory import Directory  # noqa: E402
 from penstock.hub.server import HubThread, bind  # noqa: E402
 from penstock.hub.store import MemoryStore  # noqa: E402
-from penstock.integrations import replica  # noqa: E402
+from penstock.spi import engine_weights as replica  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
 from penstock.types import MIB  # noqa: E402

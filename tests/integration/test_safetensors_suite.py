@@ -22,13 +22,13 @@ if importlib.metadata.version("safetensors") != "0.8.0":
     pytest.skip("the tests are those of safetensors 0.8.0", allow_module_level=True)
 
 AS_INSTALLED = """
-from penstock.compat.safetensors import install
+from penstock_hf.safetensors import install
 install()
 """
 
 ALL_BY_PENSTOCK = """
 import os
-import penstock.compat.safetensors as compat
+import penstock_hf.safetensors as compat
 import penstock.loader.safe_open as reader
 for module in (compat, reader):
     module.network_file_system = lambda path: "TEST" if os.path.exists(path) else ""

@@ -23,7 +23,7 @@ from tests.support.ranks import Outcome, run_ranks
 
 import penstock
 from penstock.errors import PeerLost, SourceChanged, SourceUnavailable
-from penstock.integrations.accelerated import accelerated
+from penstock_hf.patched_libraries import accelerated
 from penstock.storage.files import FileSource
 
 STALL_S = 4.0

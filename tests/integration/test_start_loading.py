@@ -31,7 +31,7 @@ from penstock.errors import (
     SourceError,
     SourceTruncated,
 )
-from penstock.integrations.transformers import start_from_pretrained
+from penstock_hf.transformers import start_from_pretrained
 from penstock.loader.pending import PendingTensor
 from penstock.testing.http_server import Faults, RangeServer, Request
 

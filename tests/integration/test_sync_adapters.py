@@ -11,8 +11,8 @@ import torch
 
 import penstock as ps
 from penstock.config import ConnectionSettings
-from penstock.integrations.received import ReceivedVersions
-from penstock.integrations.sender import VersionSender, WholeTensorShares
+from penstock.spi.received import ReceivedVersions
+from penstock.spi.sender import VersionSender, WholeTensorShares
 
 SHAPES = {"up.weight": (7, 4), "norm.weight": (3,), "bias": (1, 4), "scale": ()}
 HERE = ConnectionSettings(stall_s=10.0)

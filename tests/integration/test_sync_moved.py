@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
-from penstock.integrations.sender import VersionSender
+from penstock.spi.sender import VersionSender
 
 
 @pytest.fixture

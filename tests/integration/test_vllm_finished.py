@@ -19,7 +19,8 @@ from tests.unit.sync.toy import Place, Toy, checkpoint
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, PeerLost, PermissionDenied, SourceStalled
-from penstock.integrations import vllm, vllm_finished
+from penstock_vllm import plugin as vllm
+from penstock.integrations import vllm_finished
 from penstock.integrations.vllm_finished import load_finished
 from penstock.keeper.attach import Attached, bind_parameters
 

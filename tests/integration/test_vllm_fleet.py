@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.integrations.vllm_fleet import FleetClient
+from penstock_vllm.servers import FleetClient
 
 
 class Engine:

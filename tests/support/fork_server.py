@@ -37,7 +37,7 @@ IMPORTS = (
     "uvicorn.lifespan.on",
     "anyio._backends._asyncio",
     "penstock",
-    "penstock.api",
+    "penstock",
     "penstock.cli.main",
     "penstock.hub.app",
     "penstock.fetch.join",

@@ -24,7 +24,7 @@ IMPORTS = (
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "penstock.api",
+    "penstock",
     "penstock.sync.publish.publisher",
     "pytest",
 )

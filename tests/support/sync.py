@@ -203,7 +203,7 @@ def _work(task: SyncTask) -> None:
             say("joined", member=publisher.member.id, latest=publisher.latest)
             _obey(base, lambda word, number: _publish(task, publisher, shards, base, word, number))
     elif task.base:
-        from penstock.integrations.adapter import adapter_subscriber
+        from penstock_hf.adapter import adapter_subscriber
 
         with adapter_subscriber(task.name, base=lambda: base.identity, target=shards, **common) as received:
             say("joined", member=received.subscriber.member.id)
@@ -256,7 +256,7 @@ def _publish(
             shards[name].tensor.copy_(tensor)
         terms = {"commit": "together", **task.terms} if word == "together" else {}
         if task.base:
-            from penstock.integrations.adapter import adapter_metadata
+            from penstock_hf.adapter import adapter_metadata
 
             terms["metadata"] = adapter_metadata(base.identity, {"peft_type": "LORA", "r": 8})
         report = publisher.publish(number, **terms)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.integrations.vllm import LOGGER, vllm_logger
+from penstock_vllm.plugin import LOGGER, vllm_logger
 
 SOURCE = Path(penstock.__file__).parent
 

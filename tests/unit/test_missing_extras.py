@@ -42,8 +42,8 @@ check("convert to", lambda: ps.convert(sys.argv[1], "out", to="fp8-block128", de
 check("convert workers", lambda: ps.convert(sys.argv[1], "out", workers=2, devices="cpu"))
 for name in ("integrations.dcp", "integrations.accelerated", "integrations.trl", "compat.runai_streamer"):
     check(name, lambda: importlib.import_module("penstock." + name))
-import penstock.compat.safetensors, safetensors
-with penstock.compat.safetensors.installed():
+import penstock_hf.safetensors, safetensors
+with penstock_hf.safetensors.installed():
     check("safetensors", lambda: safetensors.safe_open("file:///nowhere.safetensors", "np"))
 print(ps.inspect(sys.argv[1]).manifest.tensors.names[0], ps.verify(sys.argv[1]).verified, "torch" in ps.__dict__)
 """

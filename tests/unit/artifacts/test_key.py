@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from penstock.artifacts import Key, key_of
+from penstock_compile_cache import Key, key_of
 from penstock.errors import ConfigError
 
 KEY = Key(

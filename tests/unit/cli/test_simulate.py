@@ -11,7 +11,7 @@ import pytest
 from tests.support.drills import drill
 from typer.testing import CliRunner
 
-from penstock.cli.calibrate import operation_gb_per_s
+from penstock_tools.calibrate import operation_gb_per_s
 from penstock.cli.main import app
 from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json

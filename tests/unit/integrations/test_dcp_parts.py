@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.integrations.dcp.checkpoint import Row
-from penstock.integrations.dcp.parts import Part
+from penstock.dcp.checkpoint import Row
+from penstock.dcp.parts import Part
 from penstock.types import Box, DType
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.integrations.host_plugin import HostPlugin
+from penstock.spi.host_plugin import HostPlugin
 
 VLLM = {
     "vllm/__init__.py": "",
@@ -97,7 +97,7 @@ from penstock.integrations import sglang, vllm
 
 entry, cases = sys.argv[1], json.loads(sys.argv[2])
 if entry == "vllm:register":
-    import penstock.compat.runai_streamer  # once for all children
+    import penstock_hf.runai_streamer  # once for all children
 
 def look(module, *names):
     try:

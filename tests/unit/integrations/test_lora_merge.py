@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import PlanError
-from penstock.integrations.lora_merge import AdapterMerge
+from penstock_hf.lora_merge import AdapterMerge
 from penstock.sync.shards import row_of
 
 PREFIX = "base_model.model."

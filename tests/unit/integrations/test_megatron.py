@@ -10,7 +10,7 @@ import torch
 from tests.unit.sync.moved import move
 
 from penstock.errors import PlanError
-from penstock.integrations.megatron import GPT, Grid, Rule, from_megatron, whole
+from penstock_rl.megatron import GPT, Grid, Rule, from_megatron, whole
 from penstock.sync.shards import Row, declared
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 16, 24, 21, 32, 4, 4, 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock import api
+import penstock
 from penstock.errors import ConfigError, HubUnavailable
-from penstock.integrations.replica import FleetOptions, join, read_options
+from penstock.spi.engine_weights import FleetOptions, join, read_options
 
 HUB = "http://hub:7070"
 

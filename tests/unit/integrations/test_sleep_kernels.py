@@ -13,8 +13,8 @@ import torch
 
 from penstock.digest import cuda, xxh3_constants
 from penstock.errors import DeviceOutOfMemory
-from penstock.integrations import sglang_sleep
-from penstock.integrations.sleep_kernels import kernels_ready
+from penstock_sglang import sleep as sglang_sleep
+from penstock.spi.sleep_kernels import kernels_ready
 from penstock.sync import digester
 
 LOG = logging.getLogger("penstock.test")
@@ -105,7 +105,7 @@ def test_first_sleep_imports_no_distributed_tensors() -> None:
     # They bring 500 modules, sympy among them, which the first sleep waited for.
     program = """
 import sys, torch
-from penstock.integrations.vllm_sleep import _digests
+from penstock_vllm.sleep import _digests
 assert "torch.distributed.tensor" not in sys.modules, "torch has it by itself"
 assert _digests(torch.nn.Linear(4, 4)).is_same()
 print(sorted(name for name in sys.modules if name in ("torch.distributed.tensor", "penstock.sync.receive.released")))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.integrations.replica import read_options
+from penstock.spi.engine_weights import read_options
 from penstock.types import MIB
 
 

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import phases
-from penstock.integrations.vllm_patches import (
-    load_functions_of_torch,
-    name_newest_adapter,
-    receive_all_replies,
-    report_phases,
-    salt_of,
-    salt_requests,
-)
+from penstock_vllm.patches import load_functions_of_torch, name_newest_adapter, receive_all_replies, report_phases, salt_of, salt_requests
 from penstock.phases import BootRecord
 
 

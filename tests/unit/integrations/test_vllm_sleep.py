@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.integrations.vllm_sleep import protect_engine, protect_workers
+from penstock_vllm.sleep import protect_engine, protect_workers
 
 
 def config(load_format: str = "penstock") -> Any:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
-from penstock.plan.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
+from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock.plan.simulate import fair_rates, svg
-from penstock.plan.simulate_sync import BATCH_BYTES, Work, queued, simulate_sync, transformed_bytes
+from penstock_tools.simulate_sync import BATCH_BYTES, Work, queued, simulate_sync, transformed_bytes
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
 
@@ -163,7 +163,7 @@ def test_reads_within_the_node_are_two_at_a_time_of_all_sources(cluster: Cluster
         most = max(most, int(np.bincount(links[:, 1]).max()))
         return fair_rates(links, capacity)
 
-    monkeypatch.setattr("penstock.plan.simulate_sync.fair_rates", counted)
+    monkeypatch.setattr("penstock_tools.simulate_sync.fair_rates", counted)
     one = plan(4, 2)
     found = simulate_sync(one, cluster, FREE, watermark_bytes=256 * MIB, one_node=True, staged=False)
     assert most == expected and found.moved_bytes == one.nbytes

@@ -1,0 +1,148 @@
+"""`penstock artifacts`: compiled code of engines, restored before a start, saved after one, and listed.
+
+In: a model's URI, an engine, keys. Out: lines for a shell, or a report.
+Not here: the work (`penstock_compile_cache`); engines do it by themselves with the option `"artifacts"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import (
+    DataPort,
+    Device,
+    Format,
+    FormatOption,
+    Hub,
+    Listen,
+    TokenFile,
+    Uri,
+    connection_of,
+    examples,
+    note,
+    option,
+    write_json,
+    write_lines,
+)
+from penstock.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Compiled code of engines: restore, save and list it.")
+
+At = Annotated[str | None, option("--at", "URI", "Where bundles are; default: penstock-artifacts beside the model.")]
+PublicKeys = Annotated[
+    list[Path] | None, option("--public-key", "KEY", "Ed25519 public key (PEM) that is trusted; several are allowed.")
+]
+
+
+@app.command(
+    "restore",
+    epilog=examples(
+        "penstock artifacts restore s3://bucket/llama/ --engine vllm --config tp=2 --device cuda",
+        "penstock artifacts restore llama --engine mine --config dtype=bf16 --public-key key.pub.pem",
+    ),
+)
+def restore(
+    uri: Uri,
+    engine: Annotated[str, typer.Option("--engine", help="The program that compiles, as its package is called.")],
+    config: Annotated[
+        list[str] | None, option("--config", "NAME=TEXT", "What else its code depends on; several are allowed.")
+    ] = None,
+    device: Device = "cpu",
+    at: At = None,
+    model: Annotated[str | None, option("--model", "NAME", "Instead of the model's revision.")] = None,
+    public_key: PublicKeys = None,
+    hub: Hub = None,
+    listen: Listen = None,
+    data_port: DataPort = 0,
+    token_file: TokenFile = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Fill compilers' caches from a bundle.
+
+    Prints the variables that lead there, for eval. Without a bundle the caches are empty: the engine compiles, and
+    `save` can read them.
+    """
+    import penstock_compile_cache
+    from penstock_compile_cache import caches
+
+    pairs = [text.partition("=") for text in config or ()]
+    if wrong := [name for name, mark, _ in pairs if not mark or not name]:
+        raise ConfigError(f"--config {wrong[0]!r} has no value", hint="give NAME=TEXT")
+    with _refusals_in_report_only():
+        restored = artifacts.restore(
+            uri,
+            engine=engine,
+            config={name: text for name, _, text in pairs},
+            device=device,
+            at=at,
+            model=model,
+            public_keys=public_key,
+            connection=None if hub is None else connection_of(hub, token_file, listen, data_port),
+        )
+    if format is Format.json:
+        write_json({**restored.to_dict(), "id": restored.key.id, "variables": caches.variables(restored.directory)})
+        return
+    note(str(restored))
+    write_lines(*(f"export {name}={shlex.quote(text)}" for name, text in caches.variables(restored.directory).items()))
+
+
+@contextlib.contextmanager
+def _refusals_in_report_only() -> Iterator[None]:
+    """Drop the log's line about a refused bundle: the report on stderr has the same reason."""
+    from penstock_compile_cache.store import REFUSED, log
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != REFUSED
+
+    log.logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.logger.removeFilter(is_other)
+
+
+@app.command("save", epilog=examples("penstock artifacts save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))
+def save(
+    uri: Uri,
+    key: Annotated[str, typer.Argument(metavar="ID", help="Of the restore before, as its report has it.")],
+    at: At = None,
+    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM).")] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Write what an engine compiled to a bundle.
+
+    The bundle is signed, and lies beside the model.
+    """
+    import penstock_compile_cache
+
+    saved = artifacts.save(uri, key, at=at, private_key=sign)
+    if format is Format.json:
+        write_json({**saved.to_dict(), "id": saved.key.id})
+    else:
+        write_lines(str(saved))
+
+
+@app.command("list", epilog=examples("penstock artifacts list s3://bucket/llama/ --public-key key.pub.pem"))
+def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: FormatOption = Format.human) -> None:
+    """List the bundles beside a model.
+
+    Each with its key; with a public key, also whether its signature holds.
+    """
+    import penstock_compile_cache
+    from penstock_compile_cache.store import bundles_place
+    from penstock.storage.locate import display
+
+    bundles = artifacts.list_bundles(uri, at=at, public_keys=public_key)
+    if format is Format.json:
+        write_json([bundle.to_dict() for bundle in bundles])
+    elif bundles:
+        write_lines(*(str(bundle) for bundle in bundles))
+    else:
+        write_lines(f"no bundles in {display(bundles_place(uri, at))}")

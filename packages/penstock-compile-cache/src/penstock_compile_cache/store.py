@@ -1,0 +1,608 @@
+"""Bundles beside the models they belong to: save one, restore one, list them.
+
+In: a model's URI, an engine and its configuration, keys. Out: a bundle in a directory, an object store or a fleet; the
+caches of this process's compilers, filled from one; reports.
+Not here: a bundle's format (`bundle`), what a key is made of (`key`).
+
+    restore: ~/.cache/penstock/artifacts/ID, is it there? -> the fleet -> MODEL/penstock-artifacts/ID.safetensors
+             -> signature, digests -> ID appears -> variables of this process lead there
+    save:    ~/.cache/penstock/artifacts/ID -> MODEL/penstock-artifacts/ID.safetensors
+
+A boot must not fail for want of compiled code: `restore` returns a report that says why it found none, logs that as a
+warning if something was refused, and the engine compiles, into a directory that `save` can read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from penstock import config as process
+from penstock.arguments import require_type
+from penstock_compile_cache import caches
+from penstock_compile_cache.bundle import CONTENT, DESCRIPTION, MAX_BYTES, MAX_DESCRIPTION_BYTES, SIGNATURE, SIGNATURE_BYTES, describe, pack, parse, remove_partial, unpack
+from penstock_compile_cache.key import Key, key_of
+from penstock.config import ConnectionSettings, Settings
+from penstock.errors import (
+    MALFORMED,
+    ConfigError,
+    FormatError,
+    HubUnavailable,
+    IntegrityError,
+    NotFound,
+    PenstockError,
+    SourceChanged,
+    SourceError,
+    SourceTruncated,
+)
+from penstock.loader.verify import inspect, read_key
+from penstock.logs import log_named
+from penstock.report import Summarised, bytes_text
+from penstock.storage import is_remote, list_uris, local_path, text_of
+from penstock.storage.local import read_bounded
+from penstock.storage.locate import display, resolve, sidecar_uri
+from penstock.storage.object_stores import locate_object
+from penstock.storage.objects import upload_file
+from penstock.storage.place import ARTIFACTS, lock_within
+from penstock.storage.weight_set import WeightSet, open_weights
+from penstock.storage.write import new_directory, typed
+from penstock.types import MIB, DType
+from penstock.waits import Threads
+
+if TYPE_CHECKING:
+    import torch
+
+log = log_named("penstock_compile_cache")
+REFUSED = "the bundle %s is not used, the engine compiles: %s"
+"""The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
+
+_SUFFIX = ".safetensors"
+_REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
+_MAX_NEAR = 32
+"""Bundles of which `restore` reads the keys, to say how the nearest differs."""
+_LOCK_S = 600.0
+"""Longest wait for another process of this host that restores the same bundle."""
+_READ_BYTES = 8 * MIB
+"""Bytes of one read of a bundle's content."""
+_READ_THREADS = 8
+"""Reads at once. Reason: an object store gives each connection a part of its rate."""
+_HOLDER_S = 1.0
+"""Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(Summarised):
+    """The result of `restore`.
+
+    Attributes:
+        is_found: there is compiled code of this key.
+        source: URI of the bundle, `fleet:NAME`, or the local directory; empty: there is none.
+        why: why there is none, or where it is from, in words.
+        key: of this process.
+        directory: of the caches, where the variables of this process lead now.
+        num_files: files that this call wrote.
+        nbytes: their bytes.
+        wall_s: seconds of the call.
+        not_moved: caches whose programs were imported before the call, and stay where they were.
+    """
+
+    is_found: bool
+    source: str
+    why: str
+    key: Key
+    directory: Path
+    num_files: int
+    nbytes: int
+    wall_s: float
+    not_moved: tuple[str, ...]
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        text = f"artifacts {self.key.id}: "
+        if not self.is_found:
+            text += f"none, the engine compiles: {self.why}"
+        elif self.num_files:
+            text += f"{self.num_files} files, {bytes_text(self.nbytes)} from {self.source} in {self.wall_s:.2f} s"
+        else:
+            text += self.why
+        if not self.key.engine_version:
+            # No error: the engine may be a program of the user's own, which is no package.
+            text += f"; no package {self.key.engine!r} is installed, so the key has no version of it"
+        return text + (f"; not moved, imported before: {', '.join(self.not_moved)}" if self.not_moved else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Summarised):
+    """The result of `save`."""
+
+    uri: str
+    key: Key
+    num_files: int
+    nbytes: int
+    """Bytes of the files."""
+    stored_bytes: int
+    """Bytes of the bundle."""
+    wall_s: float
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        return (
+            f"{self.uri}: {self.num_files} files, {bytes_text(self.nbytes)} in {bytes_text(self.stored_bytes)}, "
+            f"written in {self.wall_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(Summarised):
+    """A bundle that `list_bundles` found."""
+
+    uri: str
+    key: Key | None
+    """None: it was refused, see `fault`."""
+    num_files: int
+    nbytes: int
+    signature: str
+    """`good`, `not checked` without a public key, or `refused`."""
+    fault: str
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        if self.key is None:
+            return f"{self.uri}: refused: {self.fault}"
+        key = self.key
+        engine = f"{key.engine} {key.engine_version}".rstrip()
+        about = f"{engine}, torch {key.torch}, {key.device}, model {key.model[:16]}"
+        extra = "".join(f", {name} {text}" for name, text in sorted(key.config.items()))
+        size = f"{self.num_files} files, {bytes_text(self.nbytes)}"
+        return f"{self.uri}: {about}{extra}; {size}; signature {self.signature}"
+
+
+def restore(
+    uri: str | os.PathLike[str],
+    *,
+    engine: str,
+    config: Mapping[str, str] | None = None,
+    device: str = "cpu",
+    at: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    public_keys: Sequence[str | os.PathLike[str]] | None = None,
+    connection: ConnectionSettings | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Restored:
+    """Fill the caches of this process's compilers from a bundle, and set the variables that lead there.
+
+    Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
+
+    Args:
+        uri: of the model; its headers are read for its revision. Bundles are stored beside it.
+        engine: the program that compiles, as `vllm`, `sglang`, `transformers`, or a name of your own.
+        config: what else its code depends on, as texts: dtype, parallel sizes, a hash of the engine's configuration.
+        device: `"cpu"`, `"cuda"` or `"cuda:N"`.
+        at: directory or prefix of the bundles; None: `penstock-artifacts` beside the model.
+        model: revision or name of the model; None: read from `uri`.
+        public_keys: paths of Ed25519 public keys in PEM, one of which must have signed the bundle; None:
+            `PENSTOCK_ARTIFACT_KEYS`. Without any, nothing is unpacked.
+        connection: a hub: its members are read before the storage; None: the storage alone. This process then serves
+            the bundle to other members until it ends.
+        storage_options: see `load`.
+
+    Raises:
+        ConfigError: an argument or the cache directory cannot be used.
+        NotFound, FormatError, SourceError: the model cannot be opened.
+        DestinationError, DiskFull: the directory of the caches cannot be made.
+
+    A bundle that is missing, unsigned, signed by another key, damaged, out of reach or too large for the disk raises
+    nothing: see `Restored.why`. Nothing of a bundle that is refused is written.
+    """
+    start_s = time.perf_counter()
+    settings = Settings.read()
+    place = text_of(uri)
+    key = key_of(
+        model if model is not None else _revision(place, storage_options), engine=engine, config=config, device=device
+    )
+    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    directory = _directory(settings)
+    root = directory / key.id
+    with typed(root), _locked(root):
+        if not (about := _key_path(directory, key.id)).exists():
+            about.write_bytes(msgspec.json.encode(key))
+        # Left by a process that found no bundle and compiled nothing: since then there may be one.
+        _remove_empty(root)
+        if root.exists():
+            found = _Found(source=str(root), why=f"already in {root}")
+        else:
+            remove_partial(root)
+            bundles = _Bundles(bundles_place(place, at), settings, storage_options)
+            found = _find(bundles, key, trusted, root, connection)
+            if not found.source:
+                root.mkdir(mode=0o700)
+    not_moved = tuple(caches.read_already())
+    process.set_variables(caches.variables(root))
+    return Restored(
+        is_found=bool(found.source),
+        source=found.source,
+        why=found.why,
+        key=key,
+        directory=root,
+        num_files=found.num_files,
+        nbytes=found.nbytes,
+        wall_s=time.perf_counter() - start_s,
+        not_moved=not_moved,
+    )
+
+
+def save(
+    uri: str | os.PathLike[str],
+    key: Key | str,
+    *,
+    at: str | os.PathLike[str] | None = None,
+    private_key: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write what was compiled since `restore`, in this process or another of this host, to a signed bundle.
+
+    Call it when the engine has compiled all it needs: after its warm-up. A bundle of the same key is replaced.
+
+    Args:
+        uri, at, storage_options: as for `restore`.
+        key: of `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
+        private_key: path of an Ed25519 private key in PEM; None: `PENSTOCK_ARTIFACT_SIGNING_KEY`.
+
+    Raises:
+        ConfigError: an argument is wrong, there is no private key, the key is of another model, or nothing was compiled
+            since `restore`.
+        NotFound, FormatError, SourceError: the model cannot be opened.
+        DestinationError, DiskFull, SourceError: the bundle cannot be written; one that was there still is.
+    """
+    start_s = time.perf_counter()
+    settings = Settings.read()
+    signing_key = settings.artifact_signing_key if private_key is None else private_key
+    if signing_key is None:
+        hint = "set PENSTOCK_ARTIFACT_SIGNING_KEY, or give private_key="
+        raise ConfigError("no private key signs the bundle", hint=hint)
+    pem = read_key(signing_key)
+    directory = _directory(settings)
+    if isinstance(key, str):
+        key = _key_of_id(directory, key)
+    require_type("key", key, Key, "the key of a restore, or its id")
+    target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
+    if is_remote(target):
+        # Before anything is packed: a wrong place fails at once.
+        locate_object(target, settings=settings, options=storage_options or {})
+    _require_model_of(key, text_of(uri), storage_options)
+    # Where the caches are, unless the target is local: a rename is atomic only within a file system.
+    path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
+    # A name that nobody can guess: who may write to storage could plant a link there, and `pack` follows none either.
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with typed(path), new_directory(path.parent):
+        try:
+            description = pack(directory / key.id, key, pem, new)
+            stored_bytes = new.stat().st_size
+            if is_remote(target):
+                upload_file(target, new, settings=settings, storage_options=storage_options)
+            else:
+                os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    return Saved(
+        uri=display(target),
+        key=key,
+        num_files=description.num_files,
+        nbytes=description.nbytes,
+        stored_bytes=stored_bytes,
+        wall_s=time.perf_counter() - start_s,
+    )
+
+
+def list_bundles(
+    uri: str | os.PathLike[str],
+    *,
+    at: str | os.PathLike[str] | None = None,
+    public_keys: Sequence[str | os.PathLike[str]] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> list[Listed]:
+    """Return the bundles beside a model, by the name of their files.
+
+    Args:
+        uri, at, public_keys, storage_options: as for `restore`.
+
+    Raises:
+        ConfigError: a public key cannot be read. NotFound: there is no model at `uri`, and `at` is None.
+        SourceError: the place cannot be listed.
+    """
+    settings = Settings.read()
+    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    bundles = list(_Bundles(bundles_place(uri, at), settings, storage_options).listed(trusted))
+    if not bundles and at is None:
+        # No bundles beside a model is a result; beside a mistyped path it would hide the mistake.
+        resolve(uri, settings=settings, storage_options=storage_options)
+    return bundles
+
+
+def bundles_place(uri: str | os.PathLike[str], at: str | os.PathLike[str] | None) -> str:
+    """Return the directory or prefix where the bundles of a model are; arguments as for `restore`."""
+    return text_of(at) if at is not None else _place_of(text_of(uri))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The place of a bundle, or the reason why there is none."""
+
+    source: str = ""
+    why: str = ""
+    num_files: int = 0
+    nbytes: int = 0
+
+
+class _Bundles:
+    """The bundles of one place."""
+
+    def __init__(self, place: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
+        self.place = place.rstrip("/")
+        self._settings = settings
+        self.storage_options = storage_options
+
+    def uri_of(self, key: Key) -> str:
+        return f"{self.place}/{key.id}{_SUFFIX}"
+
+    def open(self, uri: str) -> WeightSet:
+        """Open a bundle; its parts are read by `_read_part`. Errors as `open_weights`."""
+        return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
+
+    def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
+        try:
+            uris = list_uris(self.place, settings=self._settings, storage_options=self.storage_options)
+        except NotFound:
+            return
+        for uri in uris:
+            if not uri.endswith(_SUFFIX):
+                continue
+            try:
+                with self.open(uri) as weights:
+                    raw, signature = _described(partial(_read_part, weights))
+                about = describe(raw, signature, trusted) if trusted else parse(raw)
+            except (IntegrityError, FormatError, NotFound, SourceTruncated, SourceChanged) as error:
+                # One bundle that is damaged, or replaced meanwhile, must not hide the others.
+                yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
+                continue
+            yield Listed(
+                uri=uri,
+                key=about.key,
+                num_files=about.num_files,
+                nbytes=about.nbytes,
+                signature="good" if trusted else "not checked",
+                fault="",
+            )
+
+
+def _find(
+    bundles: _Bundles, key: Key, trusted: Sequence[bytes], root: Path, connection: ConnectionSettings | str | None
+) -> _Found:
+    """Unpack the bundle of a key to `root`, if there is one that a trusted key has signed."""
+    if not trusted:
+        return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
+    uri = bundles.uri_of(key)
+    try:
+        with _opened(uri, key, connection, bundles) as (part, source):
+            description = describe(*_described(part), trusted)
+            # A good bundle under another's name would be code for another machine.
+            if description.key != key:
+                raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
+            unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
+        if description.is_tied and description.directory != str(root):
+            log.warning(
+                "the bundle %s was saved in %s and is now in %s: torch tunes some kernels again; set one "
+                "PENSTOCK_ARTIFACT_DIR on all hosts",
+                display(uri),
+                description.directory,
+                root,
+            )
+    except NotFound:
+        return _Found(why=_nearest(bundles, key, trusted))
+    except ConfigError:
+        raise
+    except PenstockError as error:
+        log.warning(REFUSED, display(uri), error.message)
+        return _Found(why=f"{display(uri)} is not used: {error.message}")
+    return _Found(source=source, why=f"from {source}", num_files=description.num_files, nbytes=description.nbytes)
+
+
+_Part = Callable[[str, int], memoryview]
+"""Returns the bytes of a bundle's tensor, by its name and the most bytes that it may have.
+
+FormatError: there is none of that name, it is not bytes, or it is longer.
+"""
+
+
+def _described(part: _Part) -> tuple[bytes, bytes]:
+    """Return the description of a bundle and its signature."""
+    # Copies: what is checked must not change after it.
+    return bytes(part(DESCRIPTION, MAX_DESCRIPTION_BYTES)), bytes(part(SIGNATURE, SIGNATURE_BYTES))
+
+
+@contextmanager
+def _opened(
+    uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
+) -> Iterator[tuple[_Part, str]]:
+    """Yield a bundle's parts and their source: members of its fleet, else the storage. Errors as `fetch`, `load`."""
+    if connection is not None:
+        name = fleet_name(key.id)
+        try:
+            tensors, is_shared = _fetch(name, uri, connection, bundles)
+        except HubUnavailable as error:
+            text = "the bundle is read from storage, %s, instead of fleet %s: %s"
+            log.warning(text, display(uri), name, error.message)
+        else:
+            yield partial(_bytes_of, tensors), f"fleet:{name}" if is_shared else uri
+            return
+    with bundles.open(uri) as weights:
+        yield partial(_read_part, weights), uri
+
+
+def _fetch(
+    name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return a bundle's tensors from its fleet, and whether members gave any of it. HubUnavailable: no hub answers."""
+    from penstock.fetch.join import join
+
+    fleet = join(name, connection=connection)
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        try:
+            report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
+        except NotFound:
+            # Not in the storage: a member may have it all the same, as one whose engine has no right to write there.
+            report = fleet.fetch(tensors, timeout_s=_HOLDER_S, progress=False)
+    except BaseException:
+        fleet.leave()
+        raise
+    # Until the end of the process it is a source for others.
+    atexit.register(fleet.leave, 0.0)
+    return tensors, report.storage_bytes < report.nbytes
+
+
+def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
+    """Read a part of a bundle from storage; see `_Part`.
+
+    Not by `load`: torch, which that imports, takes 2 s of `penstock artifacts restore`.
+    """
+    table = weights.manifest.tensors
+    row = table.names.index(name) if name in table.names else None
+    if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
+        raise _no_part(name, is_there=row is not None)
+    nbytes, start = int(table.nbytes[row]), int(table.offset[row])
+    # Before anything is allocated: the header may say any number.
+    _check_size(name, nbytes, most_bytes)
+    source, data = weights.sources[int(table.file_index[row])], np.empty(nbytes, np.uint8).data
+
+    def read(at: int) -> None:
+        source.readv(start + at, [data[at : at + _READ_BYTES]])
+
+    with Threads(_READ_THREADS, "penstock-bundle", waits_for_calls=True) as pool:
+        for _ in pool.map(read, range(0, nbytes, _READ_BYTES)):
+            pass
+    return data
+
+
+def fleet_name(bundle_id: str) -> str:
+    """Return the name under which a fleet exchanges a bundle."""
+    return f"artifacts-{bundle_id}"
+
+
+def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
+    """Return why there is no bundle of a key: there are none, or how the nearest one differs."""
+    try:
+        keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
+    except SourceError as error:
+        return f"{display(bundles.place)} has no bundle of this key, and cannot be listed: {error.message}"
+    if not keys:
+        return f"there is no bundle in {display(bundles.place)}"
+    nearest = min((key.differences(one) for one in keys), key=len)
+    return f"{display(bundles.place)} has none of this key; the nearest has {'; '.join(nearest)}"
+
+
+def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str, most_bytes: int) -> memoryview:
+    """Return the bytes of a bundle's tensor, without a copy; see `_Part`."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
+        raise _no_part(name, is_there=tensor is not None)
+    _check_size(name, tensor.nbytes, most_bytes)
+    return tensor.numpy().data
+
+
+def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
+    if nbytes > most_bytes:
+        raise FormatError(f"the file is no bundle: its {name} has {nbytes} bytes, and may have {most_bytes}")
+
+
+def _no_part(name: str, *, is_there: bool) -> FormatError:
+    """Return the error for a part that is missing, or is not bytes."""
+    # The description is read first: a file that has one is a bundle.
+    if name == SIGNATURE and not is_there:
+        return FormatError("the bundle is not signed")
+    return FormatError(f"the file is no bundle: it has no bytes named {name!r}")
+
+
+def _remove_empty(root: Path) -> None:
+    """Remove a directory that has no files in it, nor below it."""
+    for directory, _, _ in os.walk(root, topdown=False):
+        # One that has files stays; and a file that appears meanwhile cannot be lost.
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+
+def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
+    return inspect(uri, storage_options=storage_options).manifest.revision
+
+
+def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
+    """Raise unless there is a model at a URI, and it is that of a key. ConfigError: it has another revision."""
+    revision = _revision(uri, storage_options)
+    # Else it is a name that the user gave, which may stand for many models.
+    if _REVISION.fullmatch(key.model) and key.model != revision:
+        raise ConfigError(
+            f"the compiled code {key.id} is of a model with revision {key.model[:19]}, and the model at {display(uri)} "
+            f"has {revision[:19]}: no restore would find the bundle",
+            hint="give the model of the restore, or restore again: a new manifest changes the revision",
+        )
+
+
+def _place_of(uri: str) -> str:
+    """Return the directory of the bundles of a model."""
+    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{ARTIFACTS}"
+
+
+def _key_path(directory: Path, bundle_id: str) -> Path:
+    return directory / f"{bundle_id}.json"
+
+
+def _key_of_id(directory: Path, bundle_id: str) -> Key:
+    """Return the key that an earlier `restore` of this host had. ConfigError: there was none."""
+    try:
+        raw = read_bounded(str(_key_path(directory, bundle_id)), MIB) if bundle_id.isalnum() else b""
+        return msgspec.json.decode(raw, type=Key)
+    except (NotFound, *MALFORMED) as error:
+        known = ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
+        raise ConfigError(f"nothing was restored or compiled for {bundle_id!r}", hint=f"known ids: {known}") from error
+
+
+def _directory(settings: Settings) -> Path:
+    """Return the directory of all caches, which is this user's alone. ConfigError: it is not, or cannot be made."""
+    directory = settings.artifact_dir or process.home_cache("artifacts")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # By lstat: a link could lead to a directory of another user.
+        status = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"no directory for compiled code: {error}", hint="set PENSTOCK_ARTIFACT_DIR") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        hint = "chmod 700 it, or set PENSTOCK_ARTIFACT_DIR to another"
+        raise ConfigError(f"{directory} can be written by other users: code from it would be theirs", hint=hint)
+    return directory
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a directory of caches, so that the ranks of a host restore it once."""
+    with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
+        try:
+            lock_within(file.fileno(), _LOCK_S)
+        except BlockingIOError as error:
+            message = f"another process has held {file.name} for {_LOCK_S:.0f} s"
+            raise ConfigError(message, hint="end that process") from error
+        yield

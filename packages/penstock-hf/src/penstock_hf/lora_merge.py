@@ -1,0 +1,496 @@
+"""Merged adapters: whole weights with a LoRA adapter added, made at the source or at the receiver of a sync.
+
+In: a `PeftModel` of a trainer; or versions of an adapter and a model with its base. Out: versions of merged weights
+under the base's names; or the model's own weights, merged.
+Not here: the arithmetic, which `penstock convert` uses too (`jobs.operations.lora`); the adapter by itself (`adapter`).
+
+    source:    base + s B A -> buffers -> publish: receivers need not know of the adapter; the base itself never changes
+    receiver:  adapter's tensors -> pristine base + s B A -> the model's weights, during the pause
+
+Each version is made from the base's pristine values. To add an adapter and subtract it again, as PEFT's `merge_adapter`
+and `unmerge_adapter` do, changes the base by a rounding error at each version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from penstock.spi import wrong_argument as wrong
+from penstock import ConnectionSettings
+from penstock.spi import Strips
+from penstock.errors import BaseMismatch, PlanError
+from penstock_hf.adapter import AdapterSubscriber, Base, adapter_subscriber
+from penstock.spi import LoraMerge
+from penstock.spi import Closing
+from penstock.spi import dtype_of
+from penstock.spi import tabulate
+from penstock.spi import Recipe
+from penstock.spi import Digester
+from penstock.spi import Placed
+from penstock import Publisher
+from penstock.spi import require_same
+from penstock.spi import Transforms
+from penstock.spi import Around
+from penstock import Hooks
+from penstock.spi import PublishMode
+from penstock import PublishReport, UpdateReport
+from penstock.spi import Declarable, ShardRow as Row, declared_shards as declared, regions_of, unwrapped
+from penstock import Shard
+from penstock.spi import Memory
+from penstock.spi import RegisteredStorages
+from penstock.spi import TensorTable
+
+_LISTED = 5
+
+
+class AdapterMerge:
+    """The merge of one adapter into one base, for boxes of the base's tensors.
+
+    Args:
+        config: the content of `adapter_config.json`.
+        base, adapter: tensors by name, of which only names, dtypes and global shapes are used.
+        tied: `tie_word_embeddings` of the base's configuration; None: not known.
+
+    Attributes:
+        changed: the names of the base's tensors that the adapter changes.
+
+    Raises:
+        ConfigError: the adapter is of a kind that is not a sum.
+        PlanError: it does not fit the base, or changes which tensors there are.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        base: Mapping[str, torch.Tensor],
+        adapter: Mapping[str, torch.Tensor],
+        *,
+        tied: bool | None = None,
+    ) -> None:
+        self._operation = LoraMerge(config, tied)
+        recipes = {
+            recipe.outputs[0].spec.name: recipe for recipe in self._operation.recipes([_table(base), _table(adapter)])
+        }
+        if other := sorted(recipes.keys() ^ base.keys()):
+            message = (
+                f"the adapter unties the head from the embedding, which a merge of live weights cannot: {other[0]}"
+            )
+            raise PlanError(message, hint="sync the adapter by itself, or merge by `penstock convert`")
+        self._recipes: dict[str, Recipe] = {
+            name: recipe for name, recipe in recipes.items() if any(part.source == 1 for part in recipe.inputs)
+        }
+        for name, recipe in self._recipes.items():
+            spec = recipe.outputs[0].spec
+            if tuple(base[name].shape) != spec.shape:
+                raise PlanError(f"the adapter resizes it to {list(spec.shape)}", tensor=name)
+        self.changed = frozenset(self._recipes)
+
+    def merged(self, row: Row, values: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a box of a merged tensor.
+
+        Args:
+            row: the box, of a tensor in `changed`.
+            values: the base's pristine values of it.
+            adapter: the adapter's tensors, whole.
+        """
+        recipe, box = self._recipes[row.name], row.form.box
+        parts = [part.spec.name for part in recipe.inputs if part.source == 1]
+        given = [adapter[name].to(values.device) for name in parts]
+        start, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
+        inputs = [values]
+        if recipe.inputs[0].source == 1:
+            # The adapter's own copy of the tensor, in place of the base's.
+            own = given.pop(0)
+            inputs = [own[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]]
+        if len(given) == 2:
+            a, b = given
+            columns = slice(box.start[1], box.stop[1])
+            is_turned = recipe.inputs[2].at is None
+            inputs += [a, b[columns]] if is_turned else [a[:, columns], b[start:stop]]
+        elif given:
+            # A copy: the operation scales a bias in place, and this one is the trainer's own.
+            inputs.append(given[0][start:stop].clone())
+        return self._operation.run(recipe, start, stop, [one.contiguous() for one in inputs])[0]
+
+
+def _table(tensors: Mapping[str, torch.Tensor]) -> TensorTable:
+    dtypes = [dtype_of(tensor.dtype) for tensor in tensors.values()]
+    return tabulate(tuple(tensors), dtypes, [tuple(tensor.shape) for tensor in tensors.values()])
+
+
+def _tied(model: torch.nn.Module) -> bool | None:
+    """Return whether a transformers model ties its head to its embedding; None: its configuration does not say."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    tied = getattr(config, "tie_word_embeddings", None)
+    return None if tied is None else bool(tied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A box of a merged tensor, and the buffer that is published in its place."""
+
+    row: Row
+    buffer: torch.Tensor
+
+
+class MergedTensors:
+    """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names; see `merged_publisher`.
+
+    Attributes:
+        published: for `penstock.publisher`: the base's own tensors, and buffers in the place of those that the adapter
+            changes. The buffers have no values before `refresh`.
+
+    Args:
+        model: a `PeftModel`; after `fully_shard`, if it is sharded.
+        adapter: its name in the model.
+
+    Raises:
+        ConfigError, PlanError: the adapter cannot be merged; says why.
+    """
+
+    def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
+        from penstock_hf.peft import adapter_config, adapter_parameters
+        from penstock_hf.peft_layers import AdapterState
+
+        model = unwrapped(model)
+        self.published: dict[str, Declarable] = {}
+        self._config = adapter_config(model, adapter)
+        self._tie = _tied(model)
+        self._base = frozenset(name for name, _ in _base_tensors(model))
+        self._state = AdapterState(
+            model, adapter, lambda: {**dict(_base_tensors(model)), **adapter_parameters(model, adapter)}
+        )
+        self._placed = Placed(self._state.tensors)
+        base, self._adapter = self._parts()
+        self._rows = declared(base)
+        self._storages = RegisteredStorages(regions_of((*self._rows, *declared(self._adapter))))
+        self._merge = AdapterMerge(self._config, base, self._adapter, tied=self._tie)
+        self._made: list[_Made] = []
+        self._make(base)
+
+    def _parts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors of the base and those of the adapter, as the model has them now."""
+        base: dict[str, torch.Tensor] = {}
+        adapter: dict[str, torch.Tensor] = {}
+        for name, tensor in self._state.tensors.items():
+            (base if name in self._base else adapter)[name] = tensor
+        return base, adapter
+
+    def _make(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Set `published`. Buffers stay where the base's tensor is still on their device."""
+        buffers = {(made.row.name, made.row.form.box, made.row.tensor.device): made.buffer for made in self._made}
+        self._made = []
+        for name, tensor in base.items():
+            if name not in self._merge.changed:
+                self.published[name] = tensor
+                continue
+            shards = []
+            for row in declared({name: tensor}):
+                buffer = buffers.get((name, row.form.box, row.tensor.device))
+                if buffer is None:
+                    buffer = torch.empty_like(row.tensor, memory_format=torch.contiguous_format)
+                shards.append(Shard(tensor=buffer, global_shape=row.form.shape, offset=row.form.box.start))
+                self._made.append(_Made(row, buffer))
+            self.published[name] = shards
+
+    def _follow(self) -> None:
+        """Find the tensors where they are now, if the trainer moved, cast or replaced some of them.
+
+        Raises:
+            ConfigError: the base has other dtypes or shapes, so that receivers would hold something else.
+            PlanError: memory was freed, or the adapter does not fit any more. Nothing was changed.
+        """
+        if self._storages.are_there() and self._placed.is_same():
+            return
+        base, adapter = self._parts()
+        rows = declared(base)
+        require_same(self._rows, rows)
+        storages = RegisteredStorages(regions_of((*rows, *declared(adapter))))
+        # The adapter's own dtype does not show in the result.
+        merge = AdapterMerge(self._config, base, adapter, tied=self._tie)
+        if merge.changed != self._merge.changed:
+            name = min(merge.changed ^ self._merge.changed)
+            raise PlanError(
+                "the adapter changes other tensors than before", tensor=name, hint="make the publisher again"
+            )
+        self._rows, self._adapter, self._merge, self._storages = rows, adapter, merge, storages
+        self._make(base)
+        self._placed.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge the adapter's present values into the buffers. Tensors that moved are followed.
+
+        Raises:
+            PlanError: PEFT has merged an adapter already; or layers have other options, are disabled, or are scaled
+                otherwise than the configuration says; or memory was freed. The buffers are as they were.
+            ConfigError: tensors of the base have other dtypes or shapes. The buffers are as they were.
+
+        Order: all ranks call this.
+        """
+        self._state.require_same(is_used=True)
+        self._follow()
+        # Collective for DTensors: the factors are small, and a rank needs rows of them that others have.
+        whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
+        for made in self._made:
+            made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
+
+
+class MergedPublisher(Closing):
+    """A trainer rank that publishes its base with an adapter merged. Made by `merged_publisher`; a context manager.
+
+    Attributes:
+        publisher: the publisher of the sync.
+        tensors: the merged tensors.
+    """
+
+    def __init__(self, publisher: Publisher, tensors: MergedTensors) -> None:
+        self.publisher = publisher
+        self.tensors = tensors
+
+    def publish(self, version: int, *, metadata: Mapping[str, str] | None = None) -> PublishReport:
+        """Merge the adapter's present values, and publish a version. See `penstock.Publisher.publish`.
+
+        Raises:
+            PlanError, ConfigError: as `MergedTensors.refresh`; nothing is published.
+            Others as `penstock.Publisher.publish`.
+
+        Order: all ranks call this.
+        """
+        self.tensors.refresh()
+        return self.publisher.publish(version, metadata=metadata)
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        self.publisher.close()
+
+
+def merged_publisher(
+    name: str,
+    model: torch.nn.Module,
+    *,
+    adapter: str = "default",
+    connection: ConnectionSettings | str | None = None,
+    mode: PublishMode = "snapshot",
+    transforms: Transforms | None = None,
+    rank: tuple[int, int] | None = None,
+    replica: str = "device",
+) -> MergedPublisher:
+    """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
+
+    The base's parameters are never written to. The tensors that the adapter changes take their size once more, and a
+    snapshot copies all tensors.
+
+    Args:
+        name: of the sync.
+        model: a `PeftModel`; after `fully_shard`, if it is sharded.
+        adapter: its name in the model.
+        connection, mode, transforms, rank, replica: see `penstock.publisher`.
+
+    Raises:
+        ConfigError, PlanError: the adapter cannot be merged; says why. Others as `penstock.publisher`.
+
+    Order: all ranks call this at the same time, and publish the same versions.
+    """
+    tensors = MergedTensors(model, adapter)
+    publisher = penstock.publisher(
+        name, tensors.published, connection=connection, mode=mode, transforms=transforms, rank=rank, replica=replica
+    )
+    return MergedPublisher(publisher, tensors)
+
+
+def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a PeftModel's base, by the names that they have without PEFT."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        parts = name.replace("_orig_mod.", "").removeprefix("base_model.model.").split(".")
+        if any(part.startswith("lora_") or part == "modules_to_save" for part in parts) or parts[-1] == "_extra_state":
+            continue
+        yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+class MergingSubscriber(Closing):
+    """A model whose weights are its base with the newest version of an adapter merged. Made by `merging_subscriber`.
+
+    Attributes:
+        received: where the adapter's versions come from.
+        version: the version that is merged into the model; -1: none, the model is the base.
+        is_dirty: a merge failed after it changed the model, which must not be used before an update succeeds.
+        pause_s: the pause of the newest version: the copies into the model.
+    """
+
+    def __init__(self, received: AdapterSubscriber, model: torch.nn.Module, hooks: Hooks, *, on_host: bool) -> None:
+        self.received = received
+        self.version = -1
+        self.is_dirty = False
+        self.pause_s = 0.0
+        self._model = model
+        self._hooks = hooks
+        self._on_host = on_host
+        self._merge: tuple[str, AdapterMerge] | None = None
+        self._base = ""
+        # By name: the rows of each tensor that a version has changed, with their values before the first.
+        self._pristine: dict[str, list[tuple[Row, torch.Tensor]]] = {}
+        # Digests of these rows as they were left.
+        self._left: dict[str, list[int]] = {}
+        self._digesters: dict[str, Digester] = {}
+
+    def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
+        """Receive a version, and merge it into the model.
+
+        Raises:
+            BaseMismatch: the version is for another base; or other code changed the merged weights.
+            PlanError, ConfigError: the adapter cannot be merged into this model; says why.
+            Others as `penstock.Subscriber.update`. The model is as it was, unless `is_dirty` says otherwise.
+        """
+        report = self.received.update(version, timeout_s)
+        if self.received.version == self.version and not self.is_dirty:
+            return report
+        self._follow()
+        if self.received.base != self._base:
+            # The base was updated: what was kept of the one before is worth nothing.
+            self._pristine, self._left, self._base = {}, {}, self.received.base
+        elif not self.is_dirty:
+            self._check_untouched()
+        with torch.no_grad():
+            self._install(self.received.version, self._merged())
+        return report
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        state = self._model.state_dict(keep_vars=True)
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+    def _follow(self) -> None:
+        """Find the changed tensors where they are now, because an engine may have moved or replaced them.
+
+        Raises:
+            PlanError: a tensor is gone, was freed, or has another dtype or shape; nothing was touched.
+        """
+        state = self._state()
+        for name, kept in self._pristine.items():
+            rows = declared({name: state[name]}) if name in state else ()
+            if [row.form.values for row in rows] != [row.form.values for row, _ in kept]:
+                message = "the model does not have it any more as it was when a version was merged into it"
+                raise PlanError(message, tensor=name, hint="load the base again, and subscribe again")
+            self._pristine[name] = [(row, values) for row, (_, values) in zip(rows, kept, strict=True)]
+
+    def _merged(self) -> dict[str, list[torch.Tensor]]:
+        """Return the new values of all tensors of the model that change."""
+        state = self._state()
+        adapter = self.received.tensors
+        config = self.received.config
+        key = repr((sorted(config.items(), key=str), [(name, one.shape) for name, one in adapter.items()]))
+        if self._merge is None or self._merge[0] != key:
+            self._merge = key, AdapterMerge(config, state, adapter, tied=_tied(self._model))
+        merge = self._merge[1]
+        for name in sorted(merge.changed - self._pristine.keys()):
+            rows = declared({name: state[name]})
+            self._pristine[name] = [(row, self._kept(row.tensor)) for row in rows]
+        return {
+            name: [
+                # A tensor that an adapter before has changed, and this one does not, is the base's again.
+                merge.merged(row, values.to(row.tensor.device), adapter) if name in merge.changed else values
+                for row, values in rows
+            ]
+            for name, rows in self._pristine.items()
+        }
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", copy=True) if self._on_host else tensor.clone()
+
+    def _install(self, version: int, values: Mapping[str, list[torch.Tensor]]) -> None:
+        """Copy values into the model, between the engine's callbacks."""
+        began = time.perf_counter()
+        self._call("before_pause", version)
+        self.is_dirty = True
+        for name, parts in values.items():
+            for (row, _), part in zip(self._pristine[name], parts, strict=True):
+                row.tensor.copy_(part)
+        self._left = {name: self._digests(name) for name in values}
+        self.version = version
+        self.is_dirty = False
+        self._call("at_commit", version)
+        self.pause_s = time.perf_counter() - began
+        self._call("after_resume", version)
+
+    def _call(self, hook: Around, version: int) -> None:
+        self._hooks.call(hook, version, live=self.version, is_dirty=self.is_dirty)
+
+    def _check_untouched(self) -> None:
+        """Raise BaseMismatch if the merged weights are not what the last version left."""
+        changed = [name for name, left in self._left.items() if self._digests(name) != left]
+        if changed:
+            shown = ", ".join(changed[:_LISTED])
+            raise BaseMismatch(
+                f"{len(changed)} merged weights were changed since version {self.version} was merged: {shown}",
+                expected=f"{self._base} with version {self.version} merged",
+                found="other values",
+                hint="load the base again, and subscribe again; or tell the base's new version by base=",
+            )
+
+    def _digests(self, name: str) -> list[int]:
+        found: list[int] = []
+        for row, _ in self._pristine[name]:
+            tensor = row.tensor.contiguous()
+            device, nbytes = str(tensor.device), tensor.numel() * tensor.itemsize
+            digester = self._digesters.setdefault(device, Digester(device))
+            memory = Memory(address=tensor.data_ptr(), nbytes=nbytes, device=device, owner=tensor)
+            one = np.ones(1, np.int64)
+            strips = Strips(at=0 * one, run_bytes=nbytes * one, num_rows=one, pitch=0 * one)
+            found += digester.digests(memory, strips).tolist()
+        return found
+
+    def restore(self) -> None:
+        """Give the model its base's own values again."""
+        self._follow()
+        with torch.no_grad():
+            self._install(-1, {name: [values for _, values in rows] for name, rows in self._pristine.items()})
+
+    def close(self) -> None:
+        """Leave. The model keeps its version. Idempotent."""
+        self.received.close()
+
+
+def merging_subscriber(
+    name: str,
+    model: torch.nn.Module,
+    *,
+    base: Base,
+    connection: ConnectionSettings | str | None = None,
+    hooks: Hooks | None = None,
+    pristine: str = "device",
+) -> MergingSubscriber:
+    """Receive the versions of an adapter, and merge each into a model's own weights.
+
+    Args:
+        name: of the sync that a trainer publishes the adapter under.
+        model: the base, under the names of the checkpoint; whole or DTensors. Its parameters keep their memory.
+        base: see `adapter.base_identity`.
+        connection: see `penstock.subscriber`.
+        hooks: `before_read` and the callbacks around the copies into the model.
+        pristine: where the base's values of the changed tensors are kept: beside the model (`device`), or `cpu`.
+
+    Raises:
+        As `penstock.subscriber`.
+
+    Cost: the changed tensors' size once for the pristine values, and once more during an update.
+    """
+    if pristine not in ("device", "cpu"):
+        raise wrong("pristine", pristine, "device or cpu")
+    hooks = hooks or Hooks()
+    # The pause is for the model: the adapter's own tensors arrive beside it.
+    received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))
+    return MergingSubscriber(received, model, hooks, on_host=pristine == "cpu")

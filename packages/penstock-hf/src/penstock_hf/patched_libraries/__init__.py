@@ -1,0 +1,10 @@
+"""`accelerated()`: a block in which libraries of Hugging Face read weights through Penstock.
+
+transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
+safetensors. Both are replaced while the block runs: files of weights that the cache lacks are not downloaded, but
+streamed (`hub_files`), and opened with Penstock's reader (`context`).
+"""
+
+from penstock_hf.patched_libraries.context import AcceleratedReport, accelerated, directory
+
+__all__ = ["AcceleratedReport", "accelerated", "directory"]

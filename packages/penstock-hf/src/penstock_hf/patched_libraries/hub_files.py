@@ -1,0 +1,380 @@
+"""huggingface_hub's downloads without the weights: a file that the cache lacks is given as a *pointer file*.
+
+In: the arguments of `hf_hub_download`, `snapshot_download` and `try_to_load_from_cache`. Out: paths as theirs; a weight
+file (`*.safetensors`) that the local cache lacks is a small file in a private directory, and `HubFiles.find` gives the
+pinned URI that it stands for. All other files are downloaded to the cache by huggingface_hub itself.
+Not here: the directory that has the pointers (`views`), reading through them (`context`), requests to the hub
+(`penstock.storage`).
+
+    VIEW/models--org--name/snapshots/COMMIT/config.json         -> the file in the user's cache
+                                            model.safetensors   a pointer: hf://org/name@COMMIT/model.safetensors
+
+A reader that knows no pointers fails on one: its first eight bytes are no possible length of a safetensors header.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from penstock import lifecycle
+from penstock.spi import Settings
+from penstock.errors import FormatError, PenstockError
+from penstock_hf.patched_libraries.views import make_directory, views
+from penstock.spi import is_remote, list_uris, local_path, pinned_uri as pinned, read_small
+from penstock.spi import open_weights
+
+POINTER = b"penstock"
+"""The first bytes of a pointer. As the length of a safetensors header they are 7.7e18, which every reader refuses."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS = ".safetensors"
+# Other forms of the same weights, which no library needs beside safetensors.
+_NOT_SMALL = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
+# Files that a model has beside its weights, where they cannot be listed.
+_CONFIGURATION = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The file of a hub or object store that a pointer file stands for."""
+
+    uri: str
+    """Of a hub, it names a commit."""
+    storage_options: Mapping[str, str]
+
+
+class HubFiles:
+    """The downloads of one block: pointers for weights, and the directories they are in.
+
+    Args:
+        storage_options: token and endpoint for reads of weights; those of a call come first.
+    """
+
+    def __init__(self, settings: Settings, storage_options: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._options = dict(storage_options)
+        self._pointers: dict[str, Pointer] = {}
+        # Commits by cache directory, repository and revision, for look-ups that name a branch.
+        self._commits: dict[tuple[str, str, str], str] = {}
+        self._lock = threading.Lock()
+        # Pointers in views of commits; those of `directory` are in a directory of the block.
+        self._in_views: list[Path] = []
+        self._root: Path | None = None
+        self._pid = os.getpid()
+        _alive.add(self)
+
+    def find(self, path: str) -> Pointer | None:
+        """Return what the pointer at `path` stands for; None if it is another file."""
+        if not self._pointers:
+            return None
+        with self._lock:
+            return self._pointers.get(os.path.abspath(path))
+
+    def close(self) -> None:
+        """Remove the pointers. Links to small files stay until the process ends: tokenizers remember their files."""
+        with self._lock:
+            pointers, self._pointers = self._pointers, {}
+            in_views, self._in_views = self._in_views, []
+        views.remove(in_views)
+        # A forked child that ends the block must leave its parent's files where they are.
+        if os.getpid() == self._pid:
+            for path in pointers.keys() - set(map(str, in_views)):
+                Path(path).unlink(missing_ok=True)
+
+    def let_go(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+    def directory(self, uri: str) -> str:
+        """Return a directory for what is at a URI: small files are there, files of weights are pointers.
+
+        Raises:
+            NotFound, PermissionDenied, SourceUnavailable: as their names say.
+
+        Below an http(s) URL nothing can be listed: it has the weights that its index names, and configuration files of
+        the usual names.
+        """
+        settings, options = self._settings, self._options
+        if not is_remote(uri):
+            return local_path(uri)
+        if uri.startswith(("http://", "https://")):
+            return str(self._directory_of_urls(uri.rstrip("/")))
+        root = pinned(uri, settings=settings, storage_options=options).rstrip("/")
+        uris = list_uris(f"{root}/**", settings=settings, storage_options=options)
+        # Named by its content's URI, so that a second call for it finds the files.
+        place = self._make_root() / _short_name(root)
+        for name in uris:
+            path = _inside(place, name.removeprefix(f"{root}/"))
+            if path.suffix == _WEIGHTS:
+                self._write_pointer(path, Pointer(name, options))
+            elif path.suffix not in _NOT_SMALL and not path.exists():
+                raw = read_small(name, settings=settings, storage_options=options)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(raw or b"")
+        return str(place)
+
+    def _directory_of_urls(self, root: str) -> Path:
+        settings, options = self._settings, self._options
+        with open_weights(root, settings=settings, storage_options=options) as weights:
+            table, uris = weights.manifest.tensors, [source.uri for source in weights.sources]
+        place = self._make_root() / _short_name(root)
+        place.mkdir(exist_ok=True)
+        for name in _CONFIGURATION:
+            raw = read_small(f"{root}/{name}", settings=settings, storage_options=options)
+            if raw is not None:
+                (place / name).write_bytes(raw)
+        # Named as transformers looks for them, whatever their names are there.
+        names = ["model.safetensors"]
+        if len(uris) > 1:
+            names = [f"model-{at + 1:05}-of-{len(uris):05}.safetensors" for at in range(len(uris))]
+            weight_map = dict(zip(table.names, (names[at] for at in table.file_index.tolist()), strict=True))
+            index = json.dumps({"metadata": {}, "weight_map": weight_map})
+            (place / "model.safetensors.index.json").write_text(index)
+        for name, uri in zip(names, uris, strict=True):
+            self._write_pointer(place / name, Pointer(uri, options))
+        return place
+
+    def hf_hub_download(self, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Return the path of one file, as `huggingface_hub.hf_hub_download` does."""
+        subfolder, filename = given.get("subfolder"), given["filename"]
+        path = f"{subfolder}/{filename}" if subfolder else filename
+        if not path.endswith(_WEIGHTS) or not _may_stream(given):
+            return stock(**given)
+        repository = self._repository(given)
+        if not given.get("force_download") and repository.cached(path) is not None:
+            return stock(**given)
+        if path not in repository.files():
+            # Stock knows the right error, and what it does about a file that is not there.
+            return stock(**given)
+        return self._point(repository, path)
+
+    def snapshot_download(self, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Return a directory with the files of a commit, as `huggingface_hub.snapshot_download` does."""
+        if not _may_stream(given):
+            return stock(**given)
+        import huggingface_hub.utils
+
+        utils: Any = huggingface_hub.utils
+        repository = self._repository(given)
+        patterns = {name: given.get(name) for name in ("allow_patterns", "ignore_patterns")}
+        wanted = list(utils.filter_repo_objects(repository.files(), **patterns))
+        is_forced = bool(given.get("force_download"))
+        weights = [
+            path for path in wanted if path.endswith(_WEIGHTS) and (is_forced or repository.cached(path) is None)
+        ]
+        if not weights:
+            return stock(**given)
+        if len(wanted) > len(weights):
+            ignored = patterns["ignore_patterns"] or []
+            ignored = [*([ignored] if isinstance(ignored, str) else ignored), *map(glob.escape, weights)]
+            # Of the same commit, even if a branch moved meanwhile.
+            stock(**given | {"ignore_patterns": ignored, "revision": repository.commit})
+        directory = self._directory(repository)
+        views.link(repository.snapshot(), directory)
+        for path in weights:
+            self._point(repository, path)
+        return str(directory)
+
+    def try_to_load_from_cache(self, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Return the path of a file of the cache or of a pointer, as `huggingface_hub.try_to_load_from_cache` does."""
+        found = stock(**given)
+        if isinstance(found, str) or not given["filename"].endswith(_WEIGHTS):
+            return found
+        revision = given.get("revision") or "main"
+        key = (*_place(given), str(revision))
+        commit = getattr(revision, "resolved", None) or self._commits.get(key, str(revision))
+        if not views.is_made:
+            return found
+        path = str(self._directory_of(*_place(given), commit) / given["filename"])
+        with self._lock:
+            return path if path in self._pointers else found
+
+    def _repository(self, given: Mapping[str, Any]) -> _Repository:
+        """Return the commit that a call names."""
+        from huggingface_hub import HfApi
+
+        cache_dir, folder = _place(given)
+        token, endpoint = given.get("token"), given.get("endpoint")
+        options = dict(self._options)
+        if token is False:
+            options["token"] = ""
+        elif isinstance(token, str):
+            options["token"] = token
+        if endpoint:
+            options["endpoint"] = endpoint
+        kind = given.get("repo_type") or "model"
+        uri = f"hf://{'' if kind == 'model' else f'{kind}s/'}{given['repo_id']}"
+        revision = given.get("revision") or "main"
+        commit = getattr(revision, "resolved", None)
+        if commit is None and _COMMIT.fullmatch(revision):
+            commit = str(revision)
+        if commit is None and hasattr(HfApi, "resolve_revision"):
+            # It also records the branch in the cache, as a download does, for later use without a network.
+            sent = options.get("token", token)
+            api = HfApi(endpoint=options.get("endpoint"), token=False if sent == "" else sent)
+            commit = api.resolve_revision(
+                given["repo_id"], revision=revision, repo_type=kind, cache_dir=given.get("cache_dir")
+            ).resolved
+        if commit is None:
+            with _library_errors():
+                at = pinned(f"{uri}@{quote(revision, safe='')}", settings=self._settings, storage_options=options)
+            commit = at.rpartition("@")[2]
+        self._commits[cache_dir, folder, str(revision)] = commit
+        return _Repository(f"{uri}@{commit}", commit, cache_dir, folder, options, self._settings)
+
+    def _point(self, repository: _Repository, path: str) -> str:
+        """Write the pointer of a file of a repository; return its path."""
+        place, pointer = (
+            _inside(self._directory(repository), path),
+            Pointer(f"{repository.uri}/{path}", repository.options),
+        )
+        with self._lock:
+            if str(place) not in self._pointers:
+                views.add(place, _text_of(pointer))
+                self._in_views.append(place)
+            self._pointers[str(place)] = pointer
+        return str(place)
+
+    def _write_pointer(self, place: Path, pointer: Pointer) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            # Another thread may be about to open it.
+            if self._pointers.get(str(place)) != pointer:
+                place.unlink(missing_ok=True)
+                place.write_bytes(_text_of(pointer))
+            self._pointers[str(place)] = pointer
+
+    def _directory(self, repository: _Repository) -> Path:
+        return self._directory_of(repository.cache_dir, repository.folder, repository.commit)
+
+    def _make_root(self) -> Path:
+        """Return the directory of the block for `directory`, made on first use."""
+        with self._lock:
+            if self._root is None:
+                self._root = make_directory()
+            return self._root
+
+    @staticmethod
+    def _directory_of(cache_dir: str, folder: str, commit: str) -> Path:
+        # As in the cache: libraries find the commit in the path by its form.
+        return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
+
+
+_alive = lifecycle.let_go_in_children(HubFiles.let_go)
+
+
+class _Repository:
+    """A commit of a repository, as a call names it.
+
+    Attributes:
+        uri: `hf://org/name@COMMIT`.
+        commit: 40 hexadecimal digits.
+        cache_dir, folder: where the cache has the repository.
+        options: token and endpoint.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        commit: str,
+        cache_dir: str,
+        folder: str,
+        options: Mapping[str, str],
+        settings: Settings,
+    ) -> None:
+        self.uri = uri
+        self.commit = commit
+        self.cache_dir = cache_dir
+        self.folder = folder
+        self.options = options
+        self._settings = settings
+        self._files: list[str] | None = None
+
+    def files(self) -> list[str]:
+        """Return the names of all files. Cost: one request, once for a commit."""
+        if self._files is None:
+            with _library_errors():
+                uris = list_uris(f"{self.uri}/**", settings=self._settings, storage_options=self.options)
+            self._files = [uri.removeprefix(f"{self.uri}/") for uri in uris]
+        return self._files
+
+    def snapshot(self) -> Path:
+        """Return the directory that the cache has for the commit, whether it exists or not."""
+        return Path(self.cache_dir, self.folder, "snapshots", self.commit)
+
+    def cached(self, path: str) -> Path | None:
+        """Return the file in the cache; None if it is not there."""
+        place = self.snapshot() / path
+        return place if place.exists() else None
+
+
+def _text_of(pointer: Pointer) -> bytes:
+    """Return the content of a pointer file."""
+    return b"%s pointer 1\n%s\nThis file is read inside `accelerated()` only.\n" % (POINTER, pointer.uri.encode())
+
+
+def _may_stream(given: Mapping[str, Any]) -> bool:
+    """Return whether a call may be answered by pointers: it asks the network, and for files of the cache."""
+    from huggingface_hub import constants
+
+    is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)
+    has_storage = given.get("repo_type") in {None, "model", "dataset", "space"}
+    return is_online and has_storage and not given.get("local_dir") and not given.get("dry_run")
+
+
+def _place(given: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the cache directory of a call, and the name of its repository there."""
+    from huggingface_hub import constants
+
+    cache_dir = Path(given.get("cache_dir") or constants.HF_HUB_CACHE).expanduser().resolve()
+    kind = given.get("repo_type") or "model"
+    return str(cache_dir), f"{kind}s--{given['repo_id'].replace('/', '--')}"
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Raise huggingface_hub's own error where it caused Penstock's: the libraries answer to its classes."""
+    try:
+        yield
+    except PenstockError as error:
+        cause = error.__cause__
+        if cause is not None and type(cause).__module__.startswith("huggingface_hub"):
+            raise cause from error
+        raise
+
+
+def _short_name(text: str) -> str:
+    """Return a name for a path or URI, which may be longer than a name can be."""
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Return the path of a name below a directory. FormatError: it would be elsewhere; hubs are not trusted."""
+    if not name or name.startswith("/") or ".." in name.split("/"):
+        raise FormatError(f"a file of the name {name[:200]!r} cannot be in a directory")
+    return directory / name

@@ -1,0 +1,183 @@
+"""Files of weights read from a hub by the interface of safetensors, in the order in which libraries ask for tensors.
+
+In: a URI, the arguments of `safe_open`. Out: an open file, like that of safetensors.
+Not here: the reader and its read-ahead (`loader.safe_open`, `loader.read_ahead`), which files are read (`context`).
+
+transformers takes a slice of every tensor of every file first, and reads them afterwards, sorted by name, where 2 is
+before 10. When the first slice is read, the file announces that order to its reader, so that reads run ahead.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+
+from penstock import lifecycle
+from penstock.errors import NotFound
+from penstock import load
+from penstock.spi import SafeSlice
+from penstock import safe_open
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+class StreamedFile(safe_open):
+    """A file of a hub that is read ahead of the requests for its tensors; see `safe_open`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.nbytes = self._open().source.nbytes
+        self._asked: list[str] | None = []
+        self._lock = threading.Lock()
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """See `safe_open.get_slice`; the first read of any slice announces all that were taken."""
+        inner = super().get_slice(name)
+        with self._lock:
+            if self._asked is not None:
+                self._asked.append(name)
+        return _AnnouncingSlice(inner, self)
+
+    def abandon(self) -> None:
+        """Close the file under slices that are left of a load that failed; a traceback may keep them."""
+        with lifecycle.deferred():
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def announce(self) -> None:
+        """Tell the read-ahead which slices will be read, in transformers' order; once."""
+        with self._lock:
+            names, self._asked = self._asked, None
+        # With tensor parallelism each rank reads a part of most tensors: whole ones would be read ahead in vain.
+        if names is None or self._file is None or _is_one_of_many():
+            return
+        self.expect(sorted(names, key=in_natural_order))
+
+
+class _AnnouncingSlice(SafeSlice):
+    """A slice whose first read announces all slices of its file."""
+
+    def __init__(self, inner: SafeSlice, owner: StreamedFile) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._owner = owner
+
+    def __getitem__(self, index: Any) -> Any:
+        self._owner.announce()
+        return super().__getitem__(index)
+
+
+class VerifiedFile:
+    """A file of a hub that is read whole and compared with its digest before the first tensor is given out.
+
+    Tensors are kept until they are read or the file is closed, so it takes as much host memory as the file has bytes.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        framework: str = "pt",
+        device: Any = "cpu",
+        *,
+        backend: str = "mmap",
+        storage_options: Mapping[str, str] | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self._uri = uri
+        self._device = device
+        self._options: dict[str, Any] = {"storage_options": storage_options, "memory_bytes": memory_bytes}
+        self._header = StreamedFile(uri, framework, "cpu", backend=backend, **self._options)
+        self.nbytes = self._header.nbytes
+        # The header's reader has refused all other frameworks.
+        self._is_numpy = framework in {"np", "numpy"}
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def abandon(self) -> None:
+        """See `StreamedFile.abandon`."""
+        self._header.abandon()
+        self._tensors = {}
+
+    def __enter__(self) -> VerifiedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._header.__exit__(None, None, None)
+
+    def keys(self) -> list[str]:
+        """See `safe_open.keys`."""
+        return self._header.keys()
+
+    def offset_keys(self) -> list[str]:
+        """See `safe_open.offset_keys`."""
+        return self._header.offset_keys()
+
+    def metadata(self) -> dict[str, str] | None:
+        """See `safe_open.metadata`."""
+        return self._header.metadata()
+
+    def get_tensor(self, name: str) -> Any:
+        """Return a tensor. NotFound: the file has none of the name, or it was taken. Others as `penstock.load`."""
+        return self.get_part(name, ...)
+
+    def get_part(self, name: str, index: Any) -> Any:
+        """Return the part of a tensor that torch's `index` selects; raises as `get_tensor`.
+
+        The whole is given up; a part is a copy, because a program may read a packed tensor in several.
+        """
+        with self._lock:
+            if self._tensors is None:
+                self._tensors = dict(load(self._uri, verify=True, progress=False, **self._options))
+            if name not in self._tensors:
+                fault = f"file does not contain tensor {name}, or it was read before"
+                raise NotFound(fault, uri=self._uri, tensor=name)
+            tensor = self._tensors[name]
+            part = tensor[index]
+            if part.numel() == tensor.numel():
+                del self._tensors[name]
+            else:
+                part = part.clone()
+        if self._is_numpy:
+            return part.numpy()
+        return part if self._device is None else part.to(_torch_device(self._device))
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Return all tensors; see `get_tensor`."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+    def get_slice(self, name: str) -> Any:
+        """See `safe_open.get_slice`."""
+        return _VerifiedSlice(self._header.get_slice(name), self, name)
+
+
+class _VerifiedSlice:
+    """A handle on one tensor of a verified file; see `VerifiedFile.get_part`."""
+
+    def __init__(self, header: SafeSlice, owner: VerifiedFile, name: str) -> None:
+        self.get_shape = header.get_shape
+        self.get_dtype = header.get_dtype
+        self._owner = owner
+        self._name = name
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._owner.get_part(self._name, index)
+
+
+def _torch_device(device: Any) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def in_natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts numbers in names as numbers, before words."""
+    parts = [part for piece in name.split(".") for part in _DIGITS.split(piece) if part]
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def _is_one_of_many() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,0 +1,179 @@
+"""The state of a PeftModel's layers, read at every publish and update: what the model computes with an adapter.
+
+In: a `PeftModel` and the name of an adapter. Out: an error where its layers are not as they were, or not as the
+adapter's configuration says; its tensors, as the model has them now.
+Not here: whether tensors moved (`sync.placed`), names and the configuration (`peft`), merging (`lora_merge`).
+
+PEFT keeps this in its layers, and neither in the tensors nor in the configuration. A merged layer ignores the adapter's
+tensors, because its base weight has the sum. `scale_layer` changes the factor of the sum. A layer that was replaced
+has other tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.adalora.layer import AdaLoraLayer
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+
+from penstock.errors import PlanError
+from penstock.spi import unwrapped
+
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """The state of one layer of PEFT's, as far as it decides what the layer computes."""
+
+    kind: str
+    merged: tuple[str, ...]
+    active: tuple[str, ...]
+    is_disabled: bool
+    options: tuple[tuple[str, object], ...]
+    """Rank, alpha, kind of scaling and DoRA of the adapter."""
+    scaling: float | None
+    """The factor of the sum of a LoRA layer; None: the layer has no such sum."""
+    expected: float | None
+    """The factor that the adapter's configuration gives."""
+
+
+class AdapterState:
+    """The layers of a model when a publisher or subscriber was made for one of its adapters.
+
+    Args:
+        model: a `PeftModel`.
+        adapter: its name in the model.
+        look_up: returns the tensors that are published or filled, as the model has them now.
+
+    Attributes:
+        tensors: what `look_up` returned last. A publisher or subscriber of this mapping follows tensors that moved.
+
+    Raises:
+        PlanError: the factors of the adapter are not those of its configuration.
+    """
+
+    def __init__(self, model: torch.nn.Module, adapter: str, look_up: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self._model = unwrapped(model)
+        self._adapter = adapter
+        self._look_up = look_up
+        self.tensors = look_up()
+        self._layers = _layers(self._model, adapter)
+        self._require_scaling(self._layers)
+
+    def require_same(self, *, is_used: bool) -> None:
+        """Refuse a publish or an update of a model whose layers have changed.
+
+        Args:
+            is_used: whether the adapter must still be active, if it was active when this was made.
+
+        Raises:
+            PlanError: names the layers, the change, and the call of PEFT that undoes it. Nothing was touched.
+
+        `tensors` are looked up again. Cost: a walk over the model's modules and its state dict; no tensor is read.
+        """
+        layers = _layers(self._model, self._adapter)
+        merged = {name: layer for name, layer in layers.items() if layer.merged}
+        if merged:
+            names = sorted({adapter for layer in merged.values() for adapter in layer.merged})
+            message = f"PEFT has merged {', '.join(names)} into the base: {_shown(merged)}"
+            raise PlanError(message, hint="call unmerge_adapter() before the publish or update")
+        changed = [
+            name
+            for name in sorted({*layers, *self._layers})
+            if name not in layers or name not in self._layers or _fixed(layers[name]) != _fixed(self._layers[name])
+        ]
+        if changed:
+            message = f"layers of the adapter {self._adapter!r} were changed or replaced: {_shown(changed)}"
+            raise PlanError(message, hint="make the publisher or subscriber again")
+        if is_used:
+            idle = [name for name, layer in layers.items() if self._is_idle(self._layers[name], layer)]
+            if idle:
+                message = f"the model does not use the adapter {self._adapter!r} any more: {_shown(idle)}"
+                raise PlanError(message, hint=f"call enable_adapter_layers() and set_adapter({self._adapter!r})")
+        self._require_scaling(layers)
+        if lost := sorted(self.tensors.keys() ^ self._follow().keys()):
+            message = f"{len(lost)} tensors of the adapter {self._adapter!r} are gone or new: {_shown(lost)}"
+            raise PlanError(message, hint="make the publisher or subscriber again")
+
+    def follow(self) -> None:
+        """Look the tensors up again. Order: before an update, which reads into them."""
+        self._follow()
+
+    def _follow(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the model has now. They become `tensors` unless their names differ."""
+        tensors = self._look_up()
+        # Other names are an error of `require_same`. An empty mapping would ask the subscriber for new tensors.
+        if tensors.keys() == self.tensors.keys():
+            self.tensors.update(tensors)
+        return tensors
+
+    def _is_idle(self, before: _Layer, now: _Layer) -> bool:
+        """Return whether a layer used the adapter before, and now computes something else."""
+        was_used = self._adapter in before.active and not before.is_disabled
+        return was_used and (now.is_disabled or now.active != before.active)
+
+    def _require_scaling(self, layers: Mapping[str, _Layer]) -> None:
+        for name, layer in layers.items():
+            if layer.scaling is None or layer.expected is None:
+                continue
+            if not math.isclose(layer.scaling, layer.expected, rel_tol=1e-6):
+                message = f"the adapter {self._adapter!r} is scaled by {layer.scaling:g} in {name}"
+                raise PlanError(
+                    f"{message}, and its configuration says {layer.expected:g}",
+                    hint="call unscale_layer(), or set lora_alpha in the LoraConfig of both sides",
+                )
+
+
+def _fixed(layer: _Layer) -> tuple[str, tuple[tuple[str, object], ...]]:
+    return layer.kind, layer.options
+
+
+def _shown(names: Any) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    return f"{', '.join(listed[:_LISTED])}{more}"
+
+
+def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _Layer]:
+    """Return the state of all layers of PEFT's, of any adapter, by name."""
+    config = getattr(model, "peft_config", {}).get(adapter)
+    return {
+        name.replace("_orig_mod.", ""): _layer(module, adapter, name, config)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    }
+
+
+def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
+    def of(option: str) -> Any:
+        options = getattr(module, option, None)
+        return options.get(adapter) if isinstance(options, Mapping) else None
+
+    scaling, expected = of("scaling"), None
+    # Other kinds have these options with other meanings.
+    if isinstance(module, LoraLayer) and not isinstance(module, AdaLoraLayer) and scaling is not None:
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+        expected = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    kinds = ("r", "lora_alpha", "use_rslora", "use_dora")
+    fixed: list[tuple[str, object]] = [(kind, of(kind)) for kind in kinds]
+    fixed.append(("variant", type(of("lora_variant")).__name__))
+    if expected is None:
+        fixed.append(("scaling", scaling))
+    return _Layer(
+        # Not the class: `fully_shard` and `torch.compile` replace it by one of another name.
+        kind="tuner" if isinstance(module, BaseTunerLayer) else "wrapper",
+        merged=tuple(module.merged_adapters),
+        active=tuple(module.active_adapters),
+        is_disabled=bool(module.disable_adapters),
+        options=tuple(fixed),
+        scaling=None if expected is None else float(scaling),
+        expected=expected,
+    )

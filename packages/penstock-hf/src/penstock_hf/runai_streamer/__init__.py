@@ -1,0 +1,67 @@
+"""The names that code written for Run:ai Model Streamer imports, with its signatures, over Penstock.
+
+In: `from penstock_hf.runai_streamer import ...` instead of `from runai_model_streamer import ...`; or `install()`
+before an engine is imported, so that the engine's own import finds this package. Out: tensors, chunks, files.
+Not here: its native library and the settings of its buffers; docs/engines.md lists the differences.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from penstock.spi import extras_named
+from penstock.errors import ConfigError
+
+with extras_named():
+    from penstock_hf.runai_streamer import files, objects, safetensors
+    from penstock_hf.runai_streamer.files import DistributedStreamer, FileChunks, FileStreamer
+    from penstock_hf.runai_streamer.objects import ObjectStorageModel, S3Credentials, list_safetensors, pull_files
+    from penstock_hf.runai_streamer.safetensors import SafetensorsStreamer
+
+__all__ = [
+    "DistributedStreamer",
+    "FileChunks",
+    "FileStreamer",
+    "ObjectStorageModel",
+    "S3Credentials",
+    "SafetensorsStreamer",
+    "install",
+    "list_safetensors",
+    "pull_files",
+]
+
+_NAME = "runai_model_streamer"
+
+_MODULES = {
+    "s3_utils": objects,
+    "s3_utils.s3_utils": objects,
+    "file_streamer": files,
+    "file_streamer.file_streamer": files,
+    "file_streamer.requests_iterator": files,
+    "distributed_streamer": files,
+    "distributed_streamer.distributed_streamer": files,
+    "safetensors_streamer": safetensors,
+    "safetensors_streamer.safetensors_pytorch": safetensors,
+    "safetensors_streamer.safetensors_streamer": safetensors,
+}
+"""The modules of the real package: some code imports a name from the module that defines it."""
+
+
+def install() -> None:
+    """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
+
+    A second call does nothing. Processes that are spawned must call it themselves.
+
+    Raises:
+        ConfigError: the real runai_model_streamer was imported already; modules that did so would keep its names.
+    """
+    here = importlib.import_module(__name__)
+    if sys.modules.setdefault(_NAME, here) is not here:
+        raise ConfigError(f"{_NAME} is imported already", hint="call install() before anything imports it")
+    for name, module in _MODULES.items():
+        sys.modules.setdefault(f"{_NAME}.{name}", module)
+        # `from package import module` looks for the module under the package's own name, which here is Penstock's.
+        parent, _, child = name.rpartition(".")
+        package = _MODULES[parent] if parent else here
+        sys.modules.setdefault(f"{package.__name__}.{child}", module)

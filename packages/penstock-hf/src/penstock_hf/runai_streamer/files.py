@@ -1,0 +1,271 @@
+"""Ranges of files and objects, read in parallel and yielded as they arrive: `FileStreamer` and `FileChunks`.
+
+In: files with offsets and sizes. Out: `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
+Not here: tensors (`safetensors`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from penstock_hf.runai_streamer.objects import S3Credentials, is_object, list_objects, matching, raising_value_errors, storage_options
+from penstock.spi import Settings, runai_settings
+from penstock.errors import ConfigError
+from penstock.spi import Source, open_source, text_of
+from penstock.spi import Threads
+
+RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
+RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"
+RUNAI_STREAMER_MAX_PADS_PER_BUFFER_ENV_VAR_NAME = "RUNAI_STREAMER_MAX_PADS_PER_BUFFER"
+"""Names that code of the original imports. The last two have no effect: no ring is laid out here."""
+
+_THREADS = 16
+"""Reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
+
+
+class FileChunks:
+    """A file and ranges of it, anywhere and in any order. The caller chooses `id`."""
+
+    def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
+        if len(offsets) != len(sizes):
+            raise ValueError(f"{len(offsets)} offsets and {len(sizes)} sizes")
+        self.id = id
+        self.path = path
+        self.offsets = offsets
+        self.sizes = sizes
+
+    @staticmethod
+    def contiguous(id: int, path: str, offset: int, sizes: list[int]) -> FileChunks:
+        """Return ranges of these sizes, one after the other from `offset` on."""
+        return FileChunks(id, path, list(itertools.accumulate(sizes[:-1], initial=offset))[: len(sizes)], sizes)
+
+    def total_size(self) -> int:
+        """Return the bytes of all ranges."""
+        return sum(self.sizes)
+
+    def max_chunk_size(self) -> int:
+        """Return the bytes of the largest range."""
+        return max(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"FileChunks(id={self.id}, path={self.path!r}, {len(self.sizes)} ranges, {self.total_size()} bytes)"
+
+
+class FileStreamer:
+    """A reader of ranges in parallel; a context manager.
+
+    Bytes that were read and not yet taken are bounded by the memory limit (or one range, if that is larger).
+    """
+
+    def __init__(self) -> None:
+        self._pool: Threads | None = None
+        self._sources: list[Source] = []
+        self._running: dict[Future[torch.Tensor], tuple[int, int, int]] = {}
+        self._left: deque[tuple[Source, int, int, int, int]] = deque()
+        self._limit_bytes = 0
+        self._device = torch.device("cpu")
+        self._spare: list[torch.Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        settings = runai_settings()
+        self._pool = Threads(settings.fetch_threads or _THREADS, "penstock-runai", waits_for_calls=True)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # None first: an iterator of `get_chunks` that is still alive must not start more reads.
+        pool, self._pool = self._pool, None
+        self._drain()
+        if pool is not None:
+            pool.close()
+
+    def stream_files(
+        self,
+        file_stream_requests: Sequence[FileChunks],
+        credentials: S3Credentials | None = None,
+        device: str | torch.device | None = "cpu",
+        memory_limit: int | None = None,
+        owned: bool = True,
+    ) -> None:
+        """Begin reading.
+
+        Args:
+            file_stream_requests: the ranges, of files or of objects in one kind of store.
+            credentials: they win over the environment.
+            device: device of the yielded tensors.
+            memory_limit: bytes that are read and not yet taken, or one range if that is larger.
+            owned: False: a range on the CPU is valid until the next one is taken; its memory is read into again. True,
+                or a range on another device: it belongs to the caller.
+
+        Raises:
+            ValueError: not inside `with`, another stream has not been read to its end, paths of different stores, an
+                unknown device, or a file that cannot be opened.
+        """
+        if self._pool is None:
+            raise ValueError("Streamer not initialized")
+        if self._running or self._left:
+            raise ValueError(
+                f"cannot start a new stream while {len(self._running) + len(self._left)} ranges of the last one are "
+                "outstanding: read it to its end, or close the iterator of get_chunks()"
+            )
+        with raising_value_errors():
+            for request in file_stream_requests:
+                text_of(request.path)
+        stores = {r.path.partition("://")[0] if is_object(r.path) else "" for r in file_stream_requests}
+        if len(stores) > 1:
+            raise ValueError("Cannot stream files from multiple source types in parallel")
+        self._drain()
+        with raising_value_errors():
+            settings = Settings.read()
+            limits = runai_settings()
+            try:
+                self._device = torch.device("cpu" if device is None else device)
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(f"unusable device {device!r}") from error
+            limit = limits.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
+            self._limit_bytes = limit or settings.memory_bytes
+            self._spare = None if owned and self._device.type == "cpu" else []
+            for request in file_stream_requests:
+                options = storage_options(request.path, credentials)
+                # Opened here and not by the reading threads, so that a missing file is an error of this call.
+                source = open_source(request.path, settings=settings, storage_options=options)
+                self._sources.append(source)
+                ranges = zip(request.offsets, request.sizes, strict=True)
+                self._left.extend((source, request.id, i, at, n) for i, (at, n) in enumerate(ranges))
+            self._submit()
+
+    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
+
+        Raises:
+            ValueError: not inside `with`, or a range cannot be read; the others are dropped.
+        """
+        if self._pool is None:
+            raise ValueError("Streamer not initialized")
+        try:
+            while self._running:
+                done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    id, index, nbytes = self._running.pop(future)
+                    with raising_value_errors():
+                        tensor = future.result()
+                    # Before the yield: the next reads run while the caller uses this range.
+                    self._submit()
+                    yield id, index, tensor[:nbytes].to(self._device).view(1, -1)
+                    if self._spare is not None:
+                        self._spare.append(tensor)
+        finally:
+            self._drain()
+
+    def list_files(
+        self,
+        prefix: str,
+        is_recursive: bool = True,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+    ) -> list[tuple[str, int]]:
+        """Return the objects under a prefix (or the files in a directory) with their sizes; needs no `with`."""
+        with raising_value_errors():
+            settings = Settings.read()
+            if not is_object(prefix):
+                return _list_local(prefix, is_recursive, allow_patterns, ignore_patterns)
+            sizes = []
+            options = storage_options(prefix, None)
+            uris = list_objects(prefix, None, recursive=is_recursive, allow=allow_patterns, ignore=ignore_patterns)
+            for uri in uris:
+                source = open_source(uri, settings=settings, storage_options=options)
+                sizes.append((uri, source.nbytes))
+                source.close()
+            return sizes
+
+    def _submit(self) -> None:
+        """Start reads while the bytes under way and not taken stay within the limit, at least one."""
+        assert self._pool is not None
+        under_way = sum(nbytes for _, _, nbytes in self._running.values())
+        while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
+            source, id, index, offset, nbytes = self._left.popleft()
+            # A buffer that is too small is dropped, so that no more of them exist than ranges under way.
+            memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+            if memory.nbytes < nbytes:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._running[self._pool.submit(_read, source, offset, memory, nbytes)] = (id, index, nbytes)
+            under_way += nbytes
+
+    def _drain(self) -> None:
+        """Drop the reads that have not started, wait for the others, and close the files."""
+        self._left.clear()
+        for future in self._running:
+            future.cancel()
+        wait(self._running)
+        self._running.clear()
+        self._spare = None
+        for source in self._sources:
+            source.close()
+        self._sources.clear()
+
+
+class DistributedStreamer:
+    """A `FileStreamer` whose `stream_files` takes `is_distributed`, which has no effect on raw ranges."""
+
+    # Each rank reads its own ranges. `SafetensorsStreamer` shares the reading of tensors between ranks.
+
+    def __init__(self) -> None:
+        self.file_streamer = FileStreamer()
+
+    def __enter__(self) -> Self:
+        self.file_streamer.__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file_streamer.__exit__(exc_type, exc, trace)
+
+    def stream_files(
+        self,
+        file_stream_requests: Sequence[FileChunks],
+        credentials: S3Credentials | None,
+        device: str | torch.device | None,
+        is_distributed: bool,
+        owned: bool = True,
+    ) -> None:
+        """See `FileStreamer.stream_files`."""
+        self.file_streamer.stream_files(file_stream_requests, credentials, device, owned=owned)
+
+    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """See `FileStreamer.get_chunks`."""
+        return self.file_streamer.get_chunks()
+
+    def ring_info(self) -> None:
+        """Return None, which the original returns before it reads: there is no ring of buffers here."""
+
+
+def _read(source: Source, offset: int, memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Read bytes of a source to the beginning of `memory`, a uint8 tensor on the host, and return it."""
+    source.readv(offset, [memory[:nbytes].numpy().data])
+    return memory
+
+
+def _list_local(
+    prefix: str, recursive: bool, allow: Sequence[str] | None, ignore: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    """Return the files in a directory that match, with their sizes."""
+    files = []
+    for folder, folders, names in os.walk(prefix):
+        # `os.walk` descends into what is left in this list.
+        if not recursive:
+            folders.clear()
+        for name in names:
+            path = os.path.join(folder, name)
+            files.append((path, os.path.getsize(path)))
+    matched = set(matching([path for path, _ in files], allow, ignore))
+    return sorted((path, nbytes) for path, nbytes in files if path in matched)

@@ -1,0 +1,219 @@
+"""Listing and pulling of model files, as Run:ai Model Streamer names them.
+
+In: a directory or an object store's prefix. Out: lists of paths; files in a local directory.
+Not here: weights (`safetensors`, `files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from penstock.spi import Settings, runai_settings
+from penstock.errors import NotFound, PenstockError, also
+from penstock.spi import list_uris
+from penstock.spi import download_files as download, path_inside as inside
+from penstock.spi import typed_errors_of_writing as typed
+
+_SCHEMES = ("s3://", "gs://", "az://")
+
+
+@dataclass(slots=True)
+class S3Credentials:
+    """Credentials of an S3 store; fields that are None are found by the ecosystem's own means."""
+
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+    region_name: str | None = None
+    endpoint: str | None = None
+
+    # Without the keys: arguments are logged.
+    def __repr__(self) -> str:
+        return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
+
+
+def is_object(path: str) -> bool:
+    """Return whether a path is one of an object store."""
+    return path.startswith(_SCHEMES)
+
+
+def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, str] | None:
+    """Return the options of a path's store: those of Run:ai's environment variables, overlaid by the credentials."""
+    if not path.startswith("s3://"):
+        return None
+    options = dict(runai_settings().storage_options)
+    if credentials is not None:
+        fields = {
+            "access_key_id": credentials.access_key_id,
+            "secret_access_key": credentials.secret_access_key,
+            "session_token": credentials.session_token,
+            "region": credentials.region_name,
+            "endpoint": credentials.endpoint,
+        }
+        options |= {name: value for name, value in fields.items() if value is not None}
+    return options
+
+
+@contextlib.contextmanager
+def raising_value_errors() -> Iterator[None]:
+    """Make Penstock's errors also ValueErrors: code written for Run:ai Model Streamer catches those."""
+    try:
+        yield
+    except PenstockError as error:
+        raise also(error, ValueError) from error.__cause__
+
+
+def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:
+    """Return the `*.safetensors` files directly in a directory or under a prefix; empty if there are none."""
+    if not is_object(path):
+        return glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
+    with raising_value_errors():
+        uris = _list(path, s3_credentials, recursive=False)
+    return [uri for uri in uris if uri.endswith(".safetensors")]
+
+
+def list_objects(
+    path: str,
+    credentials: S3Credentials | None,
+    *,
+    recursive: bool,
+    allow: Sequence[str] | None,
+    ignore: Sequence[str] | None,
+) -> list[str]:
+    """Return the objects under a prefix whose keys match one of `allow` and none of `ignore`, fnmatch patterns."""
+    uris = _list(path, credentials, recursive=recursive)
+    # Patterns are over the whole key, without the bucket, as in the original.
+    bucket = path[: path.index("/", path.index("://") + 3) + 1] if "/" in path.partition("://")[2] else path
+    keys = matching([uri.removeprefix(bucket) for uri in uris], allow, ignore)
+    return [bucket + key for key in keys]
+
+
+def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence[str] | None) -> list[str]:
+    """Return the paths that match one of `allow` (None: any) and none of `ignore`, fnmatch patterns."""
+    return [
+        path
+        for path in paths
+        if (allow is None or any(fnmatch.fnmatch(path, pattern) for pattern in allow))
+        and not any(fnmatch.fnmatch(path, pattern) for pattern in ignore or ())
+    ]
+
+
+def _list(path: str, credentials: S3Credentials | None, *, recursive: bool) -> list[str]:
+    """Return the URIs of the objects under a prefix; empty if there are none."""
+    prefix = path.rstrip("/")
+    options = storage_options(path, credentials)
+    try:
+        return list_uris(
+            f"{prefix}/**" if recursive else f"{prefix}/", settings=Settings.read(), storage_options=options
+        )
+    except NotFound:
+        return []
+
+
+def pull_files(
+    model_path: str,
+    dst: str,
+    allow_pattern: list[str] | None = None,
+    ignore_pattern: list[str] | None = None,
+    s3_credentials: S3Credentials | None = None,
+) -> None:
+    """Download every object under a prefix, at any depth, that matches `allow_pattern` and not `ignore_pattern`.
+
+    A file appears under its name when it is complete. Patterns are fnmatch's, over the whole key.
+
+    Raises:
+        NotImplementedError: `model_path` is not in an object store; the original raises this, too.
+        ValueError (and Penstock's own): the store failed, or a key points outside `dst`; complete files stay.
+    """
+    if not is_object(model_path):
+        raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
+    options = storage_options(model_path, s3_credentials)
+    root = model_path.rstrip("/") + "/"
+    with raising_value_errors():
+        for uri in list_objects(root, s3_credentials, recursive=True, allow=allow_pattern, ignore=ignore_pattern):
+            _download(uri, inside(Path(dst), uri.removeprefix(root), uri=uri), options)
+
+
+def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
+    """Download one object to a path, where it appears complete or not at all."""
+    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+    try:
+        download({uri: part}, settings=Settings.read(), storage_options=options)
+        with typed(place):
+            os.replace(part, place)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class ObjectStorageModel:
+    """Files of a model, pulled once into a directory by any number of processes of one host; a context manager.
+
+    The first process downloads; the others wait for it and find the files. After a failed download the next process
+    starts again. `dir` is the directory; a lock file is next to it, and a file in it marks it as complete.
+
+    Raises:
+        ValueError: `model_path` is not in an object store.
+    """
+
+    SENTINEL_NAME = ".runai_complete"
+
+    def __init__(self, model_path: str, dst: str, s3_credentials: S3Credentials | None = None) -> None:
+        if not is_object(model_path):
+            raise ValueError(f"model_path {model_path!r} does not begin with s3://, gs:// or az://")
+        self.dir = dst.rstrip("/") or "/"
+        self._model_path = model_path
+        self._credentials = s3_credentials
+        self._mark = Path(self.dir) / self.SENTINEL_NAME
+        # Held until `__exit__`: the kernel releases it even if the process is killed.
+        self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            if not self._mark.exists():
+                # Released in between: two processes that both have the shared lock would wait for each other.
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._is_whole = self._mark.exists()
+            if self._is_whole:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+            else:
+                shutil.rmtree(self.dir, ignore_errors=True)
+                os.makedirs(self.dir)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
+        """Run `pull_files` into `dir`, unless another process has done it."""
+        if not self._is_whole:
+            pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if exc_type is None and not self._is_whole:
+                if not any(Path(self.dir).iterdir()):
+                    raise RuntimeError(f"no files were found under {self._model_path!r}")
+                self._mark.touch()
+        finally:
+            # Closing the file releases the lock.
+            self._lock.close()
+
+    def __del__(self) -> None:
+        lock = getattr(self, "_lock", None)
+        if lock is not None:
+            lock.close()

@@ -1,0 +1,584 @@
+"""transformers models through Penstock: `from_pretrained`, for names of a hub, directories and object stores.
+
+In: a model class, the name or URI of a model, options of transformers; a group of ranks. Out: the model that the
+class's own from_pretrained returns, or that model while its weights arrive (`start_from_pretrained`). For a live model:
+`weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank publishes.
+Not here: what is replaced in the libraries (`accelerated`), the exchange between ranks (`loader.shared_read`).
+
+    one process, the checkpoint fits the model tensor by tensor:   empty model on the device -> load_into
+    all else:                                                      its own from_pretrained, inside `accelerated()`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.spi import Settings, parse_bytes
+from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError, SourceChanged
+from penstock_hf.patched_libraries import accelerated  # its name for users of transformers
+from penstock_hf.patched_libraries import directory
+from penstock.spi import ProgressOption
+from penstock.spi import log_named
+from penstock.spi import is_remote, local_path, read_small
+from penstock.spi import INDEX_SUFFIX, SUFFIX, model_name, texts_of
+from penstock.spi import parse_repository as parse
+from penstock.spi import open_weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from penstock_compile_cache.key import Key
+    from penstock import Loading
+    from penstock.spi import LoadFunction as Load
+    from penstock import Shard
+    from penstock.spi import TensorTable
+
+_logger = log_named(__name__)
+
+_FILES = ("config.json", "generation_config.json")
+
+_HUB = "hf://"
+
+_IN_PLACE = {"config", "dtype", "device_map"}
+"""Options of transformers with which a model can be filled in place; all others are transformers' business."""
+
+
+def from_pretrained(
+    model_class: Any,
+    name_or_uri: str | os.PathLike[str],
+    *,
+    group: ProcessGroup | None = None,
+    memory_bytes: int | str | None = None,
+    verify: bool | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
+    keeper: bool | str = False,
+    **options: Any,
+) -> Any:
+    """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
+
+    Args:
+        model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
+        name_or_uri: `org/name[@revision]` or `hf://org/name[@revision][/folder]`; a directory; a prefix of an object
+            store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
+        group: a torch.distributed group whose ranks all make this call: each reads its part of the weights from
+            storage, once for all, and the ranks exchange the parts. Also for `tp_plan` and FSDP2, where each rank keeps
+            its shards only.
+        memory_bytes: host memory of bytes under way; see `penstock.load`. In a group, half of it is for tensors that
+            have arrived and were not taken yet.
+        verify: compare with the manifest's digests; see `penstock.load`. Of a hub, in one process: with the hub's.
+        storage_options: credentials and endpoint; see `penstock.load`.
+        progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
+        trace: see `penstock.load`; only where the model is filled in place.
+        keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
+            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). They are
+            kept under `NAME.KEY`: a digest of all these is the key; the name is this text, or the model's (True).
+        options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
+            `token`, `quantization_config` and all others.
+
+    Raises:
+        NotFound: there is no `config.json`. MissingExtra: transformers 5 is not installed.
+        ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place; or
+            `keeper` with options or a model whose parameters cannot be kept (the message says which).
+        PeerLost: another rank of the group failed. Else as `accelerated`, `penstock.load_into` and transformers.
+
+    In one process, weights that fit the model tensor by tensor are read straight into the empty model on its one
+    device. All others are given to transformers' own loading, which merges, splits, casts, quantises and shards; so is
+    every load of a group. The logger of this module names the way and the reason.
+    """
+    _check_version()
+    # `org/name@revision` becomes a URI of the hub. transformers also knows names without an organisation.
+    name = texts_of(name_or_uri)[0]
+    arguments = {
+        "storage_options": storage_options,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "progress": progress,
+        "trace": trace,
+    }
+    if keeper:
+        if group is not None:
+            raise ConfigError("keeper= and group= do not go together", hint="each rank attaches by itself")
+        return _kept(model_class, name, keeper, options, arguments)
+    if group is not None:
+        why = "the ranks of a group read it together"
+    elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
+        model, why = _filled(model_class, name, options, arguments, _load_all)
+        if model is not None:
+            return model
+    else:
+        why = "it is named as on a hub"
+    _logger.info("penstock: %s is loaded by transformers: %s", name, why)
+    is_local = os.path.isdir(local_path(name))
+    if trace is not None or (verify and group is None and is_local):
+        raise ConfigError(
+            f"{'trace' if trace is not None else 'verify=True'} is not for this load: {why}",
+            hint="leave it out; `penstock.verify(uri)` compares all digests before",
+        )
+    return _by_transformers(model_class, name, group, options, arguments)
+
+
+def start_from_pretrained(
+    model_class: Any,
+    name_or_uri: str | os.PathLike[str],
+    *,
+    first: Sequence[str] = (),
+    memory_bytes: int | str | None = None,
+    verify: bool | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Loading:
+    """Start to load a model, and return at once: the load's `module` is the model that `from_pretrained` returns.
+
+    The model answers while its weights arrive: each layer waits for its own. See `penstock.start_loading`.
+
+    Args:
+        model_class, name_or_uri: as for `from_pretrained`; a directory or a prefix of an object store.
+        first: globs of the model's tensors to read before the others; see `penstock.start_loading`.
+        memory_bytes, verify, storage_options, progress, trace: see `penstock.start_loading`.
+        options: `config`, `dtype` and `device_map` (one device).
+
+    Raises:
+        ConfigError: the checkpoint does not fit the model tensor by tensor on one device, as merged experts and
+            quantised weights do not; the message says why. `from_pretrained` loads it.
+        NotFound, MissingExtra: as `from_pretrained`. Else as `penstock.start_loading`.
+    """
+    _check_version()
+    uri = texts_of(name_or_uri)[0]
+    arguments = {
+        "storage_options": storage_options,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "progress": progress,
+        "trace": trace,
+    }
+    under_way: list[Loading] = []
+
+    def start(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
+        import penstock
+
+        loading = penstock.start_loading(model, uri, rename=targets.__getitem__, first=first, **arguments)
+        under_way.append(loading)
+
+    why = "it is named as on a hub"
+    if os.path.isdir(uri) or (is_remote(uri) and not uri.startswith(_HUB)):
+        _, why = _filled(model_class, uri, options, arguments, start)
+    if not under_way:
+        hint = "use from_pretrained, which returns when all of it is loaded"
+        raise ConfigError(f"the model cannot be used while it is loaded: {why}", uri=uri, hint=hint)
+    return under_way[0]
+
+
+def weights_loader(model: Any) -> Load:
+    """Return a function that loads weights into a transformers model as transformers does: `load=` of `subscriber`.
+
+    Experts are merged, names changed and values cast as from_pretrained does for this class. The results are copied
+    into the model's parameters, whose addresses stay.
+
+    Raises:
+        MissingExtra: transformers 5 is not installed.
+
+    Cost: when it runs with real tensors, a second copy of those given, until it returns.
+    """
+    _check_version()
+    from transformers import conversion_mapping, core_model_loading, modeling_utils
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load these weights into the model's own parameters."""
+        import torch
+
+        # transformers replaces parameters by new ones: they are put back afterwards, with the new values copied in.
+        before = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
+        mapping = conversion_mapping.get_model_conversion_mapping(model)
+        config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
+        try:
+            core_model_loading.convert_and_load_state_dict_in_model(model, dict(weights), config)
+        finally:
+            pairs = [(old, group[name]) for group, saved in before for name, old in saved.items()]
+            for group, saved in before:
+                group.update(saved)
+        with torch.no_grad():
+            for old, new in pairs:
+                if old is not None and new is not old:
+                    old.copy_(new)
+
+    return load
+
+
+def checkpoint_shards(
+    model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
+) -> dict[str, Sequence[Shard]]:
+    """Return this rank's shards of a model (FSDP2's, or all of it) by the checkpoint's names, for `publisher`.
+
+    Tensors that the class has merged (experts) are split again into the checkpoint's: views, nothing is copied.
+
+    Args:
+        model: a transformers model, perhaps wrapped by FSDP2.
+        uri: a checkpoint of the model, for its names and shapes; its tensors are not read.
+        storage_options: see `penstock.load`.
+
+    Raises:
+        PlanError: the class computes some of its weights on loading; names them.
+        MissingExtra: transformers 5 is not installed.
+    """
+    _check_version()
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import initialization
+
+    from penstock.spi import layout as rename
+    from penstock.spi import record
+
+    # `fully_shard` replaces a model's class by a subclass, which cannot be created from a config.
+    own: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    with initialization.no_init_weights(), torch.device("meta"):
+        empty = own._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        table = weights.manifest.tensors
+    return rename.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
+
+
+def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
+    """Fill the model's tensors, and return when all of them are there."""
+    import penstock
+
+    state = model.state_dict(keep_vars=True)
+    penstock.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """A model that is one module on one device, in the dtype of its options, without quantisation."""
+
+    config: Any
+    concrete: Any
+    """Its class."""
+    device: Any
+    dtype: Any
+    tensors: TensorTable
+    """Of the checkpoint."""
+    revision: str
+    """Of the checkpoint."""
+
+    def key(self) -> Key:
+        """Return the key of its finished parameters: all that they depend on."""
+        from penstock_compile_cache.key import key_of
+
+        # Without the place where it was read: the same model elsewhere has the same parameters.
+        fields = {field: value for field, value in self.config.to_dict().items() if field != "_name_or_path"}
+        described = {
+            "class": self.concrete.__qualname__,
+            "dtype": str(self.dtype),
+            "config": json.dumps(fields, sort_keys=True, default=str),
+        }
+        return key_of(self.revision, engine="transformers", config=described, device=str(self.device))
+
+
+def _plain(
+    model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
+) -> _Plain | str:
+    """Describe a model by its configuration and the headers of its weights; return why not, if it is no plain one."""
+    from transformers import AutoConfig
+
+    from penstock.spi import revision_of
+
+    others = sorted(set(options) - _IN_PLACE)
+    if others:
+        return f"{others[0]} is given"
+    device = _one_device(options.get("device_map"))
+    if device is None:
+        return f"device_map is {options['device_map']!r}"
+    config = options.get("config")
+    if config is None and not (files / "config.json").exists():
+        raise NotFound("there is no config.json", uri=uri)
+    # A copy: building a model writes to its config.
+    config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        return "it is quantised"
+    concrete = _concrete(model_class, config)
+    # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
+    with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
+        manifest = weights.manifest
+    dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+    return _Plain(
+        config=config,
+        concrete=concrete,
+        device=device,
+        dtype=dtype,
+        tensors=manifest.tensors,
+        revision=revision_of(manifest),
+    )
+
+
+def _read_generation(model: Any, files: Path) -> None:
+    """Give a model that generates the configuration of generation that is beside its weights."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (files / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(files)
+
+
+def _filled(
+    model_class: Any,
+    uri: str,
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    fill: Callable[[Any, Mapping[str, str], str, Mapping[str, Any]], None],
+) -> tuple[Any | None, str]:
+    """Return the model, filled in place; or None and why transformers has to load it.
+
+    Args:
+        model_class, uri, options: as of `from_pretrained`.
+        arguments: of the load.
+        fill: gets the empty model, its name for each tensor of the checkpoint, the URI and `arguments`.
+    """
+    import torch
+    from transformers import initialization
+
+    storage_options = arguments["storage_options"]
+    with _local_files(uri, storage_options) as files:
+        plain = _plain(model_class, uri, files, options, storage_options)
+        if isinstance(plain, str):
+            return None, plain
+        config, concrete, device, kind, table = plain.config, plain.concrete, plain.device, plain.dtype, plain.tensors
+        # Not initialised: every parameter is about to be overwritten.
+        with initialization.no_init_weights(), torch.device(device):
+            model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+        model.tie_weights()
+        targets, why = _targets(model, table)
+        if why is not None:
+            return None, why
+        # transformers initialises every tensor without this mark at random: these are loaded.
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True
+        # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
+        model.initialize_weights()
+        _read_generation(model, files)
+        fill(model, targets, uri, arguments)
+    _logger.info("penstock: %s filled in place", uri)
+    return model.eval(), ""
+
+
+def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Return the model over a keeper's finished parameters; if there are none, load it and hand them over."""
+    import torch
+    from transformers import initialization
+
+    import penstock
+    from penstock.spi import NOT_USABLE
+
+    if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
+        hint = "give a directory or a prefix of an object store"
+        raise ConfigError("keeper= is not for names of a hub", uri=uri, hint=hint)
+    storage_options = arguments["storage_options"]
+    with _local_files(uri, storage_options) as files:
+        plain = _plain(model_class, uri, files, options, storage_options)
+        if isinstance(plain, str):
+            raise ConfigError(f"its parameters are not kept: {plain}", uri=uri, hint="leave out keeper=")
+        config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
+        key = plain.key()
+        # With a name of the user's, too: another checkpoint has tensors of the same names and shapes.
+        name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
+        try:
+            with contextlib.ExitStack() as stack:
+                attached = stack.enter_context(
+                    penstock.attach(name, device=device, verify=arguments["verify"] is not False, timeout_s=0)
+                )
+                with initialization.no_init_weights(), torch.device("meta"):
+                    model = concrete._from_config(copy.deepcopy(config), dtype=kind)
+                model.tie_weights()
+                attached.attach_into(model)
+                # Only now: if the model cannot be bound, its load must not hold a lease.
+                stack.pop_all()
+        except (NotFound, HubUnavailable) as error:
+            _logger.info("penstock: %s is loaded: %s", uri, error.message)
+        except NOT_USABLE as error:
+            # As text: a record that a handler keeps would keep the frames of an exception, and the model.
+            _logger.warning("penstock: %s is loaded: its kept parameters cannot be used: %s", uri, str(error))
+        else:
+            for tensor in model.state_dict(keep_vars=True).values():
+                tensor._is_hf_initialized = True
+            # Buffers that are in no checkpoint have no memory yet; `initialize_weights` computes them.
+            for module in model.modules():
+                for buffer in module._non_persistent_buffers_set:
+                    if (empty := module._buffers[buffer]) is not None:
+                        module._buffers[buffer] = torch.empty_like(empty, device=device)
+            model.initialize_weights()
+            _read_generation(model, files)
+            _logger.info("penstock: %s", attached.report)
+            return model.eval()
+    model = from_pretrained(model_class, uri, **arguments, **options)
+    try:
+        # The files may have been replaced between the look at them and the load. A configuration that was given cannot,
+        # but transformers may have written to it.
+        given = {} if options.get("config") is None else {"config": config}
+        with _local_files(uri, storage_options) as files:
+            now = _plain(model_class, uri, files, {**options, **given}, storage_options)
+        if isinstance(now, str) or (loaded := now.key()) != key:
+            changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
+            raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
+        report = penstock.hand_over(model, name).report
+    # The model is loaded, and a hand-over that fails leaves it as it was. A config.json that is just being replaced may
+    # be no JSON: ValueError, or OSError by transformers.
+    except (PenstockError, OSError, ValueError) as error:
+        _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
+    else:
+        _logger.info("penstock: handed over: %s", report)
+    return model
+
+
+def _by_transformers(
+    model_class: Any,
+    name: str,
+    group: ProcessGroup | None,
+    options: dict[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Return the model by transformers' own loading, reading through Penstock."""
+    storage_options = arguments["storage_options"]
+    memory_bytes = arguments["memory_bytes"]
+    block = accelerated(
+        group=group,
+        memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes),
+        verify=bool(arguments["verify"]),
+        storage_options=storage_options,
+    )
+    with block as report:
+        if name.startswith(_HUB):
+            name, options = _hub_options(name, options)
+        elif is_remote(name):
+            name = directory(name)
+        elif os.path.isdir(local_path(name)):
+            name = local_path(name)
+        model = model_class.from_pretrained(name, **options)
+    _logger.info("penstock: %s", report)
+    return model
+
+
+def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options by which transformers loads a URI of the hub. ConfigError: it can not."""
+    where = parse(uri, "hf")
+    if where.kind != "model":
+        raise ConfigError(f"a {where.kind} is no model", uri=uri, hint="write hf://org/name[@revision][/folder]")
+    if where.path.endswith((SUFFIX, INDEX_SUFFIX)):
+        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the folder of the file")
+    named = {key: value for key, value in (("revision", where.revision), ("subfolder", where.path)) if value}
+    twice = [key for key, value in named.items() if options.get(key, value) != value]
+    if twice:
+        raise ConfigError(f"{twice[0]} differs from the one in the URI", uri=uri, hint=f"leave out {twice[0]}=")
+    return where.name, options | named
+
+
+def _one_device(device_map: Any) -> Any | None:
+    """Return the one device of a `device_map`; None if there are several, or transformers has to choose."""
+    import torch
+
+    if device_map is None:
+        return "cpu"
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if isinstance(device_map, int):
+        return torch.device("cuda", device_map)
+    if isinstance(device_map, torch.device):
+        return device_map
+    return device_map if isinstance(device_map, str) and device_map.partition(":")[0] in {"cpu", "cuda"} else None
+
+
+def _dtype(dtype: Any) -> Any | None:
+    """Return the torch dtype that an option names; None for that of the config."""
+    import torch
+
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
+    """Return the model's name for each tensor of the checkpoint; or the reason why they do not correspond."""
+    from transformers import conversion_mapping, core_model_loading
+
+    from penstock.spi import torch_dtype, torch_shape
+
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, core_model_loading.WeightConverter)]
+    state = model.state_dict()
+    targets: dict[str, str] = {}
+    for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
+        target, converter = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if converter is not None:
+            return {}, f"{name} is merged or split"
+        if target not in state:
+            return {}, f"the model has no {target}"
+        own = state[target]
+        if (torch_dtype(dtype), torch_shape(dtype, shape)) != (own.dtype, tuple(own.shape)):
+            return {}, f"{name} is {dtype} {list(shape)}, the model's {own.dtype} {list(own.shape)}"
+        targets[name] = target
+    # Tied parameters are one tensor under several names, of which a checkpoint must fill exactly one.
+    places: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        places.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), []).append(name)
+    covered = set(targets.values())
+    for names in places.values():
+        count = sum(name in covered for name in names)
+        if count == 0:
+            return {}, f"the checkpoint has no {names[0]}"
+        if count > 1:
+            return {}, f"{names} are tied in the model and apart in the checkpoint"
+    return targets, None if len(covered) == len(targets) else "two tensors of the checkpoint have one name in the model"
+
+
+def _first_floating(table: TensorTable) -> Any:
+    from penstock.spi import torch_dtype
+
+    kinds = [torch_dtype(dtype) for dtype in table.dtypes]
+    return next((kind for kind in kinds if kind.is_floating_point), None)
+
+
+def _concrete(model_class: Any, config: Any) -> Any:
+    """Return the class itself, or the class that an Auto class has for this config. ConfigError: it has none."""
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is None:
+        return model_class
+    try:
+        classes = mapping[type(config)]
+    except KeyError as error:
+        raise ConfigError(f"{model_class.__name__} has no model for {type(config).__name__}") from error
+    return classes[0] if isinstance(classes, list | tuple) else classes
+
+
+@contextlib.contextmanager
+def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterator[Path]:
+    """Yield a directory with the model's configuration: its own, or a temporary copy of an object store's files."""
+    if not is_remote(uri):
+        yield Path(local_path(uri))
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as temporary:
+        for name in _FILES:
+            place = f"{uri.rstrip('/')}/{name}"
+            raw = read_small(place, settings=Settings.read(), storage_options=storage_options)
+            if raw is not None:
+                (Path(temporary) / name).write_bytes(raw)
+        yield Path(temporary)
+
+
+def _check_version() -> None:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise MissingExtra("transformers is not installed", hint="pip install 'transformers>=5'") from error
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise MissingExtra(f"transformers {transformers.__version__} is too old", hint="pip install 'transformers>=5'")

@@ -1,0 +1,253 @@
+"""TRL's asynchronous GRPO: the weights of its trainer reach a vLLM server as published shards.
+
+In: a trainer of TRL, the URL of its vLLM server. Out: a `WeightTransferProtocol`, for `AsyncGRPOTrainer`.
+Not here: the calls of one version (`vllm_trainer`), the engine's side (`vllm_sync`).
+
+    TRL, by itself:  pause -> gather every tensor on every rank, broadcast by rank 0 -> resume
+    attached:        each rank publishes its shards, the server receives -> pause -> install -> resume
+
+TRL calls its protocol on the main process alone, with whole tensors. `attach`, on every rank, replaces the trainer's
+step for merged weights, so that nothing is gathered and the server pauses for the installation only. One process
+without sharding needs no `attach`.
+
+A server that is killed and started again has the weights of its files. An attached transfer gives it the newest
+version: when the next one is sent, or while the trainer waits for samples (`restore`).
+
+Written for TRL 1.16 and the releases of vLLM that `vllm_trainer` names.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import requests
+import torch
+from transformers import TrainerCallback
+from trl import __version__ as trl_version
+from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from penstock.errors import ConfigError
+from penstock_hf.lora_merge import MergedTensors
+from penstock_vllm.trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
+
+VERSIONS = ("1.16",)
+"""Releases of TRL that this module was run with: it replaces a method that is not public."""
+
+_HOOK = "_sync_weight_merged"
+
+_GONE = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
+"""What a request raises when the server is not there, or ends meanwhile."""
+
+
+class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
+    """Calls a function when the training has ended."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_train_end(self, *arguments: Any, **named: Any) -> None:
+        """See `TrainerCallback`."""
+        self._function()
+
+
+class PenstockWeightTransfer:
+    """A weight transfer for `AsyncGRPOTrainer`, one on each rank.
+
+    Args:
+        server_url: of the vLLM server, started with `--weight-transfer-config '{"backend": "penstock"}'` and
+            `VLLM_SERVER_DEV_MODE=1`.
+        info: the name of the sync and its options; `rank` and `world_size` are taken from the trainer.
+        timeout_s: seconds for one request to the server, which waits in it for a whole version.
+        restart_s: seconds to wait for a server that is started, or started again.
+
+    Raises:
+        ConfigError: another release of TRL is installed.
+
+    Attributes:
+        engine: sends the versions, once the first was sent; its `report` is that of the newest version.
+        num_restored: how many times a server that was started again was given the newest version.
+    """
+
+    def __init__(
+        self, server_url: str, info: PenstockTrainerInitInfo, *, timeout_s: float = 1800.0, restart_s: float = 600.0
+    ) -> None:
+        if not trl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
+            raise ConfigError(
+                f"TRL {trl_version} is not one of {', '.join(VERSIONS)}, which Penstock was run with",
+                hint="install one of these, or send by penstock_vllm.trainer in a callback",
+            )
+        self.engine: PenstockTrainerEngine | None = None
+        self.num_restored = 0
+        self._server = VLLMClient(server_url, restart_s)
+        self._restart_s = restart_s
+        self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
+        self._info = info
+        # What the server calls the version that it was given last.
+        self._installed: str | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+        self._merged: MergedTensors | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """Have a trainer publish the shards of every rank; call it on all ranks, before `train`.
+
+        Raises:
+            ConfigError: the trainer has no step for merged weights, as AsyncGRPOTrainer has.
+        """
+        if not callable(getattr(trainer, _HOOK, None)):
+            raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
+        accelerator = trainer.accelerator
+        self._info = copy.copy(self._info)
+        self._info.rank, self._info.world_size = accelerator.process_index, accelerator.num_processes
+        setattr(trainer, _HOOK, lambda started: self._sync(trainer, started))
+        if trainer.rollout_worker is not None:
+            self._restore_while_waiting(trainer.rollout_worker)
+        # TRL ends the main process's transfer itself.
+        if trainer.weight_transfer is None:
+            trainer.add_callback(_EndOfTraining(self.destroy))
+
+    # -- TRL's protocol: the main process
+
+    def init_weight_transfer(self) -> None:
+        """Wait for the server. The sync itself begins with the first version, on all ranks."""
+        self._server.wait_for_server_ready()
+
+    def pause(self) -> None:
+        """Pause the server; running requests go on afterwards."""
+        self._server.pause()
+
+    def resume(self) -> None:
+        """Let the server go on."""
+        self._server.resume()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Send whole tensors from one process. Raises as `PenstockTrainerEngine.send_weights`.
+
+        Raises:
+            ConfigError: the trainer has several ranks; each of them has to publish its part.
+        """
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
+        for name, tensor in iterator:
+            kept = self._kept.setdefault(name, tensor)
+            # A parameter is given as it is, and is published from where it is. What TRL moved is copied.
+            if kept.data_ptr() != tensor.data_ptr():
+                kept.copy_(tensor)
+        self._engine(self._kept).send_weights()
+
+    def destroy(self) -> None:
+        """Leave the sync; the server keeps its version. Idempotent."""
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
+
+    def restore(self) -> bool:
+        """Give the server the newest version if it was started again; return whether it was. On the main process only.
+
+        `attach` has TRL call it while the trainer waits for samples. A server that does not answer is not waited for.
+
+        Raises: as `PenstockTrainerEngine.stage_again` and `commit`.
+        """
+        if self.engine is None or self._installed is None:
+            return False
+        try:
+            if self._served() == self._installed:
+                return False
+        except _GONE:
+            return False
+        self._give_again(self.engine)
+        return True
+
+    # -- attached: every rank
+
+    def _sync(self, trainer: Any, started: float) -> tuple[float, float, float]:
+        """Send a version from all ranks, in place of the trainer's own step; return its three times, as TRL does."""
+        accelerator = trainer.accelerator
+        model = accelerator.unwrap_model(trainer.model)
+        accelerator.wait_for_everyone()
+        barrier = time.time()
+        # The server has the base model's tensors only. The adapter is merged in buffers beside them: PEFT's own merge
+        # and unmerge would leave a rounding error in the base at every step.
+        if async_grpo_trainer.is_peft_model(model):
+            if self._merged is None:
+                self._merged = MergedTensors(model)
+            self._merged.refresh()
+            engine = self._engine(self._merged.published)
+        else:
+            engine = self._engine(dict(async_grpo_trainer._iter_vllm_named_params(model)))
+        lost: requests.RequestException | None = None
+        try:
+            engine.stage()
+        except requests.RequestException as error:
+            # Every rank has published the version: it can be received later.
+            lost = error
+        received = time.time()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            try:
+                if lost is not None:
+                    raise lost
+                self._install(engine)
+            except requests.RequestException as error:
+                if not self._was_started_again(error):
+                    raise
+                self._give_again(engine)
+            trainer.model_version += 1
+            if trainer.rollout_worker:
+                trainer.rollout_worker.update_model_version(trainer.model_version)
+        # TRL logs them as the ends of the pause, the barrier and the transfer.
+        return started, barrier, received
+
+    def _install(self, engine: PenstockTrainerEngine) -> None:
+        self.pause()
+        # If this fails the server stays paused: it has no complete version.
+        engine.commit()
+        self.resume()
+        self._installed = str(engine.version)
+
+    def _give_again(self, engine: PenstockTrainerEngine) -> None:
+        """Give the newest version to a server that was started again; one that ends meanwhile has until `restart_s`."""
+        deadline = time.monotonic() + self._restart_s
+        while True:
+            self._server.wait_for_server_ready()
+            try:
+                engine.stage_again()
+                self._install(engine)
+            except _GONE:
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            self.num_restored += 1
+            return
+
+    def _was_started_again(self, error: requests.RequestException) -> bool:
+        """Return whether a request failed because the server ended. Waits for the server."""
+        if isinstance(error, _GONE):
+            return True
+        # A server that says no is another one than before if it does not have what it was given.
+        self._server.wait_for_server_ready()
+        return self._installed is not None and self._served() != self._installed
+
+    def _served(self) -> str:
+        answer = requests.get(f"{self._server.server_url}/weight_info", timeout=60)
+        answer.raise_for_status()
+        return str(answer.json()["weight_version"])
+
+    def _restore_while_waiting(self, worker: Any) -> None:
+        """Have TRL call `restore` where it asks a rollout worker for its health: when it has no sample to train on."""
+        check_health = worker.check_health
+
+        def check(stale_after_s: float) -> None:
+            check_health(stale_after_s)
+            self.restore()
+
+        worker.check_health = check
+
+    def _engine(self, params: dict[str, Any]) -> PenstockTrainerEngine:
+        if self.engine is None:
+            self.engine = PenstockTrainerEngine.trainer_init(self._info, client=self._client, source=params)
+        return self.engine

@@ -1,0 +1,114 @@
+"""Compiled code of vLLM, restored before its workers start and saved after their warm-up.
+
+In: vLLM's executor class; the option `"artifacts"`. Out: an executor whose workers find vLLM's compile cache filled.
+Not here: bundles and keys (`penstock_compile_cache`); when this is applied (`vllm.register`).
+
+The executor is made in the process of the engine's core, before the workers: they inherit its environment. Workers of
+other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import penstock_compile_cache
+from penstock_compile_cache import Restored
+from penstock import ConnectionSettings
+from penstock.spi import Settings
+from penstock.errors import PenstockError, SourceError
+from penstock.spi import engine_weights as replica
+from penstock_vllm.patches import loads_by
+from penstock.spi import Log
+from penstock.spi import Phases
+from penstock.spi import texts_of
+
+
+def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None:
+    """Have an executor restore compiled code before its workers start, and save it after their warm-up.
+
+    Args:
+        executor: vLLM's base class of executors; changed once.
+        load_format: engines with another load format are left alone.
+        log: returns the logger of the integration.
+    """
+    if hasattr(executor, "_penstock_artifacts"):
+        return
+    construct, warm_up = executor.__init__, executor.compile_or_warm_up_model
+
+    @functools.wraps(construct)
+    def __init__(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        if loads_by(vllm_config, load_format):
+            options = replica.read_options(vllm_config.load_config.model_loader_extra_config or {})
+            if options.get("artifacts"):
+                self._penstock_artifacts = _restore(vllm_config, options, log())
+        construct(self, vllm_config, *arguments, **named)
+
+    @functools.wraps(warm_up)
+    def compile_or_warm_up_model(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = warm_up(self, *arguments, **named)
+        # Once: after a sleep vLLM calls this again.
+        restored, self._penstock_artifacts = self._penstock_artifacts, None
+        if restored is not None and not restored.is_found and Settings.read().artifact_signing_key is not None:
+            options = replica.read_options(self.vllm_config.load_config.model_loader_extra_config)
+            _save(self.vllm_config, options, restored, log())
+        return result
+
+    executor._penstock_artifacts = None
+    executor.__init__ = __init__
+    executor.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
+    """Restore the code of this configuration; None: the model cannot be opened, and vLLM's own loading says why."""
+    from vllm.platforms import current_platform
+
+    where = _where(vllm_config, options)
+    with Phases("restore compiled code", journey="engine"):
+        try:
+            restored = artifacts.restore(
+                engine="vllm",
+                config={"vllm_config": vllm_config.compute_hash()},
+                device="cuda" if current_platform.is_cuda_alike() else "cpu",
+                connection=_connection(options, where["uri"]),
+                **where,
+            )
+        except SourceError as error:
+            log.warning("penstock: no compiled code is restored: %s", error)
+            return None
+    log.info("penstock: %s", restored)
+    return restored
+
+
+def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Log) -> None:
+    """Save what was compiled. An engine that cannot save serves all the same."""
+    with Phases("save compiled code", journey="engine"):
+        try:
+            log.info("penstock: artifacts: %s", artifacts.save(key=restored.key, **_where(vllm_config, options)))
+        except PenstockError as error:
+            log.error("penstock: the compiled code is not saved: %s", error)
+
+
+def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `restore` and `save` share: the model, its bundles' place, storage options."""
+    model = vllm_config.model_config
+    uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
+    if uri.startswith("hf://") and model.revision:
+        uri += f"@{model.revision}"
+    at = options["artifacts"]
+    return {
+        "uri": uri,
+        "at": at if isinstance(at, str) else None,
+        "storage_options": options.get("storage_options"),
+    }
+
+
+def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | None:
+    """Return the hub of the replica's own fleet; None: it is in none."""
+    fleet = replica.FleetOptions.read(options, model)
+    if fleet is None:
+        return None
+    # The replica has its own port: this one is any that is free.
+    listen = f"{fleet.listen.rpartition(':')[0]}:0" if fleet.listen else None
+    return ConnectionSettings(hub=fleet.hub, token=fleet.token(), listen=listen)

@@ -1,0 +1,153 @@
+"""Several vLLM servers as one client of vLLM's trainer interface: all of them install a version, or none does.
+
+In: one client of vLLM for each server. Out: the same four calls; `VersionRefused` for a version that no server
+installs.
+Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`vllm_trainer`).
+
+    start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
+    update_weights          every other server receives: prepared, or failed with a reason
+    finish_weight_update    the decision of this process: all prepared servers install, or no server does
+
+Imports no vLLM: a client is anything with its four methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from penstock.spi import wrong_argument as wrong
+from penstock.errors import ConfigError, VersionRefused
+from penstock.spi import Laggards
+
+
+class FleetClient:
+    """A client of several vLLM servers. Pass it as `client` to `PenstockTrainerEngine.trainer_init`.
+
+    Attributes:
+        left_out: of the last version: the servers that did not receive it, with the reason.
+
+    Args:
+        clients: vLLM's clients by the servers' names, for messages.
+        laggards: if a server does not receive a version: `withdraw`: no server installs it.
+            `leave_out`: the others install it, and that server keeps its version until the next.
+        init_info: further fields of the body of `/init_weight_transfer_engine` by server, as `listen` on several hosts.
+
+    Raises:
+        ConfigError: there is no client, or `laggards` is neither.
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[str, Any],
+        *,
+        laggards: Laggards = "withdraw",
+        init_info: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not clients:
+            raise ConfigError("a fleet without servers has nothing to update", hint="pass one client for each server")
+        if laggards not in ("leave_out", "withdraw"):
+            raise wrong("laggards", laggards, "'leave_out' or 'withdraw'")
+        self._clients = dict(clients)
+        self._laggards = laggards
+        self._init_info = dict(init_info or {})
+        self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
+        self._subscription: Mapping[str, Any] | None = None
+        # The servers whose update was started and not ended, those whose update did not start, and those that have
+        # received the version.
+        self._started: set[str] = set()
+        self._failed_starts: dict[str, BaseException] = {}
+        self._prepared: set[str] = set()
+        self._version = -1
+        self.left_out: dict[str, str] = {}
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Make every server subscribe. Raises the first server's error."""
+        self._subscription = init_info
+        _raise_first(self._all(list(self._clients), self._subscribe))
+
+    def _subscribe(self, name: str, client: Any) -> None:
+        client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
+
+    def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Start an update on the servers where none is open. A server that fails here fails the version.
+
+        Raises:
+            Exception: no server starts an update; the first server's error.
+        """
+
+        def start(_: str, client: Any) -> None:
+            client.start_weight_update(*args, **kwargs)
+
+        def subscribe_and_start(name: str, client: Any) -> None:
+            self._subscribe(name, client)
+            start(name, client)
+
+        names = [name for name in self._clients if name not in self._started]
+        errors = self._all(names, start)
+        if errors and self._subscription is not None:
+            # A server that was restarted has no subscription.
+            errors = self._all(list(errors), subscribe_and_start)
+        self._started |= set(names) - errors.keys()
+        self._failed_starts = errors
+        if not self._started:
+            _raise_first(errors)
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Have every server receive a version; each keeps serving the version before.
+
+        Raises:
+            VersionRefused: the version will not be installed on any server; names those that failed, with the reason.
+        """
+        self._version = int(update_info["version"])
+        self._prepared.clear()
+        errors = dict(self._failed_starts)
+        errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
+        # vLLM ends an update that failed; the others stay open for the next version.
+        self._started -= errors.keys()
+        self.left_out = {name: _reason(error) for name, error in errors.items()}
+        if errors and (self._laggards == "withdraw" or len(errors) == len(self._clients)):
+            name, error = next(iter(errors.items()))
+            why = "; ".join(f"{failed}: {reason}" for failed, reason in self.left_out.items())
+            message = f"version {self._version} was withdrawn from all {len(self._clients)} servers: {why}"
+            hint = "each serves the version before; send a later version"
+            raise VersionRefused(message, version=self._version, member=name, reason=why, hint=hint) from error
+        self._prepared = set(self._clients) - errors.keys()
+
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Have the servers that have received the version install it, all at once.
+
+        Raises:
+            ConfigError: no server has received a version. The first error of a server: that server must not serve; the
+                others have the version.
+        """
+        if not self._prepared:
+            raise ConfigError("no server has received a version", hint="call update_weights first")
+        names = sorted(self._prepared)
+        self._prepared.clear()
+        self._started -= set(names)
+        _raise_first(self._all(names, lambda _, client: client.finish_weight_update(*args, **kwargs)))
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._pool.shutdown(wait=False)
+
+    def _all(self, names: Sequence[str], call: Callable[[str, Any], object]) -> dict[str, BaseException]:
+        """Call these servers at once; return the errors by server, once each has answered."""
+        running = {name: self._pool.submit(call, name, self._clients[name]) for name in names}
+        # Each call ends by the server's stall deadline, and by the client's own.
+        wait(running.values())
+        return {name: error for name, done in running.items() if (error := done.exception()) is not None}
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error of a client with vLLM's answer, where the client keeps that."""
+    answer = getattr(getattr(error, "response", None), "text", "")
+    return f"{error}: {answer}"[:1000] if answer else str(error)[:1000] or type(error).__name__
+
+
+def _raise_first(errors: Mapping[str, BaseException]) -> None:
+    for name, error in errors.items():
+        error.add_note(f"of server {name}" + (f"; also failed: {', '.join([*errors][1:])}" if len(errors) > 1 else ""))
+        raise error

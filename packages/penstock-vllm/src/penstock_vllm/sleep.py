@@ -1,0 +1,252 @@
+"""vLLM's sleep mode: an engine that wakes has its weights back, verified, before its first request.
+
+In: classes of vLLM; `sleep` and `wake_up` of its engine and workers, level 1 (weights offloaded to the host) or 2
+(weights discarded). Out: the same classes, whose wake fails, and can be called again, unless the weights are there.
+Not here: bringing a version back (`Subscriber.restore`), installing it (`vllm_staging`); other changes of vLLM's
+classes (`vllm_patches`).
+
+    load       meanwhile, the kernels are made ready that digest the weights on the device
+    sleep      level 1: digests of the weights; the staging model is freed, the version that vLLM reports is `none`
+    wake_up    level 1: vLLM copies the weights back; their digests must be those of before
+               level 2: the newest version of the sync; without one, the weights that the engine was started with
+    resume     refused until then: requests wait in vLLM's paused scheduler
+
+With `wake_up(tags=["weights"])` alone nothing is brought back yet: a trainer may send a version before the last tag
+wakes. Written for vLLM 0.32 and 0.33. vLLM need not be installed to import this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from penstock.spi import kernels_ready
+from penstock_vllm.patches import after_construction, is_sent_by, loads_by
+from penstock.spi import Log, log_named
+
+if TYPE_CHECKING:
+    import torch
+
+NO_VERSION = "none"
+"""The version that vLLM reports while its weights are away."""
+_TAGS = frozenset({"weights", "kv_cache"})
+"""The tags of memory that sleeps. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
+
+
+def protect_workers(worker: type[Any], backend: str) -> None:
+    """Have each worker bring its weights back when it wakes, where weights are loaded or sent by `backend`."""
+
+    def attach(self: Any) -> None:
+        applies = _applies(getattr(self, "vllm_config", None), backend)
+        if applies and hasattr(self, "sleep") and hasattr(self, "wake_up"):
+            WorkerSleep(self, is_sent=is_sent_by(self.vllm_config, backend)).attach()
+
+    after_construction(worker, "_penstock_sleeps", attach)
+
+
+def protect_engine(core: type[Any], backend: str) -> None:
+    """Have an engine report no version while its weights are away, and serve nothing, where `backend` is used."""
+    if hasattr(core, "_penstock_sleeps"):
+        return
+    sleep, resume = core.sleep, core.resume_scheduler
+    # Before 0.32 an engine has no version of its weights. Its workers refuse to compute without weights all the same.
+    has_version = hasattr(core, "set_weight_version")
+
+    @functools.wraps(sleep)
+    def sleep_and_forget(self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
+        done = sleep(self, level, *arguments, **named)
+        if level < 1 or not has_version or not _applies(self.vllm_config, backend):
+            return done
+
+        def forget(_: object = None) -> None:
+            if self._weight_version != NO_VERSION:
+                self._penstock_version_before = self._weight_version
+                self._weight_version = NO_VERSION
+
+        if done is None:
+            forget()
+        else:
+            # Requests that were running are answered by the version until the engine sleeps.
+            done.add_done_callback(forget)
+        return done
+
+    @functools.wraps(resume)
+    def resume_scheduler(self: Any, *arguments: Any, **named: Any) -> Any:
+        if _applies(self.vllm_config, backend):
+            asleep = self.model_executor.sleeping_tags
+            if asleep:
+                # `/resume` alone would compute with memory that has no weights or no cache.
+                raise RuntimeError(f"the engine sleeps ({', '.join(sorted(asleep))}): call /wake_up")
+            if has_version and self._weight_version == NO_VERSION:
+                self.set_weight_version(_version_after(self))
+        return resume(self, *arguments, **named)
+
+    core._penstock_sleeps = True
+    core.sleep = sleep_and_forget
+    core.resume_scheduler = resume_scheduler
+
+
+def _version_after(core: Any) -> str:
+    """Return the version of the weights that were brought back; the version before, if these came back."""
+    versions = core.model_executor.collective_rpc("penstock_version_after_sleep")
+    before: str = core._penstock_version_before
+    return str(versions[0] or before)
+
+
+def _applies(config: Any, backend: str) -> bool:
+    return loads_by(config, backend) or is_sent_by(config, backend)
+
+
+class WorkerSleep:
+    """The weights of one worker over a sleep.
+
+    Attributes:
+        is_whole: whether the weights may be used.
+
+    Args:
+        worker: of any platform.
+        is_sent: versions of a trainer arrive by Penstock. Otherwise something else may fill the weights between two
+            calls of `wake_up`, and they are brought back only where one call wakes everything.
+    """
+
+    def __init__(self, worker: Any, *, is_sent: bool) -> None:
+        self._worker = worker
+        self._is_sent = is_sent
+        self.is_whole = True
+        self._asleep: set[str] = set()
+        self._level = 0
+        self._digests: Any = None
+        # Parameters that no version fills, and which vLLM does not keep: it keeps buffers.
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._num_installed = 0
+        self._version_after = ""
+
+    def attach(self) -> None:
+        """Put this in the place of the worker's own methods."""
+        worker = self._worker
+        for name, method in (("sleep", self.sleep), ("wake_up", self.wake_up)):
+            setattr(worker, name, functools.partial(method, getattr(worker, name)))
+        if getattr(worker.vllm_config.model_config, "enable_sleep_mode", False) and hasattr(worker, "load_model"):
+            worker.load_model = functools.partial(self.load_model, worker.load_model)
+        for name, method in (("execute_model", self.execute_model), ("reload_weights", self.reload_weights)):
+            if hasattr(worker, name):
+                setattr(worker, name, functools.partial(method, getattr(worker, name)))
+        worker.penstock_version_after_sleep = lambda: self._version_after
+
+    def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Load the model. Meanwhile, get the kernels ready that digest it at the first sleep."""
+        if self._worker.device.type != "cuda":
+            original(*arguments, **named)
+            return
+        # vLLM measures the device's memory next.
+        with kernels_ready(self._worker.device, _logger()):
+            original(*arguments, **named)
+
+    def sleep(self, original: Callable[[int], None], level: int = 1) -> None:
+        """Put the worker to sleep. Order: no request is running."""
+        engine = self._engine()
+        if self.is_whole:
+            self._num_installed = 0 if engine is None else engine.num_installed
+            self._version_after = ""
+            self._digests = None
+            if level == 1:
+                self._digests = _digests(self._model())
+            elif engine is not None:
+                self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in engine.not_installed()]
+        self.is_whole = False
+        self._level, self._asleep = level, set(_TAGS)
+        if engine is not None:
+            # Before vLLM unmaps memory: a registration of memory that is gone cannot be ended.
+            engine.fall_asleep()
+        original(level)
+
+    def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
+        """Wake memory up; bring the weights back once none sleeps.
+
+        Raises:
+            PenstockError: they could not be brought back. The engine still sleeps; call it again.
+        """
+        original(tags)
+        woken = set(_TAGS) if tags is None else set(tags)
+        is_at_once = woken >= self._asleep
+        self._asleep -= woken
+        if self._asleep or self.is_whole:
+            return
+        engine = self._engine()
+        if engine is not None and engine.num_installed > self._num_installed:
+            # A trainer sent a version since the weights' memory woke.
+            self._whole(str(engine.installed))
+        elif not self._is_sent and not is_at_once:
+            _log("weights were not brought back: between calls of wake_up others may fill them")
+            self._whole("")
+        else:
+            self._bring_back(engine)
+
+    def _bring_back(self, engine: Any) -> None:
+        # vLLM copies the weights back at level 1, and ignores both levels on the CPU.
+        if self._level == 1 and self._digests.is_same():
+            self._whole("")
+            return
+        if self._level == 1:
+            _log("the weights that vLLM copied back from the host are not those of before; they are received anew")
+        with _no_grad():
+            for tensor, value in self._kept:
+                tensor.copy_(value)
+        if engine is not None and engine.installed >= 0:
+            engine.bring_back()
+            self._whole(str(engine.installed))
+        else:
+            # No version was ever installed: the weights are those that the engine was started with, which its own
+            # loader reads again: from a keeper, a fleet or storage with `--load-format penstock`.
+            self._worker.reload_weights()
+
+    def reload_weights(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Reload the weights by vLLM's loader."""
+        original(*arguments, **named)
+        if "weights" not in self._asleep:
+            self._whole("")
+
+    def execute_model(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run a forward pass; refuse one with weights that are not there."""
+        if not self.is_whole:
+            raise RuntimeError("the weights of this worker are not back since it slept; call /wake_up")
+        return original(*arguments, **named)
+
+    def _whole(self, version: str) -> None:
+        self._version_after = version
+        self._kept, self._digests = [], None
+        # Adapters that were merged or loaded lay in the memory that slept.
+        if self._level > 1 and hasattr(self._worker.model_runner, "reset_lora_state"):
+            self._worker.model_runner.reset_lora_state()
+        self.is_whole = True
+
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._worker.model_runner.get_model()
+        return model
+
+    def _engine(self) -> Any:
+        """Return the worker's end of a sync; None: weights are not sent by Penstock."""
+        return self._worker.weight_transfer_engine if self._is_sent else None
+
+
+def _digests(model: torch.nn.Module) -> Any:
+    """Return the digests of all tensors of a model."""
+    from penstock.spi import MemoryDigests
+
+    return MemoryDigests.of_target(model)
+
+
+def _no_grad() -> Any:
+    import torch
+
+    return torch.no_grad()
+
+
+def _logger() -> Log:
+    # The logger of `vllm`, which imports this module, and has configured it by now.
+    return log_named("penstock.vllm")
+
+
+def _log(message: str) -> None:
+    _logger().warning("penstock: %s", message)

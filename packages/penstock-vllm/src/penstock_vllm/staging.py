@@ -1,0 +1,340 @@
+"""The staging model of a vLLM model: its weights in the format that its own loader fills, to be received and installed.
+
+In: a loaded vLLM model. Out: a module that a sync fills and records like any other; `install`.
+Not here: receiving (`penstock.sync`), when to install (`vllm_sync`).
+
+vLLM repacks, quantises and drops parameters after loading: a loader cannot fill the serving tensors. vLLM remembers the
+shapes that each layer had before; the staging model has tensors of these. Installing is vLLM's layerwise reload, one
+layer at a time: the layer as loaded, its post-processing, then copies into the serving tensors, whose addresses stay
+the same, because CUDA graphs hold them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError, PlanError
+from penstock.spi import Arena, needed_bytes
+from penstock.spi import Requirements
+
+_LISTED = 10
+"""Parameters that an error lists; the rest are counted, since a large model has thousands."""
+
+
+class StagingModel(torch.nn.Module):
+    """A vLLM model's weights as its loader fills them, under the model's names, in an arena of their own.
+
+    Attributes:
+        device: of the arena.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
+        """Allocate the weights on `device`: as many bytes as they had before vLLM post-processed them.
+
+        Raises:
+            ConfigError: a layer's parameters have no shape before they are loaded.
+            DeviceOutOfMemory, DestinationError: there is no room.
+        """
+        super().__init__()
+        self._vllm_config = vllm_config
+        # In a tuple: as an attribute the model would be registered as a submodule, and its tensors as ours.
+        self._model = (model,)
+        self._loaded: set[str] = set()
+        formats = {name: _loader_format(name, layer) for name, layer in model.named_modules()}
+        nbytes = needed_bytes(_span_bytes(form) for forms in formats.values() for form in forms.values())
+        arena = Arena.allocate(nbytes, device)
+        self.device = torch.device(arena.device)
+        self._storage = arena.bytes_at(0, nbytes).untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._layers = [
+            _Layer(name, layer, _made_real(self, name, formats[name], arena))
+            for name, layer in model.named_modules()
+            if formats[name]
+        ]
+
+    def free(self) -> None:
+        """Free the memory, whose contents are lost, until `allocate`. Idempotent."""
+        # Host memory cannot be freed in place: other processes may map it.
+        if self._storage.resizable():
+            self._storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory that `free` has freed. Idempotent."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's own loader into the staging model, and return what it returns.
+
+        Order: the model must not run meanwhile: its layers have the staging model's tensors until this returns.
+        """
+        from vllm.config import set_current_vllm_config
+
+        (model,) = self._model
+        with set_current_vllm_config(self._vllm_config), contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(layer.uses_staging_tensors())
+            named: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
+            self._loaded |= named or set()
+            return named
+
+    def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
+        """Return the number of elements that an update leaves unfilled, by tensor, where there are any."""
+        if not wanted.unrecorded:
+            return wanted.unfilled
+        # Some tensors pass through the loader at each update: the names that it returned are filled as well.
+        return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
+
+    def check(self, wanted: Requirements, *, strict: bool = True) -> None:
+        """Check that an update can be installed, before anything is touched.
+
+        Args:
+            wanted: the requirements of the update.
+            strict: every parameter of the model must be filled, except attention's own.
+
+        Raises:
+            ConfigError: vLLM made one tensor of two that are published, or cannot reload a layer.
+            PlanError: no rank publishes some parameters; lists them.
+        """
+        unfilled = self.unfilled(wanted)
+        sources = self._sources(unfilled)
+        whole = {name for name in sources if unfilled.get(name, 0) in (0, sources[name].numel())}
+        lacking = [name for layer in self._layers for name in layer.lacking(whole)]
+        if lacking and strict:
+            more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
+            hint = 'give "strict": false in init_info if they are to stay as they are'
+            raise PlanError(f"no rank publishes {', '.join(lacking[:_LISTED])}{more}", hint=hint)
+        for layer in self._layers:
+            layer.check(sources)
+
+    @torch.no_grad()
+    def install(self, wanted: Requirements) -> None:
+        """Install the tensors that an update filled into the serving model; the others stay unchanged.
+
+        Order: after `check`. The model must not run meanwhile; after an error it has no complete version.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        (model,) = self._model
+        sources = self._sources(self.unfilled(wanted))
+        initialize_layerwise_reload(model)
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                for name, whole in layer.names():
+                    if whole in sources:
+                        stack.enter_context(_reloaded(layer.live, name, sources[whole]))
+            finalize_layerwise_reload(model, self._vllm_config.model_config)
+        # After the reload, which leaves these out: they are packed from the parameters that it has just loaded.
+        for layer in self._layers:
+            if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
+                experts.process_weights_after_loading(layer.live)
+
+    def not_installed(self, wanted: Requirements) -> list[torch.nn.Parameter]:
+        """Return the serving model's parameters that `install` leaves as they are."""
+        from vllm.model_executor.model_loader.reload import meta
+
+        sources = self._sources(self.unfilled(wanted))
+        # vLLM processes a layer as a whole and copies all of it, except tensors that it never moves.
+        rewritten = {
+            id(tensor)
+            for layer in self._layers
+            if layer.is_among(sources)
+            for name, tensor in layer.live._parameters.items()
+            if name not in meta.SKIP_LOAD_TENSORS or layer.name_of(name) in sources
+        }
+        (model,) = self._model
+        return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
+
+    def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return the source of each tensor that is filled: its own of the staging model, or that of a tied tensor."""
+        # A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself, so each
+        # tied tensor is reloaded in its layer, from the one that is published.
+        sources: dict[str, torch.Tensor] = {}
+        names: dict[int, str] = {}
+        shared: list[tuple[str, int]] = []
+        for layer in self._layers:
+            for name, whole in layer.names():
+                live, staging = getattr(layer.live, name, None), getattr(layer.staging, name)
+                place = live.data_ptr() if isinstance(live, torch.Tensor) and live.numel() else None
+                if unfilled.get(whole, 0) == staging.numel():
+                    if place is not None:
+                        shared.append((whole, place))
+                    continue
+                sources[whole] = staging
+                if place is not None and (other := names.setdefault(place, whole)) != whole:
+                    raise ConfigError(
+                        f"vLLM holds {whole} and {other} as one tensor, and both are published",
+                        hint="set tie_word_embeddings of the model's config as the trainer has it",
+                    )
+        return sources | {whole: sources[names[place]] for whole, place in shared if place in names}
+
+
+class _Layer:
+    """A layer of the model, and the module with its tensors in the loader's format."""
+
+    def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:
+        self.live = live
+        self.staging = staging
+        self._prefix = f"{name}." if name else ""
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Yield each tensor's name in the layer and in the model; tensors without elements are left out."""
+        for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
+            if tensor is not None and tensor.numel():
+                yield name, self._prefix + name
+
+    def name_of(self, name: str) -> str:
+        """Return a tensor's name in the model."""
+        return self._prefix + name
+
+    def is_among(self, filled: Collection[str]) -> bool:
+        """Return whether an update fills a tensor of this layer, so that it is processed again."""
+        return any(whole in filled for _, whole in self.names())
+
+    def lacking(self, filled: Collection[str]) -> list[str]:
+        """Return the parameters that are not filled; none of attention, whose own (its cache's scales) need not be."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        if is_deferred_attention_layer(self.live):
+            return []
+        return [whole for name, whole in self.names() if name in self.staging._parameters and whole not in filled]
+
+    def check(self, filled: Collection[str]) -> None:
+        """Raise ConfigError if the layer is filled only in part, or cannot be processed again."""
+        from vllm.model_executor.model_loader.reload import meta
+
+        if not self.is_among(filled):
+            return
+        _experts_to_pack(self.live)
+        lacking = [whole for whole in self.lacking(filled) if whole.rpartition(".")[2] not in meta.SKIP_TENSORS]
+        if lacking:
+            raise ConfigError(f"vLLM processes a layer as a whole, and no rank publishes {lacking} of this one")
+
+    @contextlib.contextmanager
+    def uses_staging_tensors(self) -> Iterator[None]:
+        """Put the staging model's tensors in the place of the live layer's own, for a block."""
+        # A tensor may also be a plain attribute of the layer, which would hide the one put in here.
+        own = self.live.__dict__
+        hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (self.live._parameters, self.staging._parameters),
+            (self.live._buffers, self.staging._buffers),
+        ]
+        saved = [dict(group) for group, _ in pairs]
+        for group, staging in pairs:
+            absent = {name: None for name, tensor in group.items() if tensor is None}
+            group.clear()
+            group.update(absent | staging)
+        try:
+            yield
+        finally:
+            for (group, staging), before in zip(pairs, saved, strict=True):
+                # A loader may replace a parameter: the staging model gets the new one, for the recording to see.
+                staging.update({name: group[name] for name in staging if group.get(name) is not None})
+                group.clear()
+                group.update(before)
+            own.update(hiding)
+
+
+@contextlib.contextmanager
+def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
+    """Give vLLM's reload one complete tensor of a layer; at the last tensor vLLM processes the layer."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    target = getattr(layer, name)
+    if name in meta.SKIP_LOAD_TENSORS:
+        target.data.copy_(value)
+        yield
+        return
+    # A plain copy until the block ends: the staging model's values went through the tensor's own loader already.
+    before = _own_loader(target.weight_loader)
+    target.weight_loader = default_weight_loader
+    try:
+        layerwise.make_online_process_loader(layer, name)(target, value)
+        yield
+    finally:
+        target.weight_loader = before
+
+
+def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
+    """Return a layer's experts if they pack their weights themselves; None: vLLM's reload is enough.
+
+    Raises:
+        ConfigError: it is not known how these are packed again.
+    """
+    # vLLM's reload leaves out the packing of experts that are not quantised.
+    from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
+        return None
+    experts = getattr(method.moe_kernel, "fused_experts", None)
+    packing = getattr(type(experts), "process_weights_after_loading", None)
+    if packing in (None, modular_kernel.FusedMoEExperts.process_weights_after_loading):
+        return None
+    if not isinstance(experts, cpu_moe.CPUUnquantizedExperts):
+        raise ConfigError(f"vLLM does not pack the weights of {type(experts).__name__} when they are reloaded")
+    return experts
+
+
+def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors as they were before loading, on meta; those that vLLM never moves there are live."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
+
+    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+    live = {name: tensor for name, tensor in (layer._parameters | layer._buffers).items() if tensor is not None}
+    forms = {name: sanitize.restore_layer_refs(form, layer) for name, form in (parameters | buffers).items()}
+    forms |= {name: tensor for name, tensor in live.items() if name in meta.SKIP_TENSORS}
+    for name, form in forms.items():
+        if torch.nn.parameter.is_lazy(form):
+            raise ConfigError(f"{where}.{name} has no shape before it is loaded, so it cannot be received")
+    return forms
+
+
+def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Tensor], arena: Arena) -> torch.nn.Module:
+    """Return the module at a dotted name under `root`, with zeroed tensors of these formats in the arena."""
+    module = root
+    for part in path.split(".") if path else ():
+        if part not in module._modules:
+            module.add_module(part, torch.nn.Module())
+        module = module.get_submodule(part)
+    for name, form in formats.items():
+        nbytes = _span_bytes(form)
+        (offset,) = arena.place([nbytes])
+        tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
+        # As vLLM materialises a layer: the parameter keeps its class and its attributes, of which loaders need
+        # `weight_loader` and the dimensions that are cut over ranks.
+        tensor.__class__ = form.__class__
+        tensor.__dict__ = _attributes(form)
+        if isinstance(tensor, torch.nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+    return module
+
+
+def _attributes(form: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes, with its own loaders instead of those that a reload wrapped."""
+    loaders = {name: form.__dict__[name] for name in ("weight_loader", "_weight_loader") if name in form.__dict__}
+    return form.__dict__ | {name: _own_loader(loader) for name, loader in loaders.items()}
+
+
+def _own_loader(loader: Any) -> Any:
+    """Return a tensor's loader without the wrappers of vLLM's reload."""
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__
+    return loader
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Return bytes from a tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

@@ -1,0 +1,381 @@
+"""vLLM's `--weight-transfer-config '{"backend": "penstock"}'`: new versions of the weights from a trainer's ranks.
+
+In: vLLM's worker calls it, by its HTTP routes or `collective_rpc`; a publisher publishes. Out: the model has a version.
+Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix caches (`vllm_patches`).
+
+    /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
+    /start_weight_update
+    /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
+    /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
+    /sleep, /wake_up                           frees the staging model; brings a version back (`vllm_sleep`)
+
+Every step ends alike on all workers of an engine: each says whether it failed (`_agreed`), and one failure is raised by
+all. Otherwise some workers would serve another version than the rest.
+
+Written for vLLM 0.32 and 0.33. Imports vLLM: only vLLM's registry imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import penstock
+from penstock import ConnectionSettings
+from penstock.errors import ConfigError, NotFound, PeerLost
+from penstock.spi import first_token
+from penstock_vllm.plugin import PLUGIN, PREFIX_CACHES, REPLIES, rank_of_engine, refuse_unprotected_sleep, vllm_logger
+from penstock_vllm.staging import StagingModel
+
+
+@dataclass(kw_only=True)
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The body of `/init_weight_transfer_engine`: the sync to receive from, and where its versions go."""
+
+    name: str
+    """The name of the sync."""
+    hub: str | None = None
+    token_file: str | None = None
+    """A file whose first token is sent to the hub."""
+    listen: str | None = None
+    """`host:port` where other hosts reach the first worker; the next ones listen at the ports after it."""
+    data_port: int = 0
+    """Second port of the first worker, for the bytes that others read, and of the next ones after it; 0: free ones."""
+    memory: Literal["device", "host"] = "device"
+    """Memory of the staging model: the device's, or the host's if the device has no room."""
+    strict: bool = True
+    """Every parameter must be published; False: those that are not published stay as they were loaded."""
+    serve: bool = True
+    """Whether other subscribers may take a version from this one."""
+    memory_bytes: int | str | None = None
+    stall_s: float | None = None
+    prepare_s: float | None = 0.0
+    """How long to wait for the trainer's ranks, to prepare for the first version at once; None: do not prepare."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"init_info 'name' must be a text, not {self.name!r}")
+        if self.memory not in ("device", "host"):
+            raise ConfigError(f"init_info 'memory' must be 'device' or 'host', not {self.memory!r}")
+        if self.prepare_s is not None and not (isinstance(self.prepare_s, (int, float)) and self.prepare_s >= 0):
+            raise ConfigError(f"init_info 'prepare_s' must be seconds from 0 on, or null, not {self.prepare_s!r}")
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The body of `/update_weights`."""
+
+    version: int
+    """Exactly this version, not the newest: all workers must receive the same."""
+    background: bool = False
+    """Answer at once and receive while the model serves; the same call without it then waits for the end."""
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.version, int) or isinstance(self.version, bool) or self.version < 0:
+            raise ConfigError(f"update_info 'version' must be a number from 0 on, not {self.version!r}")
+
+
+class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """A worker's end of a sync. vLLM creates it after the model was loaded, and calls it from one thread.
+
+    Attributes:
+        installed: the version that was installed last; -1: none.
+        num_installed: the number of versions that were installed.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        """Check that the model's layout lasts. No I/O.
+
+        Raises:
+            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM lacks what
+                keeps requests and replies of different versions apart.
+        """
+        PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
+        PLUGIN.require(REPLIES, feature="the weight-transfer backend")
+        refuse_unprotected_sleep(vllm_config)
+        super().__init__(config, vllm_config, device, model)
+        if vllm_config.parallel_config.enable_eplb:
+            raise ConfigError(
+                "vLLM moves experts between ranks (EPLB), so the layout of a sync changes", hint="disable EPLB"
+            )
+        self._joined: tuple[Any, StagingModel] | None = None
+        self._thread = ThreadPoolExecutor(1, "penstock-receive")
+        self._receiving: tuple[int, Future[None]] | None = None
+        self._landed: int | None = None
+        self._may_load = False
+        self._strict = True
+        self.installed = -1
+        self.num_installed = 0
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Subscribe to a sync, instead of the one before.
+
+        Raises:
+            ConfigError, HubUnavailable: see `penstock.subscriber`.
+            DeviceOutOfMemory, DestinationError: there is no room for a staging model.
+            PlanError: names, dtypes or shapes of the trainer and the engine differ; see `Subscriber.prepare`.
+        """
+        self.shutdown()
+        device = self.device if init_info.memory == "device" else torch.device("cpu")
+        rank, world_size = rank_of_engine()
+        with contextlib.ExitStack() as stack:
+            with _agreed():
+                staging = StagingModel(self.model, self.vllm_config, device)
+                subscriber = penstock.subscriber(
+                    init_info.name,
+                    staging,
+                    connection=ConnectionSettings(
+                        hub=init_info.hub,
+                        token=first_token(init_info.token_file),
+                        listen=_listen(init_info.listen, self.parallel_config),
+                        data_port=_port(init_info.data_port, self.parallel_config),
+                        stall_s=init_info.stall_s,
+                    ),
+                    # Direct, but into the staging model: the serving model is not touched before a version is complete.
+                    mode="direct",
+                    load=self._load,
+                    # `StagingModel.check` decides it: attention has parameters that no checkpoint fills.
+                    strict=False,
+                    rank=(rank, world_size),
+                    serve=init_info.serve,
+                    memory_bytes=init_info.memory_bytes,
+                )
+                stack.callback(subscriber.close)
+            self._joined = subscriber, staging
+            stack.callback(setattr, self, "_joined", None)
+            if init_info.prepare_s is not None:
+                with _agreed(), self._loading():
+                    is_prepared = subscriber.prepare(init_info.prepare_s)
+                    vllm_logger().info("penstock: %s is %sprepared", init_info.name, "" if is_prepared else "not yet ")
+            # After `_agreed`: if another worker failed, this one must leave the sync too.
+            stack.pop_all()
+        self._strict = init_info.strict
+        vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
+
+    def start_weight_update(self) -> None:
+        """Begin an update. Nothing is touched: the model may serve until `finish_weight_update`."""
+        self._parts()
+        self._landed = None
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive a version into the staging model; all workers of the engine have it then, or all raise.
+
+        Raises:
+            ConfigError: another version is being received.
+            PenstockError: see `penstock.Subscriber.update`; the model still has the version before.
+        """
+        subscriber, _ = self._parts()
+        version = update_info.version
+        receiving = self._receiving
+        if receiving is not None:
+            running, done = receiving
+            # Agreed on: a worker whose background thread is done must not go on while another's is not.
+            if running != version and not _all(done.done()):
+                raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
+            if running == version and update_info.background:
+                return
+            self._receiving = None
+        if receiving is not None and receiving[0] == version:
+            with _agreed():
+                receiving[1].result()
+        elif update_info.background and _all(subscriber.wanted is not None):
+            # In the background only once the model's loader is recorded: see below.
+            self._receiving = version, self._thread.submit(self._receive, update_info)
+            return
+        else:
+            # If the worker is not prepared, the model's loader is recorded at the first version: the model must not run
+            # meanwhile, and it does not while vLLM waits for this call.
+            with self._loading(), _agreed():
+                self._receive(update_info)
+        self._landed = version
+
+    def finish_weight_update(self) -> None:
+        """Install the received version into the model.
+
+        Raises:
+            ConfigError: no version was received since `start_weight_update`; nothing was touched.
+            Exception: vLLM's own, of its post-processing; the model has no complete version and must not serve.
+        """
+        subscriber, staging = self._parts()
+        if self._landed is None:
+            raise ConfigError("no version was received since the update was started", hint="call /update_weights")
+        self._install(subscriber, staging, self._landed)
+
+    def _install(self, subscriber: Any, staging: StagingModel, version: int) -> None:
+        began = time.monotonic()
+        with _agreed():
+            staging.install(subscriber.wanted)
+        self.installed = version
+        self.num_installed += 1
+        took_s = time.monotonic() - began
+        vllm_logger().info("penstock: version %d of %s installed in %.3f s", version, subscriber.name, took_s)
+
+    def fall_asleep(self) -> None:
+        """Free the staging model, if it is in the device's memory."""
+        if self._joined is None:
+            return
+        subscriber, staging = self._joined
+        if self._receiving is not None:
+            # It writes to the staging model. A failure of it is no concern any more: the version is read anew.
+            wait([self._receiving[1]])
+            self._receiving = None
+        self._landed = None
+        # A staging model in the memory of the host stays, and is served to others: the weights come back from it.
+        if staging.device.type != self.device.type or subscriber.is_released:
+            return
+        # Prepared without a version too: its memory is registered, so it must not be freed below the subscriber.
+        if subscriber.wanted is not None:
+            freed = subscriber.release()
+            vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
+        else:
+            staging.free()
+
+    def not_installed(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that no version fills, which a sleep of level 2 would lose."""
+        if self._joined is None or self.installed < 0:
+            return []
+        subscriber, staging = self._joined
+        return staging.not_installed(subscriber.wanted)
+
+    def bring_back(self) -> None:
+        """Receive the newest version into the staging model and install it. Collective.
+
+        Raises:
+            ConfigError: the worker has left the sync. PenstockError: no member has a version; call it again.
+        """
+        with _agreed():
+            subscriber, staging = self._parts()
+        # One version on all workers, although each may have heard of another one.
+        known = max(subscriber.announced(), subscriber.version)
+        version = max(int(text) for text in _gathered(str(known)))
+        if version < 0:
+            raise NotFound(
+                f"no version of {subscriber.name!r} is announced", hint="start the trainer, and call /wake_up again"
+            )
+        with set_current_vllm_config(self.vllm_config):
+            with _agreed():
+                self._receive(UpdateInfo(version=version))
+            self._install(subscriber, staging, version)
+
+    def shutdown(self) -> None:
+        """Unsubscribe; the model keeps its version."""
+        if self._joined is not None:
+            subscriber, _ = self._joined
+            subscriber.close()
+        # The closed subscriber ends a receive in the background; its thread still uses the staging model until then.
+        if self._receiving is not None:
+            wait([self._receiving[1]])
+        self._joined = self._receiving = self._landed = None
+
+    def _parts(self) -> tuple[Any, StagingModel]:
+        if self._joined is None:
+            raise ConfigError("this worker has not subscribed to a sync", hint="call /init_weight_transfer_engine")
+        return self._joined
+
+    def _receive(self, info: UpdateInfo) -> None:
+        """Receive a version into the staging model, and check that it can be installed."""
+        subscriber, staging = self._parts()
+        # The current device is a setting of the thread, and this may be the background thread.
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # Already received if another worker failed and the call is repeated, or in host memory all the time.
+        if subscriber.version != info.version or subscriber.is_dirty:
+            staging.allocate()
+            receive = subscriber.restore if subscriber.is_released else subscriber.update
+            report = receive(info.version, timeout_s=info.timeout_s)
+            vllm_logger().info("penstock: %s", report.summary())
+        staging.check(subscriber.wanted, strict=self._strict)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Allow that the model's loader runs, for a block in which vLLM waits for this worker."""
+        self._may_load = True
+        try:
+            yield
+        finally:
+            self._may_load = False
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's loader, which is allowed only while vLLM waits for this worker."""
+        _, staging = self._parts()
+        if not self._may_load:
+            raise ConfigError(
+                "the model's loader must run: the checkpoint is another one, or cannot be recorded",
+                hint="receive this version without 'background'",
+            )
+        return staging.load_weights(weights)
+
+
+_REASON_BYTES = 1024
+"""Size of the reason that a worker sends to the others: collectives need the same size on all."""
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """Run a block that succeeds on all workers of this engine, or raises on all. Collective.
+
+    Raises:
+        PeerLost: another worker failed and this one did not; gives the reason.
+    """
+    why = ""
+    try:
+        yield
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        # In `finally`: a worker that failed takes part too, or the others would wait for it.
+        reasons = _gathered(why)
+        if not why and (others := [f"worker {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]):
+            raise PeerLost("; ".join(others))
+
+
+def _all(is_so: bool) -> bool:
+    """Return whether a condition holds on all workers of this engine. Collective."""
+    return not any(_gathered("" if is_so else "no"))
+
+
+def _gathered(mine: str) -> list[str]:
+    """Return the texts of all workers of this engine, by pipeline stage, then by tensor-parallel rank. Collective."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    text = mine.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    texts = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+    # By the groups' CPU halves: the device may be what failed.
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            parts = [torch.empty_like(texts) for _ in range(group.world_size)]
+            torch.distributed.all_gather(parts, texts, group=group.cpu_group)
+            texts = torch.cat(parts)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
+
+
+def _listen(place: str | None, parallel: Any) -> str | None:
+    """Return the address of a worker: each has a port of its own, from the first worker's on."""
+    if place is None:
+        return None
+    host, _, port = place.rpartition(":")
+    return f"{host}:{_port(int(port), parallel)}"
+
+
+def _port(first: int, parallel: Any) -> int:
+    """Return the port of a worker, from the first worker's on; 0: any free one."""
+    # Data-parallel replicas of a dense model, too, which all count their ranks from 0.
+    return first + parallel.data_parallel_index * parallel.world_size + parallel.rank if first else 0

@@ -1,0 +1,191 @@
+"""`penstock inspect`, `penstock manifest` and `penstock verify`: commands about a weight set in storage.
+
+In: a URI, keys as PEM files. Out: files, dtypes and tensors, what was written, or the verdict, on stdout.
+Not here: the work (`loader.verify`).
+
+`inspect` reads headers only and needs no torch; `manifest` and `verify` read every body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.terminal import (
+    Format,
+    FormatOption,
+    Uri,
+    option,
+    write_columns,
+    write_fields,
+    write_json,
+    write_lines,
+)
+from penstock.report import bytes_text
+
+if TYPE_CHECKING:
+    from penstock.loader.verify import InspectReport
+    from penstock.types import Manifest
+
+_SHOWN = 40
+
+
+def inspect(
+    uri: Uri,
+    all_tensors: Annotated[bool, typer.Option("--all", help=f"Every tensor, not the first {_SHOWN}.")] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """List the files, dtypes and tensors of weights."""
+    import penstock
+
+    report = penstock.inspect(uri)
+    manifest = report.manifest
+    per_file = tensors_per_file(manifest)
+    if format is Format.json:
+        write_json(
+            {
+                "uri": report.uri,
+                "num_tensors": report.num_tensors,
+                "nbytes": report.nbytes,
+                "dtypes": report.dtypes,
+                "not_loadable": list(report.not_loadable),
+                "revision": manifest.revision,
+                "digests": manifest.leaves is not None,
+                "files": [
+                    {
+                        "name": file.name,
+                        "nbytes": file.nbytes,
+                        "num_tensors": per_file[i],
+                        "metadata": file.metadata,
+                    }
+                    for i, file in enumerate(manifest.files)
+                ],
+                "tensors": [
+                    {**tensor_row(manifest, i), **_blocks(report, manifest.tensors.names[i])}
+                    for i in range(len(manifest.tensors))
+                ],
+            }
+        )
+        return
+    write_fields(
+        {
+            "uri": report.uri,
+            "tensors": report.num_tensors,
+            "bytes": bytes_text(report.nbytes),
+            "revision": manifest.revision,
+            "digests": "yes" if manifest.leaves is not None else "no (penstock manifest writes them)",
+        }
+    )
+    if report.not_loadable:
+        write_lines(f"torch has no dtype for {len(report.not_loadable)} of the tensors: load refuses them")
+    dtypes = sorted(report.dtypes.items(), key=lambda item: -item[1])
+    write_lines("")
+    write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
+    write_lines("")
+    files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
+    write_columns(["file", "bytes", "tensors"], files)
+    write_lines("")
+    # An MoE checkpoint has 60,000 tensors: people look for the first, programs read JSON, which has all of them.
+    num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
+    rows = []
+    for i in range(num_shown):
+        row = tensor_row(manifest, i)
+        # What the blocks stand for: their dtype, U8, and their bytes are no news.
+        row = {**row, "type": row["dtype"], "elements": row["shape"], **_blocks(report, manifest.tensors.names[i])}
+        rows.append([row[key] for key in ("name", "type", "elements", "nbytes", "file")])
+    write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
+    if num_shown < len(manifest.tensors):
+        write_lines(f"... and {len(manifest.tensors) - num_shown} more (--all)")
+
+
+def _blocks(report: InspectReport, name: str) -> Mapping[str, object]:
+    """Return type and shape, in elements, of a quantised tensor of GGUF; nothing for others."""
+    blocks = report.blocks.get(name)
+    return {} if blocks is None else {"type": blocks.type, "elements": list(blocks.shape)}
+
+
+def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:
+    """Return a tensor of a manifest as plain values."""
+    table = manifest.tensors
+    return {
+        "name": table.names[row],
+        "dtype": table.dtypes[row].value,
+        "shape": list(table.shapes[row]),
+        "nbytes": int(table.nbytes[row]),
+        "file": manifest.files[int(table.file_index[row])].name,
+        "offset": int(table.offset[row]),
+    }
+
+
+def tensors_per_file(manifest: Manifest) -> list[int]:
+    """Return the number of tensors in each of the manifest's files."""
+    counts = [0] * len(manifest.files)
+    for file in manifest.tensors.file_index.tolist():
+        counts[file] += 1
+    return counts
+
+
+def manifest(
+    uri: Uri,
+    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
+    out: Annotated[str | None, option("--out", "URI", "Where to write; default: beside the weights.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a manifest that has other digests: weights changed on purpose.")
+    ] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """Write a manifest with digests of the weights.
+
+    Every body is read once. Every later load is verified against the manifest. If a manifest with other digests is
+    there, the command fails, because the weights may be damaged.
+    """
+    import penstock
+
+    report = penstock.manifest(uri, out=out, sign=sign, replace=force)
+    if format is Format.json:
+        write_json(report)
+        return
+    write_fields(
+        {
+            "uri": report.uri,
+            "revision": report.revision,
+            "tensors": report.num_tensors,
+            "bytes": bytes_text(report.nbytes),
+            "digests": f"{report.num_leaves} of at most {bytes_text(report.leaf_bytes)}",
+            "written": report.written_text,
+        }
+    )
+
+
+def verify(
+    uri: Uri,
+    public_key: Annotated[
+        Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM); require its signature.")
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Compare weights with their manifest's digests.
+
+    Every body is read. With --public-key, the manifest's signature is checked first.
+    """
+    import penstock
+
+    verdict = penstock.verify(uri, public_key=public_key)
+    if format is Format.json:
+        write_json(verdict)
+    else:
+        write_fields(
+            {
+                "verified": "yes" if verdict.verified else "NO",
+                "why": verdict.why,
+                "digests": verdict.num_leaves,
+                "bytes": bytes_text(verdict.nbytes),
+                "signature": verdict.signature,
+            }
+        )
+    if not verdict.verified:
+        # The exit code of a failure with an intact destination (`main.FAILED`): a script can tell it from success.
+        raise typer.Exit(3)

@@ -1,0 +1,325 @@
+"""`penstock convert`: convert checkpoints out of core, into files or into a keeper.
+
+In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
+Not here: the conversion (`penstock.convert`).
+
+With a destination `keeper:MODEL` this process keeps the result after the report, until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock_tools.plan_command import RatesOption, read_rates
+from penstock.cli.terminal import (
+    DataPort,
+    Force,
+    Format,
+    FormatOption,
+    Listen,
+    Operations,
+    TaskBytes,
+    To,
+    TokenFile,
+    Verify,
+    connection_of,
+    keep_stdout,
+    note,
+    option,
+    write_columns,
+    write_fields,
+    write_json,
+    write_lines,
+)
+from penstock.errors import ConfigError
+from penstock.report import bytes_text, plain
+
+if TYPE_CHECKING:
+    from penstock.config import ConnectionSettings
+    from penstock.jobs.job import Job
+    from penstock.jobs.report import ConvertReport, Predicted
+    from penstock.jobs.workers.launch import LocalLauncher
+    from penstock.plan.cluster import Rates
+
+Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Number of worker processes.", show_default=False)]
+WorkerBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
+ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(
+        "--scratch",
+        metavar="DIR",
+        help="Local directory for files on their way to an object store.",
+        show_default=False,
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of all workers.", show_default=False),
+]
+ReportHub = Annotated[
+    str | None,
+    option("--hub", "URL", "Report progress to this hub, for its page and status; of keeper:MODEL the keeper's hub."),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
+]
+
+
+def _list_ops(is_wanted: bool) -> None:
+    if is_wanted:
+        from penstock.jobs.operations.spec import usages
+
+        write_lines(*usages())
+        raise typer.Exit
+
+
+def convert(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC... DST", help="Sources, and the destination: a directory, an object store, or keeper:MODEL."
+        ),
+    ],
+    to: To = None,
+    op: Operations = None,
+    verify: Verify = None,
+    devices: Devices = "all",
+    workers: Workers = None,
+    memory_bytes: WorkerBytes = None,
+    task_bytes: TaskBytes = None,
+    shard_bytes: ShardBytes = "5000000000",
+    scratch: Scratch = None,
+    trace: Trace = None,
+    force: Force = False,
+    ray: Ray = None,
+    rates: RatesOption = None,
+    hub: ReportHub = None,
+    token_file: TokenFile = None,
+    listen: Listen = None,
+    data_port: DataPort = 0,
+    list_ops: Annotated[
+        bool,
+        typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations of --op, and exit."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """Convert or merge checkpoints, out of core.
+
+    Other formats, other shards, merges, your own functions. If it is interrupted, run it again: it resumes.
+    """
+    if len(places) < 2:
+        raise ConfigError(
+            "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
+        )
+    # Refused, not ignored: whoever gives it expects that the result is offered to a fleet.
+    if listen is not None and not places[-1].startswith("keeper:"):
+        message = f"--listen is for a destination keeper:MODEL, not for {places[-1]!r}"
+        raise ConfigError(message, hint="leave it out")
+    if token_file is not None and hub is None and not places[-1].startswith("keeper:"):
+        message = "--token-file is for a hub that the conversion reports to, or for a destination keeper:MODEL"
+        raise ConfigError(message, hint="give --hub URL too, or leave it out")
+    connection = connection_of(hub, token_file, listen, data_port)
+    words = list(op or ())
+    speeds = None if rates is None else read_rates(rates)
+    if dry_run:
+        # Which devices a Ray cluster has is not known here.
+        named = [] if ray is not None else devices.split(",")
+        sizes = {"task_bytes": task_bytes, "memory_bytes": memory_bytes}
+        request = {"to": to, "operations": words, "verify": verify, **sizes}
+        _predict(places, named, workers, speeds, format, shard_bytes, request)
+        return
+    from penstock.jobs.workers.launch import LocalLauncher
+
+    launcher = None
+    if ray is not None:
+        # Ray's native code logs to descriptor 1 under RAY_LOG_TO_STDERR, from threads of its own.
+        keep_stdout()
+    elif to is not None or workers is not None or not _is_copy(words):
+        launcher = LocalLauncher(devices.split(","), workers)
+        # The workers start while this process imports the rest.
+        launcher.begin()
+    from penstock.jobs.result import SCHEME
+
+    settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray}
+    settings["rates"] = speeds
+    # By the option alone: a process with PENSTOCK_HUB set for its engine does not announce its conversions.
+    if hub is not None:
+        from penstock.hub.job_reporter import HubReporter
+
+        settings["observer"] = HubReporter(connection)
+    run = partial(
+        _run,
+        launcher,
+        settings,
+        places[:-1],
+        to=to,
+        operations=words,
+        verify=verify,
+        devices=devices.split(","),
+        task_bytes=task_bytes,
+        shard_bytes=shard_bytes,
+        trace=trace,
+        replace=force,
+    )
+    if places[-1].startswith(SCHEME):
+        _keep(run, places[-1].removeprefix(SCHEME), connection, format)
+    else:
+        write_report(run(destination=places[-1]), format)
+
+
+def _is_copy(words: list[str]) -> bool:
+    # Imported only where it is asked: workers that a conversion needs should start before this process imports more.
+    from penstock.jobs.operations.spec import is_copy
+
+    return is_copy(words)
+
+
+def _predict(
+    places: Sequence[str],
+    devices: Sequence[str],
+    workers: int | None,
+    rates: Rates | None,
+    format: Format,
+    shard_bytes: str,
+    request: Mapping[str, Any],
+) -> None:
+    """Plan a conversion of all places but the last to the last, predict its seconds, and write both to stdout.
+
+    Args:
+        devices: of this host; none: they are not known here.
+        request: other arguments of `plan`.
+    """
+    from penstock.jobs.report import predict
+    from penstock.jobs.request import plan
+    from penstock.jobs.result import ONE_FILE, SCHEME
+    from penstock.jobs.workers.launch import devices_of
+
+    # A keeper has no files: the plan of its memory is that of one file.
+    shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
+    job = plan(places[:-1], shard_bytes=shards, **request)
+    where = devices_of(devices, workers) if devices else ()
+    _write_plan(job, predict(job, frozenset(), places, where, rates), format)
+
+
+def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:
+    """Run `penstock.convert` with these `WorkerSettings` and this launcher, and end the launcher."""
+    import penstock
+
+    with launcher or nullcontext():
+        return penstock.convert(sources, workers=api.WorkerSettings(launcher=launcher, **settings), **options)
+
+
+def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
+    """Convert into a keeper, and keep the result until SIGTERM."""
+    import penstock
+
+    with api.Keeper(connection=connection) as keeper:
+        write_report(run(destination=keeper.into(model)), format)
+        # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
+        sys.stdout.flush()
+        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        # Only once signals are handled: a script that reads the note may send one at once.
+        keeper.serve(ready=partial(note, f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it"))
+
+
+_EXECUTORS = ("fetch", "compute", "send")
+
+
+def write_report(report: ConvertReport, format: Format) -> None:
+    """Write the report of a conversion to stdout."""
+    if format is Format.json:
+        # Properties of the report: `plain` writes fields only.
+        derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
+        write_json({**plain(report), **derived})
+        return
+    write_lines(f"{report.uri}  {report.revision}")
+    write_fields(
+        {
+            "operation": report.operation,
+            "tensors": f"{report.num_tensors}, {bytes_text(report.nbytes)}",
+            "sources": f"{'verified' if report.verified else 'not verified'}: {report.why}; "
+            f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
+            "tasks": _tasks(report),
+            "read": _read(report),
+            "time": f"{report.wall_s:.2f} s, of them {report.start_s:.2f} to start and {report.end_s:.2f} to end; "
+            f"{report.gb_per_s:.2f} GB/s read",
+            "moving": _moving(report),
+            "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
+            + f" threads of each of {report.num_workers} workers",
+            "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
+        }
+    )
+    for text in report.left_out_by_reason():
+        note(f"left out {text}")
+    rows = [
+        [
+            worker.worker,
+            worker.device,
+            worker.num_tasks,
+            *(f"{worker.busy_s.get(name, 0.0):.2f}" for name in _EXECUTORS),
+            worker.end,
+        ]
+        for worker in report.workers
+    ]
+    write_columns(["worker", "device", "tasks", *(f"{name} s" for name in _EXECUTORS), "end"], rows)
+
+
+def _tasks(report: ConvertReport) -> str:
+    """Return the number of tasks, and how many had to be moved because workers were lost."""
+    lost = sum(worker.end != "finished" for worker in report.workers)
+    parts = [f"{report.num_tasks}, of them {report.num_resumed} done before"]
+    if lost:
+        moved = f"{report.num_stolen} reassigned, {report.num_twice} duplicated"
+        parts.append(f"{moved}, {lost} {'worker was' if lost == 1 else 'workers were'} lost")
+    return ", ".join(parts)
+
+
+def _read(report: ConvertReport) -> str:
+    """Return where the bytes came from, and why more were read than the tasks need."""
+    parts = [f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches"]
+    # Idle workers run the last tasks of others a second time, so that one slow worker does not hold up the end.
+    if report.num_twice and report.fetched_bytes > report.read_bytes:
+        tasks = "1 task" if report.num_twice == 1 else f"{report.num_twice} tasks"
+        parts.append(
+            f"{bytes_text(report.read_bytes)} are needed: idle workers ran {tasks} a second time, to end sooner"
+        )
+    return "; ".join(parts)
+
+
+def _moving(report: ConvertReport) -> str:
+    """Return the predicted and the measured time of the transfer as text."""
+    if report.predicted_s is None or report.off_by is None:
+        return f"took {report.moving_s:.2f} s, not predicted: {report.predicted_by}"
+    off = f"{abs(report.off_by):.0%} {'over' if report.off_by >= 0 else 'under'}".replace("%", " %")
+    return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), by {report.predicted_by}"
+
+
+def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
+    """Write the plan of a conversion to stdout."""
+    seconds, by = predicted
+    facts: dict[str, int | str] = {
+        "operation": job.operation.name,
+        "job": job.key,
+        "num_tensors": len(job.files.table),
+        "num_files": len(job.files.body_nbytes),
+        "nbytes": int(job.files.table.nbytes.sum()),
+        "read_bytes": int(job.read_bytes.sum()),
+        "num_tasks": len(job.tasks),
+        "largest_task_bytes": int(job.memory_bytes.max(initial=0)),
+    }
+    if format is Format.json:
+        write_json({**facts, "predicted_s": seconds, "predicted_by": by})
+        return
+    shown = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
+    write_fields({**shown, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, by {by}"})

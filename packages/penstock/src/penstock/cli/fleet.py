@@ -1,0 +1,473 @@
+"""`penstock status`, `why`, `keep` and `pull`: commands of a process that uses a fleet.
+
+In: a model's name, or URIs for `keep`. Out: the hub's answers, or reports, on stdout.
+Not here: the answers (`hub.directory`), keeping (`keeper.keeper`), fetching and writing (`fetch.pull`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from penstock.cli.terminal import (
+    Cache,
+    DataPort,
+    Device,
+    Force,
+    Format,
+    FormatOption,
+    Hub,
+    Listen,
+    TokenFile,
+    columns,
+    connection_of,
+    cut,
+    note,
+    option,
+    terminal_width,
+    write_json,
+    write_lines,
+)
+from penstock.errors import ConfigError, NotFound, printable
+from penstock.hub.summary import failure_lines
+from penstock.report import bytes_text, plain
+
+if TYPE_CHECKING:
+    import penstock
+    from penstock.hub.messages import HoldingState, MemberStatus, Status
+    from penstock.jobs.observer import JobState
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
+_HEADER = [
+    "member",
+    "host",
+    "model",
+    "key",
+    "revision",
+    "state",
+    "tier",
+    "chunks",
+    "bytes",
+    "readers",
+    "rate",
+    "from",
+    "why",
+    "silent",
+]
+_SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes", "from", "rate")
+"""Columns that a narrow terminal does without, the first one first."""
+_JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
+_SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
+_SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "fleet", "bytes", "from", "silent"]
+_SPARE_OF_SYNC = ("run", "host", "silent", "bytes", "from", "version")
+
+
+def status(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Only members that have it or fetch it.", show_default=False)
+    ] = None,
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch", metavar="SECONDS", min=0.1, help="Repeat at this interval until Ctrl-C.", show_default=False
+        ),
+    ] = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """List the fleet's members, models and progress.
+
+    On a terminal, what it has no room for is left out; a pipe and --format json get all of it.
+    """
+    import penstock
+
+    connection = connection_of(hub, token_file)
+    if watch is None:
+        _show(penstock.status(model, connection=connection), model, format)
+        return
+    from penstock.hub.client import HubClient, resolve_connection
+
+    connection = resolve_connection(connection)
+    # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
+    with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
+        if format is Format.human and sys.stdout.isatty():
+            _redraw(lambda: client.status(model), model, watch)
+        while True:
+            _show(client.status(model), model, format)
+            sys.stdout.flush()
+            time.sleep(watch)
+            if format is Format.human:
+                write_lines("")
+
+
+def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoReturn:
+    """Show the members on a screen of their own until Ctrl-C, which leaves the last of them on the terminal."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    fleet, console = ask(), Console()
+
+    def screen() -> Text:
+        head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s; Ctrl-C ends it"
+        lines = [head, "", *_lines(fleet, model, console.width)]
+        # The last line says how much there is no room for: a screen does not scroll.
+        if (excess := len(lines) - console.height) > 0:
+            lines[console.height - 1 :] = [f"... and {excess + 1} more lines"]
+        return Text("\n".join(lines), no_wrap=True, overflow="crop")
+
+    try:
+        # Drawn several times a second, so that it follows the size of the window.
+        with Live(get_renderable=screen, console=console, screen=True, refresh_per_second=4):
+            while True:
+                time.sleep(every_s)
+                fleet = ask()
+    finally:
+        write_lines(*_lines(fleet, model, terminal_width()))
+
+
+def _show(fleet: Status, model: str | None, format: Format) -> None:
+    """Write the members to stdout."""
+    if format is Format.json:
+        import msgspec
+
+        write_json(msgspec.to_builtins(fleet))
+    else:
+        write_lines(*_lines(fleet, model, terminal_width()))
+
+
+def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
+    """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then lost members."""
+    # A process that failed or was killed is no member any more. Those of members that live are on the fleet page.
+    live = {member.member for member in fleet.members}
+    failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
+    lost = [cut(printable(line), width) for line in failure_lines(failures)]
+    if not fleet.members and not fleet.jobs:
+        return ["no members" if model is None else f"no member has or wants {model}", *lost]
+    weights = [row for member in fleet.members for row in _rows(member, model)]
+    syncs = [row for member in fleet.members for row in _sync_rows(member)]
+    lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
+    if weights and syncs:
+        lines.append("")
+    lines += columns(_SYNC_HEADER, syncs, width=width, spare=_SPARE_OF_SYNC) if syncs else []
+    if lines and fleet.jobs:
+        lines.append("")
+    jobs = [_job_row(job.state) for job in fleet.jobs]
+    lines += columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else []
+    return [*lines, "", *lost] if lost else lines
+
+
+def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
+    """Return one row for each set of weights; a member without weights or syncs has a row too."""
+    who = _who(member)
+    # Seconds since the last beat: a value near the hub's TTL is a member about to be forgotten.
+    silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
+    rows: list[list[object]] = []
+    # The hub lists a member that has the model with all of its weights; a reader asked for one model.
+    for holding in member.holdings:
+        if model is None or holding.identity.model == model:
+            rows.append([who, member.host[:8], *_cells(holding, member.boot), silent])
+    if member.syncs:
+        return rows
+    standing = member.boot if member.boot not in {"", "ready"} else "idle"
+    return rows or [[who, member.host[:8], "", "", "", standing, "", "", "", "", "", "", "", silent]]
+
+
+def _who(member: MemberStatus) -> str:
+    # As paths and `why` name it, so that a reader can find it there.
+    return f"{member.member[:8]} {member.name}"
+
+
+def _sync_rows(member: MemberStatus) -> list[list[object]]:
+    """Return one row for each rank of a sync."""
+    return [
+        [
+            _who(member),
+            member.host[:8],
+            state.name,
+            f"{state.side} {state.rank}/{state.world_size}",
+            "" if state.version < 0 else state.version,
+            state.run[:8],
+            state.state,
+            state.fleet,
+            bytes_text(state.nbytes),
+            state.path,
+            f"{member.silent_s:.1f} s",
+        ]
+        for state in member.syncs
+    ]
+
+
+def _job_row(job: JobState) -> list[object]:
+    """Return the row of a conversion."""
+    return [
+        job.name,
+        job.process,
+        job.phase,
+        f"{job.num_done}/{job.num_tasks}",
+        f"{bytes_text(job.done_bytes)} of {bytes_text(job.total_bytes)}",
+        f"{job.gb_per_s:.2f} GB/s",
+        f"{job.eta_s:.0f} s" if job.eta_s > 0 else "",
+        job.num_workers,
+        job.num_late,
+        f"{job.num_reassigned} reassigned, {job.num_duplicated} duplicated",
+        "" if job.error is None else f"{job.error.error}: {job.error.message}",
+    ]
+
+
+def _cells(holding: HoldingState, boot: str) -> list[object]:
+    """Return the cells of one set of weights; `boot` is the start of its process."""
+    num_have = sum(stop - start for start, stop in holding.have)
+    share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
+    readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
+    return [
+        holding.identity.model,
+        holding.key[:8],
+        # As reports show it: long enough for `--revision`.
+        holding.revision[:19],
+        # While it is filled, the state and the chunks say more than the phase of the fetch.
+        holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
+        holding.tier or ("gpu" if holding.device_id else "host"),
+        f"{num_have}/{holding.num_chunks}{share}",
+        bytes_text(holding.nbytes),
+        readers,
+        f"{holding.gb_per_s:.2f} GB/s" if holding.gb_per_s else "",
+        holding.path,
+        holding.why,
+    ]
+
+
+def why(
+    model: Model,
+    member: Annotated[str | None, option("--member", "ID", "Only the reasons of this member.")] = None,
+    hub: Hub = None,
+    token_file: TokenFile = None,
+    format: FormatOption = Format.human,
+) -> None:
+    """Explain from which members a model is read.
+
+    And why not from the others: identities that differ, states, complaints of readers.
+    """
+    import msgspec
+
+    import penstock
+
+    answer = penstock.why(model, member=member, connection=connection_of(hub, token_file))
+    if format is Format.json:
+        write_json(msgspec.to_builtins(answer))
+    else:
+        write_lines(*answer.lines)
+
+
+def drain(
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Its id, or the beginning of it as status shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Send readers to it again.")] = False,
+    reason: Annotated[str, typer.Option("--reason", help="For the audit and the fleet page.", show_default=False)] = "",
+    hub: Hub = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Send no more readers to a member.
+
+    Until it leaves; the readers that it has finish or move on. Needs an operator's token.
+    """
+    import penstock
+
+    name = penstock.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
+    write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
+
+
+def keep(
+    uris: Annotated[
+        list[str] | None, typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: its last part.")
+    ] = None,
+    device: Device = "cpu",
+    hub: Hub = None,
+    listen: Listen = None,
+    data_port: DataPort = 0,
+    token_file: TokenFile = None,
+    memory_bytes: Annotated[
+        str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device: 40G.")
+    ] = None,
+    host_bytes: Annotated[
+        str | None, option("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
+    ] = None,
+    disk: Annotated[
+        str | None, option("--disk", "DIR", "Local directory for idle models that no memory holds.")
+    ] = None,
+    disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Keep the bundles of compiled code beside each model, too.")
+    ] = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Keep finished parameters that engines of this host hand over, too.")
+    ] = False,
+    max_readers: Annotated[
+        int, typer.Option("--max-readers", metavar="N", min=1, help="Readers of each model at once.")
+    ] = 4,
+    max_bytes_per_s: Annotated[
+        str, option("--max-bytes-per-s", "BYTES", "Limit for all readers together: 2G; 0: no limit.")
+    ] = "0",
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
+    ] = 30.0,
+    format: FormatOption = Format.human,
+) -> None:
+    """Keep models in memory for engines of this host.
+
+    Engines attach to them without a copy, and the fleet reads them, until SIGTERM.
+    """
+    import penstock
+    from penstock.storage.locate import look, model_name
+
+    uris = uris or []
+    if not uris and not accept:
+        raise ConfigError("there is nothing to keep", hint="give a URI, or --accept")
+    # By position: the first --model names the first URI.
+    names = model or [model_name(uri) for uri in uris]
+    if len(names) != len(uris):
+        raise ConfigError(
+            f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
+        )
+    # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
+    for uri in uris:
+        look(uri)
+    bundles = _bundles(uris) if artifacts else {}
+    with api.Keeper(
+        device=device,
+        memory_bytes=memory_bytes,
+        host_bytes=host_bytes,
+        disk=disk,
+        disk_bytes=disk_bytes,
+        connection=connection_of(hub, token_file, listen, data_port),
+        accept=accept,
+        max_readers=max_readers,
+        max_bytes_per_s=max_bytes_per_s,
+    ) as keeper:
+        reports = [keeper.keep(name, uri) for name, uri in [*zip(names, uris, strict=True), *bundles.items()]]
+        if format is Format.json:
+            write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
+        else:
+            write_lines(*(report.summary() for report in reports))
+        # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
+        sys.stdout.flush()
+        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        kept = ", ".join(names) if names else "what engines hand over"
+        text = f"keeping {kept}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
+        # Only once signals are handled: a script that reads the note may send one at once.
+        keeper.serve(drain_s=drain_s, ready=partial(note, text))
+
+
+def _bundles(uris: Sequence[str]) -> dict[str, str]:
+    """Return the bundles of compiled code beside models: the name under which engines look for each, and its URI."""
+    from penstock_compile_cache import list_bundles
+    from penstock_compile_cache.store import fleet_name
+
+    # An engine checks the signature; one that is refused here would be of no use to it.
+    bundles = (bundle for uri in uris for bundle in list_bundles(uri))
+    return {fleet_name(bundle.key.id): bundle.uri for bundle in bundles if bundle.key is not None}
+
+
+def _rest(keeper: api.Keeper) -> str:
+    """Return the models that are not in the first tier, as text."""
+    first = next(iter(keeper.stats().tiers))
+    away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]
+    return f" ({', '.join(away)})" if away else ""
+
+
+def _fill(uri: str, format: Format) -> None:
+    """Write a repository to the local cache of its hub's library."""
+    from penstock.loader.progress import Progress
+    from penstock.storage.fill import fill
+
+    with Progress(None, uri) as progress:
+        report = fill(uri, on_bytes=progress)
+    if format is Format.json:
+        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+    else:
+        write_lines(report.summary())
+
+
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The name its members agree on; with --cache, org/name or hf://.")
+    ],
+    to: Annotated[Path | None, option("--to", "DIR", "Write it to this directory, with index and manifest.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1, and release it.", show_default=False),
+    ] = None,
+    cache: Cache = False,
+    fallback: Annotated[str | None, option("--fallback", "URI", "Storage to read what no member has.")] = None,
+    revision: Annotated[
+        str,
+        typer.Option(
+            "--revision", help="Only this revision, or one that begins so.", metavar="REVISION", show_default=False
+        ),
+    ] = "",
+    hub: Hub = None,
+    listen: Listen = None,
+    data_port: DataPort = 0,
+    token_file: TokenFile = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
+    ] = None,
+    force: Force = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """Fetch a model from the fleet.
+
+    With --cache, from its hub. Reports which bytes came from which source, by which path and why.
+    """
+    if [to is not None, device is not None, cache].count(True) != 1:
+        raise ConfigError("no destination, or two", hint="give one of --to DIR, --device DEVICE and --cache")
+    if cache:
+        if fallback is not None or revision or timeout_s is not None or force:
+            hint = "write a revision as org/name@REVISION, and leave --fallback, --timeout-s and --force out"
+            raise ConfigError("--cache reads the model's own hub, not the fleet", hint=hint)
+        _fill(model, format)
+        return
+    if force and to is None:
+        raise ConfigError("--force is for --to DIR", hint="leave it out")
+    from penstock.storage import is_remote
+    from penstock.storage.locate import look, texts_of
+
+    if fallback is not None:
+        look(fallback)
+    from penstock.fetch.pull import pull_model
+
+    try:
+        report = pull_model(
+            model,
+            connection=connection_of(hub, token_file, listen, data_port),
+            revision=revision,
+            to=to,
+            device=device or "cpu",
+            fallback=fallback,
+            timeout_s=timeout_s,
+            replace=force,
+        )
+    except NotFound as error:
+        if fallback is None:
+            # MODEL alone is no place to read from, even where it reads as one.
+            storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
+            error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
+        raise
+    if format is Format.json:
+        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+    else:
+        write_lines(report.summary())
+        if to is not None:
+            write_lines("weights only: a fleet has no config.json, tokenizer or other small files")

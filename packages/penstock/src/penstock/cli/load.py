@@ -1,0 +1,156 @@
+"""`penstock load`: load a weight set into memory of this process, report how that went, and release it.
+
+In: a URI and a device. Out: the report on stdout; with `--dry-run` the plan, its bytes and its predicted seconds.
+Not here: the loading (`penstock.load`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import (
+    Cache,
+    Device,
+    Format,
+    FormatOption,
+    MemoryBytes,
+    Names,
+    Uri,
+    Verify,
+    option,
+    write_fields,
+    write_json,
+    write_lines,
+)
+from penstock.config import Settings, parse_bytes
+from penstock.errors import ConfigError
+from penstock.report import bytes_text, plain
+from penstock.types import GB, MIB
+
+
+def load(
+    uri: Uri,
+    device: Device = "cpu",
+    names: Names = None,
+    memory_bytes: MemoryBytes = None,
+    verify: Verify = None,
+    trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
+    cache: Cache = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
+    format: FormatOption = Format.human,
+) -> None:
+    """Load weights and report rate, memory and paths.
+
+    The tensors are freed at the end: this measures a load, and shows by which path each file came.
+    """
+    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    if dry_run and cache:
+        raise ConfigError("--dry-run writes no cache", hint="leave one of them out")
+    if dry_run:
+        _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
+        return
+    import penstock
+    from penstock.storage.locate import look
+
+    # A misspelt path fails here, before torch is imported, which takes seconds.
+    look(uri)
+    # The bar's library: imported by the load, it would count as time of the load.
+    import rich.progress  # noqa: F401
+
+    weights = penstock.load(
+        uri,
+        device=device,
+        names=names,
+        memory_bytes=budget,
+        verify=verify,
+        trace=None if trace is None else str(trace),
+        cache=cache,
+    )
+    if format is Format.json:
+        write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})
+    else:
+        write_lines(weights.report.summary())
+
+
+# The bytes that a dry run reads to predict: long enough to see the link, short enough not to matter.
+_SAMPLE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The plan of a load and its prediction. Bytes and seconds; rates in decimal GB/s."""
+
+    uri: str
+    num_files: int
+    num_tensors: int
+    nbytes: int
+    read_bytes: int
+    num_reads: int
+    memory_bytes: int
+    sample_path: str
+    sample_gb_per_s: float
+    predicted_s: float
+    reads: str
+
+
+def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Plan:
+    """Plan a load from the headers, and predict its time from a sample read of the source."""
+    from penstock.plan.schedule import plan_load
+    from penstock.storage.weight_set import open_weights
+
+    settings = Settings.read(memory_bytes=memory_bytes)
+    with open_weights(uri, settings=settings, names=names) as weights:
+        files = weights.manifest.files
+        plan = plan_load(
+            weights.manifest.tensors,
+            file_nbytes=[file.nbytes for file in files],
+            chunk_bytes=min(settings.chunk_bytes, settings.memory_bytes),
+        )
+        read_bytes = int(plan.read_nbytes.sum())
+        path, rate = "none", 0.0
+        # The largest file: the sample must not end with the file.
+        largest = int(max((file.nbytes for file in files), default=0))
+        if largest:
+            source = weights.sources[[file.nbytes for file in files].index(largest)]
+            sample = memoryview(bytearray(min(largest, _SAMPLE_BYTES)))
+            begin = time.perf_counter()
+            path = source.readv(0, [sample])
+            rate = len(sample) / (time.perf_counter() - begin) / GB
+    return _Plan(
+        uri=uri,
+        num_files=len(files),
+        num_tensors=len(plan.table),
+        nbytes=plan.nbytes,
+        read_bytes=read_bytes,
+        num_reads=plan.num_reads,
+        memory_bytes=settings.memory_bytes,
+        sample_path=path,
+        sample_gb_per_s=rate,
+        predicted_s=read_bytes / rate / GB if rate else 0.0,
+        reads=plan.explain(),
+    )
+
+
+def _write_plan(plan: _Plan, format: Format) -> None:
+    """Write a plan to stdout."""
+    if format is Format.json:
+        write_json(plan)
+        return
+    write_fields(
+        {
+            "uri": plan.uri,
+            "files": plan.num_files,
+            "tensors": plan.num_tensors,
+            "bytes": bytes_text(plan.nbytes),
+            "to read": f"{bytes_text(plan.read_bytes)} in {plan.num_reads} reads",
+            "staging": f"at most {bytes_text(plan.memory_bytes)}",
+            "sample": f"{plan.sample_gb_per_s:.2f} GB/s by one thread ({plan.sample_path})",
+            "predicted": f"{plan.predicted_s:.2f} s at that rate; several threads may do better",
+        }
+    )
+    write_lines("", plan.reads)

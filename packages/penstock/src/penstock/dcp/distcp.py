@@ -1,0 +1,416 @@
+"""DCP's own format: `.metadata`, and the torch.save archives in `.distcp` files, read as data.
+
+In: the bytes of `.metadata`; the first and last bytes of an archive. Out: torch's `Metadata` with an `Entry` for each
+stored item; dtype, shape and place of the tensor in an archive.
+Not here: pickles (`pickled`), reading the files (`reader`).
+
+    archive: data.pkl (dtype, shape, strides) | small records | data/0 (the elements) | ... | directory of a zip file
+
+The records are stored, not compressed: a tensor's elements are one run of the file, which is read into place.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from penstock.errors import FormatError
+from penstock.dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, Record, decode, is_sizes
+from penstock.plan.intersect import Boxes, uncovered
+from penstock.storage.safetensors import clip
+from penstock.types import Box
+
+METADATA_NAME = ".metadata"
+
+HEAD_BYTES = 1 << 10
+"""Read from an archive's start: torch 2.8 to 2.13 put the header of `data/0` at byte 600 for a tensor of rank 2."""
+
+TAIL_BYTES = 1 << 10
+"""Read from its end: the directory takes some 600 bytes."""
+
+_MAX_DIRECTORY_BYTES = 1 << 20
+
+_META = "torch.distributed.checkpoint.metadata"
+_METADATA = Global(_META, "Metadata")
+_TENSOR = Global(_META, "TensorStorageMetadata")
+_BYTES = Global(_META, "BytesStorageMetadata")
+_PROPERTIES = Global(_META, "TensorProperties")
+_CHUNK = Global(_META, "ChunkStorageMetadata")
+_INDEX = Global(_META, "MetadataIndex")
+_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+# Names that stand in the metadata and whose values are not used.
+_UNUSED = {
+    Global(_META, "_MEM_FORMAT_ENCODING"),
+    # Python 3.11.0 to 3.11.3 write a member of an enum as `getattr(enum, name)`. It is not called here.
+    Global("builtins", "getattr"),
+    Global(_META, "StorageMeta"),
+    Global("torch.serialization", "_get_layout"),
+    Global("pathlib", "PosixPath"),
+    Global("pathlib", "WindowsPath"),
+    Global("pathlib._local", "PosixPath"),
+    Global("pathlib._local", "WindowsPath"),
+}
+_METADATA_NAMES = frozenset({_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _INFO, SIZE, *DTYPES, *_UNUSED})
+
+_REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_3 = Global("torch._utils", "_rebuild_tensor_v3")
+_ORDERED = Global("collections", "OrderedDict")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+# Source: `torch.storage._dtype_to_storage_type_map` of torch 2.13; dtypes without an entry are written untyped.
+_STORAGES = {
+    Global("torch", f"{name}Storage"): dtype
+    for name, dtype in {
+        "Double": torch.float64,
+        "Float": torch.float32,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+        "ComplexFloat": torch.complex64,
+        "ComplexDouble": torch.complex128,
+    }.items()
+}
+_TENSOR_NAMES = frozenset({_REBUILD, _REBUILD_3, _ORDERED, _UNTYPED, SIZE, *_STORAGES, *DTYPES})
+
+
+Path = tuple[str | int, ...]
+"""The keys that lead to a value of a nested state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A stored item: a byte range of a file. Its bytes are a torch.save archive."""
+
+    file: str
+    """Relative to the checkpoint; a plain name."""
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The tensor in an archive: dtype and place; `order` are its dims by falling strides, in the order of the bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    offset: int
+    """Of its elements, from the start of the archive."""
+
+
+def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
+    """Return the metadata of a checkpoint; `storage_data` maps each index to an `Entry`.
+
+    Raises:
+        FormatError: the file is not the pickle of DCP metadata, or contradicts itself; names the tensor.
+    """
+    root = _record(decode(raw, _METADATA_NAMES, uri=uri), _METADATA, uri)
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, value in _dict(root.get("state_dict_metadata"), uri).items():
+        if not isinstance(name, str):
+            raise FormatError("a name in the metadata is not a string", uri=uri)
+        tensors[name] = _tensor(name, value, uri)
+    entries: dict[MetadataIndex, Entry] = {}
+    for key, value in _dict(root.get("storage_data"), uri).items():
+        index = _record(key, _INDEX, uri)
+        name, offset = index.get("fqn"), index.get("offset")
+        if not isinstance(name, str) or name not in tensors:
+            raise FormatError(f"an entry names {_shown(name)}, which has no metadata", uri=uri)
+        entries[MetadataIndex(name, None if offset is None else _sizes(offset, name, uri))] = _entry(name, value, uri)
+    _require_entries(tensors, entries, uri)
+    return Metadata(tensors, planner_data=_paths(root.get("planner_data"), uri), storage_data=entries)
+
+
+def _require_entries(
+    tensors: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
+    entries: Mapping[MetadataIndex, Entry],
+    uri: str,
+) -> None:
+    """Raise FormatError unless every chunk that the metadata promises has an entry."""
+    for name, item in tensors.items():
+        chunks = item.chunks if isinstance(item, TensorStorageMetadata) else ()
+        wanted = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
+        for index in wanted or [MetadataIndex(name)]:
+            if index not in entries:
+                raise FormatError("the metadata has no place for it", uri=uri, tensor=clip(name))
+
+
+def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
+    """Return the fields of a dataclass."""
+    if not isinstance(value, Record) or value.call != call or value.args or value.items:
+        raise FormatError(f"expected a {call.name} in the metadata", uri=uri)
+    state = {} if value.state is None else value.state
+    # A dataclass' state may be a pair of which the first is its dict.
+    return _dict(state, uri)
+
+
+def _dict(value: Any, uri: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError("expected a dict in the metadata", uri=uri)
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error's text. Only text is shown: a small pickle can hold a value that is long to write."""
+    return repr(clip(value)) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _sizes(value: Any, name: str, uri: str) -> torch.Size:
+    if isinstance(value, Record) and value.call == SIZE and len(value.args) == 1 and is_sizes(value.args[0]):
+        return torch.Size(value.args[0])
+    raise FormatError("malformed sizes", uri=uri, tensor=clip(name))
+
+
+def _tensor(name: str, value: Any, uri: str) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(value, Record) and value.call == _BYTES:
+        return BytesStorageMetadata()
+    fields = _record(value, _TENSOR, uri)
+    properties, size = fields.get("properties"), _sizes(fields.get("size"), name, uri)
+    state = properties.state if isinstance(properties, Record) and properties.call == _PROPERTIES else None
+    dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], Global) else None
+    stored = fields.get("chunks")
+    if dtype is None or not isinstance(stored, list):
+        raise FormatError("its metadata has no dtype or no chunks", uri=uri, tensor=clip(name))
+    chunks: list[ChunkStorageMetadata] = []
+    for each in stored:
+        chunk = _record(each, _CHUNK, uri)
+        sizes, offsets = _sizes(chunk.get("sizes"), name, uri), _sizes(chunk.get("offsets"), name, uri)
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+    require_covered(name, size, chunks, uri)
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata], uri: str) -> None:
+    """Raise FormatError unless each element of the tensor is in one chunk."""
+    total = 0
+    for chunk in chunks:
+        if len(chunk.sizes) != len(size) or len(chunk.offsets) != len(size):
+            raise FormatError("a part of it has another number of dims", uri=uri, tensor=clip(name))
+        if any(at + extent > whole for at, extent, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise FormatError("a part of it lies outside the tensor", uri=uri, tensor=clip(name))
+        total += math.prod(chunk.sizes)
+    if total != math.prod(size):
+        fault = f"its parts have {total} elements, the tensor has {math.prod(size)}: a shard is missing, or there twice"
+        raise FormatError(fault, uri=uri, tensor=clip(name))
+    if total and len(chunks) > 1 and not _are_apart(size, chunks):
+        raise FormatError("its parts overlap: a shard is there twice, another is missing", uri=uri, tensor=clip(name))
+
+
+def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Return whether chunks that lie in a tensor, and have as many elements as it, do not overlap."""
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    cut = {dim for chunk in chunks for dim, extent in enumerate(chunk.sizes) if extent != size[dim]}
+    if len(cut) == 1:
+        # Most tensors are cut along one dim.
+        (dim,) = cut
+        ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
+        return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
+    # Not with numbers that overflow 64 bits: no file holds such a tensor.
+    if math.prod(extent + 1 for extent in size) >= 1 << 62:
+        return False
+    boxes = [
+        Box(start=tuple(chunk.offsets), stop=tuple(at + n for at, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+        for chunk in chunks
+    ]
+    return not len(uncovered(Boxes.of([Box.full(tuple(size))]), np.zeros(len(boxes), np.int64), Boxes.of(boxes)))
+
+
+def _entry(name: str, value: Any, uri: str) -> Entry:
+    fields = _record(value, _INFO, uri)
+    file, offset, nbytes = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    # The name is joined to the checkpoint's place: it must not lead out of it.
+    if not isinstance(file, str) or not file or "/" in file or "\\" in file or "\0" in file or file in {".", ".."}:
+        raise FormatError(f"{_shown(file)} is not a valid file name", uri=uri, tensor=clip(name))
+    if not isinstance(offset, int) or not isinstance(nbytes, int) or not is_sizes((offset, nbytes, offset + nbytes)):
+        raise FormatError("its range in the file is invalid", uri=uri, tensor=clip(name))
+    if fields.get("transform_descriptors"):
+        hint = "load it with torch's reader and its extensions"
+        raise FormatError("it is stored through an extension of DCP", uri=uri, tensor=clip(name), hint=hint)
+    return Entry(file=file, offset=offset, nbytes=nbytes)
+
+
+def _paths(value: Any, uri: str) -> dict[str, Path] | None:
+    """Return the planner's table: for each flat name, the keys that lead to it in the nested state."""
+    if value is None:
+        return None
+    paths: dict[str, Path] = {}
+    for name, path in _dict(value, uri).items():
+        # An int of a path is a place in a list, which a planner makes as long as that.
+        if not isinstance(name, str) or not isinstance(path, tuple) or not all(map(is_key, path)):
+            raise FormatError("the planner's table is malformed", uri=uri)
+        paths[name] = path
+    return paths
+
+
+def is_key(key: Any) -> bool:
+    """Return whether a value can be a key of a planner's path: a name, or a place in a list."""
+    return isinstance(key, str) or (type(key) is int and 0 <= key < 1 << 20)
+
+
+# Source: APPNOTE.TXT of the zip format, 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 4.3.16 (its end, zip64).
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    start: int
+    """Of its local header."""
+    nbytes: int
+
+
+def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _Member] | int:
+    """Return the members of an archive, or how many bytes of its end must be known to tell.
+
+    Args:
+        tail: its last bytes.
+        nbytes: its size.
+        uri, tensor: named in errors.
+
+    Raises:
+        FormatError: no zip file ends there, or a member is compressed or lies outside.
+    """
+
+    def fault(why: str) -> FormatError:
+        return FormatError(f"not an archive of torch.save: {why}", uri=uri, tensor=clip(tensor))
+
+    at = len(tail) - _END.size
+    if at < 0 or tail[at : at + 4] != b"PK\x05\x06":
+        raise fault("it does not end as a zip file")
+    _, _, _, _, count, size, start, _ = _END.unpack_from(tail, at)
+    at_64 = at - 20 - _END_64.size
+    if at_64 >= 0 and tail[at_64 : at_64 + 4] == b"PK\x06\x06":
+        _, _, _, _, _, _, _, count, size, start = _END_64.unpack_from(tail, at_64)
+    if start + size > nbytes or count > 1 << 16:
+        raise fault("its directory lies outside")
+    begin = start - (nbytes - len(tail))
+    if nbytes - start > _MAX_DIRECTORY_BYTES:
+        # Nothing is allocated for what such a number asks for.
+        raise fault("its directory is too long")
+    if begin < 0:
+        return nbytes - int(start)
+    members: dict[str, _Member] = {}
+    at = begin
+    for _ in range(count):
+        if at + _CENTRAL.size > min(begin + size, len(tail)) or tail[at : at + 4] != b"PK\x01\x02":
+            raise fault("its directory is cut short")
+        _, _, _, _, method, _, _, _, packed, length, name_len, extra_len, comment_len, _, _, _, head = (
+            _CENTRAL.unpack_from(tail, at)
+        )
+        at += _CENTRAL.size
+        name = tail[at : at + name_len].decode("utf-8", "replace")
+        extra = tail[at + name_len : at + name_len + extra_len]
+        at += name_len + extra_len + comment_len
+        length, packed, head = _zip64(extra, length, packed, head)
+        if method or packed != length or head + _LOCAL.size + length > start or name in members:
+            raise fault(f"its member {clip(name)!r} is compressed, lies outside, or is there twice")
+        members[name] = _Member(start=head, nbytes=length)
+    return members
+
+
+def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int, int]:
+    """Return sizes and offset with those replaced that did not fit 32 bits."""
+    at, wide = 0, b""
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            wide = extra[at + 4 : at + 4 + size]
+        at += 4 + size
+    values = []
+    for value in (length, packed, head):
+        if value == 0xFFFFFFFF and len(wide) >= 8:
+            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+        values.append(value)
+    return values[0], values[1], values[2]
+
+
+def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
+    """Return where a member's bytes begin, from a range of the archive that begins with its local header."""
+    if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
+        raise FormatError("not an archive of torch.save: a member has no header", uri=uri, tensor=clip(tensor))
+    fields = _LOCAL.unpack_from(head)
+    return member.start + _LOCAL.size + int(fields[-2]) + int(fields[-1])
+
+
+def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) -> _Member:
+    """Return the member `<any directory>/<name>`. FormatError: there is none, or several."""
+    found = [each for path, each in members.items() if path.partition("/")[2] == name]
+    if len(found) != 1:
+        raise FormatError(f"not an archive of torch.save: it has no {name}", uri=uri, tensor=clip(tensor))
+    return found[0]
+
+
+def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
+    """Return a member's bytes of a whole archive. FormatError: it has none of that name, or is malformed."""
+    members = directory(archive, len(archive), uri=uri, tensor=tensor)
+    # An int: the directory begins before the archive does.
+    if isinstance(members, int):
+        raise FormatError("not an archive of torch.save: its directory lies outside", uri=uri, tensor=clip(tensor))
+    found = member(members, name, uri=uri, tensor=tensor)
+    start = body_start(archive[found.start :], found, uri=uri, tensor=tensor)
+    if start + found.nbytes > len(archive):
+        raise FormatError("a member of its archive lies outside", uri=uri, tensor=clip(tensor))
+    return archive[start : start + found.nbytes]
+
+
+def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[Stored, str, int]:
+    """Return what an archive's `data.pkl` says of its tensor, the member of the elements, and how many bytes it needs.
+
+    The offset is that of the tensor in the member.
+
+    Raises:
+        FormatError: it holds something else than one tensor whose elements lie without gaps.
+    """
+
+    def fault(why: str) -> FormatError:
+        return FormatError(f"cannot read a stored tensor: {why}", uri=uri, tensor=clip(tensor))
+
+    root = decode(raw, _TENSOR_NAMES, uri=uri)
+    if not isinstance(root, Record) or root.call not in {_REBUILD, _REBUILD_3} or len(root.args) < 4:
+        raise fault("it is not a plain tensor")
+    storage, first, shape, strides = root.args[:4]
+    shape, strides = (
+        value.args[0] if isinstance(value, Record) and value.call == SIZE and len(value.args) == 1 else value
+        for value in (shape, strides)
+    )
+    pid = storage.args[0] if isinstance(storage, Record) and storage.call == PERSISTENT else None
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
+        raise fault("it has no storage")
+    dtype = _STORAGES.get(pid[1]) if isinstance(pid[1], Global) else None
+    if root.call == _REBUILD_3 and pid[1] == _UNTYPED and len(root.args) >= 7 and isinstance(root.args[6], Global):
+        dtype = DTYPES.get(root.args[6])
+    if dtype is None:
+        raise fault("it has no dtype that is known")
+    if not is_sizes(shape) or not is_sizes(strides) or not is_sizes((first,)) or len(shape) != len(strides):
+        raise fault("its shape or strides are malformed")
+    elements = math.prod(shape)
+    # By falling strides, so that the elements are in the order of the bytes; dims of one element count for nothing.
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected and elements:
+            raise fault("its elements do not lie one after the other")
+        expected *= shape[dim]
+    start = first * dtype.itemsize
+    return Stored(dtype=dtype, shape=tuple(shape), order=order, offset=start), pid[2], start + elements * dtype.itemsize

@@ -1,0 +1,246 @@
+"""Parts of a load from local files into host memory, with little Python for each: a checkpoint has many small tensors.
+
+In: parts in file order, the session of their load. Out: filled and checked targets.
+Not here: remote files and devices, which need staging and many requests under way (`loader.run`).
+
+    one run of bytes, same dtype  --pread--> the target's memory
+    columns, another dtype, ...   --copy--> the target, from a mapping of the file
+
+It asks the kernel to read pages that are not in the page cache before the copies reach them: one thread then keeps a
+disk busy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from penstock import lifecycle
+from penstock.engine.check import Checker
+from penstock.engine.place import Bytes
+from penstock.dcp.checkpoint import table_of
+from penstock.dcp.parts import Part
+from penstock.loader.session import Session
+from penstock.loader.tensor import as_bytes, as_tensor
+from penstock.plan.schedule import LoadPlan
+from penstock.storage.files import FileSource
+from penstock.storage.mapped import MappedFile
+from penstock.types import MIB
+from penstock.waits import Threads
+
+_READ_BYTES = 8 * MIB
+"""Largest read: an interrupt takes effect between two of them."""
+
+_AHEAD_BYTES = 32 * MIB
+"""Bytes asked of the disk ahead of the one that is read."""
+
+_THREAD_BYTES = 16 * MIB
+"""Least bytes of a thread: to start and end one costs about as much as copying 1 MiB."""
+
+_MAX_THREADS = 4
+"""More do not copy faster into new pages: they wait for the address space's lock. Source: `Intake.num_reads`."""
+
+_LOOK_S = 1.0
+"""Seconds between two looks at threads that read."""
+
+_Work = tuple[int, Part, int, int, bool]
+"""Number of a part, the part, and its `span`."""
+
+
+def num_threads(num_ranks: int) -> int:
+    """Return the threads that a rank reads with: the cores are shared by the ranks, at worst all on this host."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
+
+
+class _Mapped:
+    """A mapping of a whole file, which ends with the last reference to its view."""
+
+    def __init__(self, source: FileSource) -> None:
+        self.source = source
+        self.file = MappedFile(source.uri, state=source.state)
+        self.view = self.file.view(0, source.nbytes)
+
+
+class LocalFill:
+    """A load of parts from local files to the host; `run` does it.
+
+    Attributes:
+        nbytes: bytes of all parts.
+        moved_bytes: bytes that are in their targets.
+    """
+
+    def __init__(self, session: Session, parts: Sequence[Part]) -> None:
+        self._session = session
+        self._sources = [source for source in session.weights.sources if isinstance(source, FileSource)]
+        spans = [part.span() for part in parts]
+        plan = _plan(parts)
+        self._memories: list[Bytes | None] = [None] * len(parts)
+        self._checker: Checker | None = session.checker(plan, self)
+        self._slabs: list[int] = plan.row_slab.tolist()
+        # A part without bytes has nothing to read; its target has no element.
+        self._work = [
+            (number, part, *span) for number, (part, span) in enumerate(zip(parts, spans, strict=True)) if span[1]
+        ]
+        self.nbytes = plan.nbytes
+        self.moved_bytes = 0
+        self._is_copied = False
+        # Values that are no tensors are read into memory of their own.
+        self._fills_tensors = not all(part.row.is_bytes for part in parts)
+        # Guards the counts and the paths, where there are several threads.
+        self._lock = threading.Lock()
+        self._is_stopped = False
+
+    def slab(self, index: int) -> Bytes:
+        """Return the stored bytes of a part that is complete: the checker asks for them."""
+        memory = self._memories[index]
+        assert memory is not None
+        return memory
+
+    def run(self, threads: int) -> None:
+        """Read, check and deliver every part, on the calling thread unless several are worth it.
+
+        Raises:
+            PenstockError: `session.is_touched` says whether a target can have been written to.
+        """
+        total = sum(span for _, _, _, span, _ in self._work)
+        count = max(1, min(threads, total // _THREAD_BYTES))
+        received = [source.received_bytes for source in self._sources]
+        try:
+            if count == 1:
+                self._fill(self._work)
+                return
+            # Neighbours to one thread, so that each reads its files from the beginning to the end.
+            before = accumulate((span for _, _, _, span, _ in self._work), initial=0)
+            groups: list[list[_Work]] = [[] for _ in range(count)]
+            for work, at in zip(self._work, before, strict=False):
+                groups[at * count // total].append(work)
+            with Threads(count, "penstock-fill", waits_for_calls=True) as pool:
+                self._wait([pool.submit(self._fill, group) for group in groups])
+        finally:
+            is_read = received != [source.received_bytes for source in self._sources]
+            self._session.is_touched = self._is_copied or (is_read and self._fills_tensors)
+
+    def _wait(self, jobs: Sequence[Future[None]]) -> None:
+        """Wait for the threads; raise what the first of them raised, or a noted interrupt, once the others stop."""
+        try:
+            while wait(jobs, lifecycle.longest_wait_s(_LOOK_S)).not_done:
+                lifecycle.raise_if_noted()
+            for job in jobs:
+                job.result()
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    def _fill(self, work: Sequence[_Work]) -> None:
+        ahead = asked_bytes = done_bytes = 0
+        paths: dict[tuple[int, str], int] = {}
+        mapped: _Mapped | None = None
+        try:
+            for number, part, offset, nbytes, is_run in work:
+                while ahead < len(work) and asked_bytes - done_bytes < _AHEAD_BYTES:
+                    _, later, start, span, _ = work[ahead]
+                    if (source := self._sources[later.row.file]).cached_fd(start, span) is None:
+                        source.read_ahead(start, span)
+                    asked_bytes += span
+                    ahead += 1
+                if self._is_stopped:
+                    return
+                memory = part.memory() if is_run else None
+                if part.row.is_bytes:
+                    memory = torch.empty(nbytes, dtype=torch.uint8)
+                if memory is None:
+                    # One file at a time: the pages of a mapping count as the process's memory until it goes.
+                    if mapped is None or mapped.source is not self._sources[part.row.file]:
+                        mapped = _Mapped(self._sources[part.row.file])
+                    path = self._copy(mapped, number, part, offset, nbytes)
+                else:
+                    path = self._read(number, part, offset, memory)
+                key = part.row.file, path
+                paths[key] = paths.get(key, 0) + nbytes
+                done_bytes += nbytes
+                with self._lock:
+                    self.moved_bytes += nbytes
+        except BaseException:
+            self._is_stopped = True
+            raise
+        finally:
+            with self._lock:
+                for key, count in paths.items():
+                    self._session.paths[key] = self._session.paths.get(key, 0) + count
+
+    def _read(self, number: int, part: Part, offset: int, memory: torch.Tensor) -> str:
+        """Read a run straight into its memory; return the path that it took."""
+        source, array = self._sources[part.row.file], memory.numpy()
+        path, view = "", array.data
+        for at in range(0, len(array), _READ_BYTES):
+            lifecycle.raise_if_noted()
+            if self._is_stopped:
+                return path
+            path = source.read_through(offset + at, view[at : at + _READ_BYTES])
+        self._check(number, part, array)
+        if part.row.is_bytes or len(part.targets) > 1:
+            part.deliver(memory)
+        return path
+
+    def _copy(self, mapped: _Mapped, number: int, part: Part, offset: int, nbytes: int) -> str:
+        """Copy a box that is no run, or of another dtype or stride, from a mapping of its file; return the path."""
+        lifecycle.raise_if_noted()
+        row = part.row
+        # Pages that cannot be read are an error here, and would be SIGBUS in the copy.
+        for at in range(offset, offset + nbytes, _READ_BYTES):
+            mapped.file.prefetch(at, min(_READ_BYTES, offset + nbytes - at))
+        raw = as_bytes(mapped.view[row.offset : row.offset + row.nbytes])
+        if part.box is None:
+            self._check(number, part, raw.numpy())
+        stored = as_tensor(raw, row.dtype, row.shape)
+        if part.box is not None:
+            stored = stored[tuple(map(slice, part.box.start, part.box.stop))]
+        self._is_copied = True
+        part.deliver_tensor(stored)
+        mapped.file.require_unmodified()
+        return "mmap"
+
+    def _check(self, number: int, part: Part, stored: Bytes) -> None:
+        """Compare a whole tensor with its digests. IntegrityError: they differ."""
+        if self._checker is not None and part.box is None:
+            self._memories[self._slabs[number]] = stored
+            self._checker.check([self._slabs[number]])
+            self._memories[self._slabs[number]] = None
+
+
+def _plan(parts: Sequence[Part]) -> LoadPlan:
+    """Return the places of a load without its reads: each part with bytes is a slab of its own."""
+    table = table_of([part.row for part in parts])
+    boxes = tuple(part.box for part in parts)
+    widths = [dtype.bits for dtype in table.dtypes]
+    sizes = [
+        nbytes if box is None else box.num_elements * bits // 8
+        for nbytes, box, bits in zip(table.nbytes.tolist(), boxes, widths, strict=True)
+    ]
+    row_nbytes = np.array(sizes, np.int64)
+    has_bytes = row_nbytes > 0
+    none = np.zeros(0, np.int64)
+    return LoadPlan(
+        table=table,
+        boxes=boxes,
+        row_slab=np.where(has_bytes, np.cumsum(has_bytes) - 1, -1),
+        row_offset=np.zeros(len(parts), np.int64),
+        row_nbytes=row_nbytes,
+        slab_nbytes=row_nbytes[has_bytes],
+        read_file=none,
+        read_offset=none,
+        read_nbytes=none,
+        seg_first=np.zeros(1, np.int64),
+        seg_src=none,
+        seg_slab=none,
+        seg_dst=none,
+        seg_run=none,
+        seg_rows=none,
+        seg_pitch=none,
+    )

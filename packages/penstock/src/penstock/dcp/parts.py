@@ -1,0 +1,107 @@
+"""Parts of a load: a box of a stored item, and the tensors of the state that it fills.
+
+In: a `Row`, an item of DCP's load plan, the planner's tensor. Out: where the box lies in its file, and its delivery.
+Not here: the reading (`local_files`, `loader`), the order of the parts (`reader`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from penstock.errors import PlanError
+from penstock.dcp.checkpoint import Row
+from penstock.loader.tensor import torch_dtype, torch_shape
+from penstock.types import Box, DType
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A box of a stored item, and the items of the plan that it fills."""
+
+    row: Row
+    box: Box | None
+    """In the order of the bytes; None for all of the row."""
+    items: list[ReadItem]
+    targets: list[torch.Tensor]
+    data: bytes = b""
+    """The bytes, for a value that is no tensor."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the targets, with its index."""
+        device = self.targets[0].device
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+    def span(self) -> tuple[int, int, bool]:
+        """Return the first byte of the box in its file, the bytes up to its last one, and whether all are wanted."""
+        row, box = self.row, self.box
+        if box is None:
+            return row.offset, row.nbytes, True
+        # A box of F4, whose elements share bytes, was refused.
+        width = stride = torch_dtype(row.dtype).itemsize
+        first, last = 0, 0
+        is_cut, is_run = False, True
+        for start, stop, size in zip(reversed(box.start), reversed(box.stop), reversed(row.shape), strict=True):
+            if stop == start:
+                return row.offset, 0, True
+            # Outside of a dim that is cut, a second index is a second run.
+            is_run &= not is_cut or stop - start == 1
+            is_cut |= stop - start != size
+            first += start * stride
+            last += (stop - 1) * stride
+            stride *= size
+        return row.offset + first, last + width - first, is_run
+
+    def memory(self) -> torch.Tensor | None:
+        """Return the memory of the first target, where its bytes can be read straight into it."""
+        if not self.targets:
+            return None
+        target = self._ordered(self.targets[0])
+        if not target.is_contiguous() or target.dtype != torch_dtype(self.row.dtype):
+            return None
+        return target.reshape(-1).view(torch.uint8)
+
+    def deliver(self, memory: torch.Tensor) -> None:
+        """Copy the box's own bytes to the targets, but for one that they were read into."""
+        if self.row.is_bytes:
+            self.data = memory.numpy().tobytes()
+            return
+        shape = self.row.shape if self.box is None else self.box.shape
+        self.deliver_tensor(memory.view(torch_dtype(self.row.dtype)).view(torch_shape(self.row.dtype, shape)))
+
+    def deliver_tensor(self, stored: torch.Tensor) -> None:
+        """Copy the box, as a tensor in the order of the bytes, to the targets, but for one that has its memory."""
+        for target in self.targets:
+            ordered = self._ordered(target)
+            if ordered.data_ptr() != stored.data_ptr():
+                ordered.copy_(stored)
+
+    def _ordered(self, target: torch.Tensor) -> torch.Tensor:
+        """Return a target with its dims in the order of the stored bytes."""
+        return target if self.row.order is None else target.permute(self.row.order)
+
+
+def box_of(item: ReadItem, row: Row) -> Box | None:
+    """Return the box of a row that an item reads, in the order of the bytes; None for all of it.
+
+    Raises:
+        PlanError: it lies outside the row, or is a part of a tensor of F4.
+    """
+    if row.order is None and tuple(item.lengths) == row.shape and not any(item.storage_offsets):
+        return None
+    start = tuple(item.storage_offsets)
+    stop = tuple(at + length for at, length in zip(start, item.lengths, strict=True))
+    if row.order is not None:
+        start, stop = (tuple(ends[dim] for dim in row.order) for ends in (start, stop))
+    box = Box(start=start, stop=stop)
+    shape = torch_shape(row.dtype, row.shape)
+    if len(start) != len(shape) or any(end > size for end, size in zip(stop, shape, strict=True)):
+        raise PlanError(f"an item of the plan lies outside a part of shape {list(shape)}", tensor=row.name)
+    if box == Box.full(shape):
+        return None
+    if row.dtype is DType.F4:
+        raise PlanError("a tensor of F4 can only be loaded whole", tensor=row.name)
+    return box

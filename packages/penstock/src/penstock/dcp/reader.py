@@ -1,0 +1,329 @@
+"""`CheckpointReader`: torch DCP's `StorageReader` over every storage of Penstock.
+
+In: a URI, DCP's load plan and planner. Out: the tensors of a state dict, filled in place; a report.
+Not here: which bytes an item has (`checkpoint`, `parts`), the reading (`local_files`, `loader`), DCP's planning.
+
+    read items -> parts: a box of a stored item, with its targets
+    local files, host memory:  --copied, a part at a time (`local_files`)--> the planner's tensors, in place
+    others: a load plan for each device  --read, or staged-->               the planner's tensors, in place
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from penstock.arguments import require_type
+from penstock.config import Settings, parse_bytes
+from penstock.engine.place import CudaPlace, HostPlace
+from penstock.errors import FormatError, PenstockError, PlanError, without_frames
+from penstock.dcp import distcp
+from penstock.dcp.checkpoint import Checkpoint, Row, open_checkpoint, table_of
+from penstock.dcp.local_files import LocalFill, num_threads
+from penstock.dcp.parts import Part, box_of
+from penstock.dcp.pickled import PLAIN, archive, decode, plain
+from penstock.lifecycle import paused_gc
+from penstock.loader.into import marks_target
+from penstock.loader.load import deferred_interrupts
+from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.session import Options, Session
+from penstock.loader.tensor import torch_dtype
+from penstock.memory.targets import note_written, tied_targets
+from penstock.storage import text_of
+from penstock.storage.files import FileSource
+from penstock.telemetry.journey import Journey
+from penstock.types import Box
+
+_MAX_GAP_BYTES = 128 << 10
+"""Unwanted bytes read rather than skipped. The gap between two parts of a rank is what the other ranks read: with the
+1 MiB of a load, two ranks read all of a model of 300 tensors of 0.9 MiB, twice what they needed."""
+
+
+class _Unreadable(Metadata):
+    """The metadata of a checkpoint that cannot be read: the error is raised when it is used.
+
+    DCP catches what `read_metadata` raises and keeps only its text, in an AssertionError. An error that is raised one
+    step later reaches the caller unchanged, in `CheckpointException.failures`.
+    """
+
+    def __init__(self, error: PenstockError) -> None:
+        self.error = error
+
+    @property
+    def state_dict_metadata(self) -> Any:  # type: ignore[override]
+        """Raise the error."""
+        raise self.error
+
+
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint for `torch.distributed.checkpoint.load`: safetensors, or DCP's own format.
+
+    Args:
+        uri: what `penstock.load` takes: a directory, a file, an index, `s3://`, `hf://`, `http://`...; None: DCP gives
+            it, as `checkpoint_id`.
+        verify: whether bytes are compared with digests; see `penstock.load`. Parts of tensors have none.
+        memory_bytes: limit of host staging; see `penstock.load`.
+        storage_options: credentials and endpoint of an object store; see `penstock.load`.
+        cast: tensors of another dtype than the stored one are filled by a cast, as torch's readers do; False: they are
+            a PlanError.
+
+    Attributes:
+        reports: of the last load, one for each device.
+
+    Each rank reads the bytes of its own tensors, once, into their memory. All files are opened and checked, on all
+    ranks, before the first byte of a tensor is read. Errors are `PenstockError`s, in DCP's
+    `CheckpointException.failures` by rank.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | None = None,
+        *,
+        verify: bool | None = None,
+        memory_bytes: int | str | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        cast: bool = True,
+    ) -> None:
+        super().__init__()
+        require_type("verify", verify, (bool, type(None)), "True, False or None")
+        self._uri = None if uri is None else text_of(uri)
+        self._verify = verify
+        self._storage_options = storage_options
+        self._settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
+        self._cast = cast
+        self._checkpoint: Checkpoint | None = None
+        self.reports: list[LoadReport] = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See `StorageReader.reset`."""
+        self.close()
+        if checkpoint_id is not None:
+            self._uri = text_of(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Return the URI."""
+        return self._uri
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See `StorageReader.validate_checkpoint_id`: any path or URI may be a checkpoint."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    # DCP asks a reader whose method takes any keywords for metadata of single ranks, after an error.
+    def read_metadata(self) -> Metadata:
+        """Open the checkpoint and return its metadata; of one that cannot be read, metadata that raises when used."""
+        self.close()
+        self.reports = []
+        try:
+            if self._uri is None:
+                raise PlanError("the reader has no URI", hint="give CheckpointReader(uri), or load(checkpoint_id=)")
+            with paused_gc():
+                checkpoint = open_checkpoint(self._uri, settings=self._settings, storage_options=self._storage_options)
+        except PenstockError as error:
+            return _Unreadable(without_frames(error))
+        self._checkpoint = checkpoint
+        checkpoint.metadata.storage_meta = StorageMeta(checkpoint_id=self._uri)
+        return checkpoint.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """See `StorageReader.set_up_storage_reader`. Raises the error of `read_metadata`, if there was one."""
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Open and check every file that this rank needs: an error ends the load on all ranks, nothing touched."""
+        self._opened().locate(item.storage_index for item in plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See `StorageReader.prepare_global_plan`: each rank reads what its own tensors need."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of the plan into the planner's tensors; return a future that is done.
+
+        Raises:
+            PenstockError: with `mutated=True` when tensors were touched: they must be filled again before use.
+        """
+        checkpoint = self._opened()
+        # A planner may have changed the plan since.
+        checkpoint.locate(item.storage_index for item in plan.items)
+        parts = self._parts(checkpoint, plan.items, planner)
+        values = [part for part in parts if part.row.is_bytes]
+        with deferred_interrupts(None), paused_gc():
+            # Values that are no tensors first: what cannot be decoded must not leave tensors half loaded.
+            if values:
+                self._fill(checkpoint, torch.device("cpu"), values)
+            decoded = [_value(part, checkpoint.uri) for part in values]
+            tensors = [part for part in parts if not part.row.is_bytes]
+            filled = [(part.row.name, target) for part in tensors for target in part.targets]
+            tied_targets([name for name, _ in filled], [target for _, target in filled])
+            for device in dict.fromkeys(part.device for part in tensors):
+                try:
+                    self._fill(checkpoint, device, [part for part in tensors if part.device == device])
+                except PenstockError as error:
+                    # The tensors of another device may be filled already.
+                    error.mutated |= any(report.nbytes for report in self.reports[bool(values) :])
+                    if error.mutated:
+                        note_written(target for _, target in filled)
+                    raise
+            # Bytes are read into the tensors by address, which torch does not see.
+            note_written(target for _, target in filled)
+        for part, value in zip(values, decoded, strict=True):
+            for item in part.items:
+                planner.load_bytes(item, io.BytesIO(value))
+        # Only now, when all of them are complete and compared.
+        for part in tensors:
+            for item, target in zip(part.items, part.targets, strict=True):
+                planner.commit_tensor(item, target)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Close the files of the last load. Idempotent."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            checkpoint.close()
+
+    def _opened(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise PlanError("the checkpoint is not open", hint="DCP calls read_metadata first; so must you")
+        return self._checkpoint
+
+    def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[Part]:
+        """Return what must be read, each box once, with the tensors that it fills."""
+        parts: dict[tuple[str, int, int, Box | None, torch.device], Part] = {}
+        for item in items:
+            row = checkpoint.row(item.storage_index)
+            box: Box | None = None
+            target: torch.Tensor | None = None
+            if (item.type is LoadItemType.BYTE_IO) != row.is_bytes:
+                kinds = "a tensor", "another value"
+                fault = f"the checkpoint has {kinds[row.is_bytes]} where the state has {kinds[not row.is_bytes]}"
+                raise PlanError(fault, uri=checkpoint.uri, tensor=row.name)
+            if not row.is_bytes:
+                target = planner.resolve_tensor(item).detach()
+                self._require_fit(checkpoint, item, row, target)
+                box = box_of(item, row)
+            device = torch.device("cpu") if target is None else target.device
+            part = parts.setdefault(
+                (row.name, row.file, row.offset, box, device), Part(row=row, box=box, items=[], targets=[])
+            )
+            part.items.append(item)
+            if target is not None:
+                part.targets.append(target)
+        return list(parts.values())
+
+    def _require_fit(self, checkpoint: Checkpoint, item: ReadItem, row: Row, target: torch.Tensor) -> None:
+        dtype = torch_dtype(row.dtype)
+        if tuple(target.shape) != tuple(item.lengths):
+            fault = f"{list(item.lengths)} elements are read, the planner's tensor has {list(target.shape)}"
+            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name)
+        if target.device.type not in {"cpu", "cuda"}:
+            hint = "give it memory first: module.to_empty(device=...)" if target.is_meta else None
+            raise PlanError(f"a tensor is on the {target.device.type} device", tensor=row.name, hint=hint)
+        if not self._cast and target.dtype != dtype:
+            fault = f"the checkpoint has {dtype}, the state has {target.dtype}"
+            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="cast=True converts it")
+
+    def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[Part]) -> None:
+        """Run one load plan for the parts of one device."""
+        # In file order, the order of the plan's rows.
+        parts.sort(key=lambda part: (part.row.file, part.row.offset))
+        rows = [part.row for part in parts]
+        options = Options(
+            device=device,
+            # Not None: these may be a part of the set, which has no digest of its own then.
+            names=[],
+            verify=self._verify,
+            storage_options=self._storage_options,
+        )
+        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        local_ranks = min(num_ranks, torch.cuda.device_count()) if device.type == "cuda" else 1
+        with (
+            Journey("load", uri=checkpoint.uri, device=str(device)) as journey,
+            Session(
+                checkpoint.uri,
+                options,
+                self._settings,
+                local_world_size=max(1, local_ranks),
+                weights=checkpoint.weights(rows),
+            ) as session,
+        ):
+            journey.received = session.received
+            session.phases.enter("plan")
+            is_local = all(isinstance(source, FileSource) for source in session.weights.sources)
+            # Values that are no tensors are read into memory of their own: an error leaves the state as it was.
+            with nullcontext() if parts and parts[0].row.is_bytes else marks_target(session):
+                if is_local and device.type == "cpu":
+                    fill = LocalFill(session, parts)
+                    session.phases.enter("move", lambda: (fill.moved_bytes, fill.nbytes))
+                    fill.run(self._settings.fetch_threads or num_threads(num_ranks))
+                    nbytes = fill.nbytes
+                else:
+                    nbytes = self._run(session, parts, device)
+                report = session.finish(num_tensors=len(rows), nbytes=nbytes)
+            journey.outcome = outcome_of(report)
+        self.reports.append(report)
+
+    def _run(self, session: Session, parts: list[Part], device: torch.device) -> int:
+        """Read parts of remote files, or for a GPU, by a run of the load engine; return their bytes."""
+        is_host = device.type == "cpu"
+        plan = session.make_plan(
+            table_of([part.row for part in parts]),
+            [part.box for part in parts],
+            pack=False,
+            exact=False,
+            aligned=not is_host,
+            max_gap_bytes=_MAX_GAP_BYTES,
+        )
+        owners = np.flatnonzero(plan.row_slab >= 0).tolist()
+        slabs = [parts[row].memory() for row in owners]
+        sizes: list[int] = plan.slab_nbytes.tolist()
+        place: HostPlace | CudaPlace = (
+            HostPlace(sizes, [None if slab is None else slab.numpy() for slab in slabs])
+            if is_host
+            else CudaPlace(device, sizes, slabs)
+        )
+        checker = session.checker(plan, place)
+        # Slabs of their own are allocated when reads reach them: these stay near those that are delivered.
+        window = 0 if None not in slabs else self._settings.memory_bytes
+        run = session.begin(plan, place, checker=checker, window_bytes=window)
+        session.enter_move()
+        for slab in run.slabs():
+            memory = place.take(slab)
+            parts[owners[slab]].deliver(memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory))
+            del memory
+        run.ticket.wait(stall_s=self._settings.stall_s)
+        return plan.nbytes
+
+
+def _value(part: Part, uri: str) -> bytes:
+    """Return a value's archive, written anew from its decoded content.
+
+    DCP's planner runs the pickle in the archive that it is given: it is never given one of the checkpoint.
+    """
+    try:
+        raw = distcp.member_of(part.data, "data.pkl", uri=uri, tensor=part.row.name)
+        return archive(plain(decode(raw, PLAIN, uri=uri), uri=uri))
+    except FormatError as error:
+        error.tensor = part.row.name
+        error.hint = error.hint or (
+            "only numbers, texts, bytes, dtypes and lists, tuples, dicts and sets of them are read; for others use "
+            "torch's reader, which runs what the pickle says, with a checkpoint that you trust"
+        )
+        raise

@@ -1,0 +1,143 @@
+"""A trainer rank's side of an adapter: versions of its tensors, which may move in memory between two versions.
+
+In: this rank's shards, or whole tensors that all ranks gather one after the other. Out: published versions.
+Not here: publishing (`penstock.publisher`); how a framework names its tensors (`verl`, `slime`, `megatron`).
+
+    shards         published where they are at each version: offloaded parameters come back to other addresses
+    whole tensors  each rank keeps an equal share of each: together one copy of the model, which all ranks publish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.config import ConnectionSettings
+from penstock.errors import ConfigError
+from penstock.lifecycle import Closing
+from penstock.sync.publish.publisher import Publisher
+from penstock.sync.report import PublishMode, PublishReport
+from penstock.sync.shards import Declarable, Shard
+
+
+class VersionSender(Closing):
+    """Publishes versions from one rank of a trainer.
+
+    Args:
+        name: of the sync.
+        connection: see `penstock.join`.
+        transforms: formats in which the tensors are offered; see `penstock.publisher`.
+        rank: this rank and the number of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        connection: ConnectionSettings,
+        transforms: str | Mapping[str, Any] | None = None,
+        rank: tuple[int, int],
+    ) -> None:
+        self.name = name
+        self._connection = connection
+        self._transforms = transforms
+        self._rank = rank
+        self._publisher: Publisher | None = None
+        self._version = -1
+        # The tensors of the newest version: the publisher looks for them here.
+        self._params: dict[str, Declarable] = {}
+
+    @property
+    def latest(self) -> int:
+        """Return the newest version that this rank knows of; -1: none yet."""
+        return self._version if self._publisher is None else max(self._version, self._publisher.latest)
+
+    def publish(
+        self,
+        params: Mapping[str, Declarable],
+        version: int | None = None,
+        *,
+        mode: PublishMode = "snapshot",
+        num_receivers: int = 0,
+    ) -> PublishReport:
+        """Publish the tensors as they are now. Order: all ranks call this, with the same version.
+
+        Args:
+            params: this rank's part; the same names and boxes for all versions. The tensors may be others each time.
+            version: above all before it; None: the next one.
+            mode: see `penstock.publisher`.
+            num_receivers: wait for this number of subscribers first: a live version is shown to those that are known.
+
+        Raises:
+            As `penstock.publisher` and `penstock.Publisher.publish`.
+        """
+        self._params.clear()
+        self._params.update(params)
+        if self._publisher is None:
+            self._publisher = penstock.publisher(
+                self.name,
+                self._params,
+                connection=self._connection,
+                mode=mode,
+                transforms=self._transforms,
+                rank=self._rank,
+            )
+            if self._rank[0] == 0:
+                # A rank that joined after the version would find it with another member, and refuse to publish it.
+                self._publisher.wait_ranks()
+        if num_receivers and self._rank[0] == 0:
+            self._publisher.wait_subscribers(num_receivers)
+        report = self._publisher.publish(self.latest + 1 if version is None else version)
+        self._version = report.version
+        return report
+
+    def close(self) -> None:
+        """Leave the sync; receivers keep their version. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+
+class WholeTensorShares:
+    """This rank's share of whole tensors: a copy of some rows of each, filled anew for each version.
+
+    Attributes:
+        params: the shares, to be published; the same memory for all versions.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.params: dict[str, Shard] = {}
+        self._rank = rank
+        self._world_size = world_size
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy this rank's rows. All ranks iterate over all tensors: to make one whole is a collective.
+
+        Raises:
+            ConfigError: a tensor is new, or its shape or dtype is.
+        """
+        is_first = not self.params
+        for number, (name, tensor) in enumerate(tensors):
+            rows = self._rows(number, tensor)
+            if rows is None:
+                continue
+            part = tensor.detach()[rows] if tensor.ndim else tensor.detach()
+            if is_first:
+                offset = (rows.start or 0, *(0 for _ in tensor.shape[1:])) if tensor.ndim else ()
+                copy = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+                self.params[name] = Shard(tensor=copy, global_shape=tuple(tensor.shape), offset=offset)
+            shard = self.params.get(name)
+            if shard is None or (shard.global_shape, shard.tensor.dtype) != (tuple(tensor.shape), tensor.dtype):
+                raise ConfigError(f"the trainer sends {name} as it did not before", hint="start the run again")
+            shard.tensor.copy_(part)
+
+    def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
+        """Return this rank's rows of a tensor; None: it has none of them."""
+        rows = tensor.shape[0] if tensor.ndim else 0
+        if rows < self._world_size:
+            # Too few to share: whole, on one rank.
+            return slice(0, None) if number % self._world_size == self._rank else None
+        return slice(rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size)
