@@ -11,6 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV   ?= .venv
 EXTRAS ?= torch,hub,redis,ms,dev,docs
+# The distributions of this workspace; the first one is the core.
+PACKAGES := penstock $(filter-out penstock,$(notdir $(wildcard packages/*)))
+SOURCES  := $(PACKAGES:%=packages/%/src)
+empty    :=
 # Without what it depends on: its builds for two CUDAs, and any torch at all. 59 MB.
 NIXL   ?= nixl==1.5.1 nixl-cu13==1.5.1
 RAY    ?= ray==2.60.0
@@ -27,7 +31,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 ifeq ($(VENV),system)
 PY     := $(PYTHON)
 READY  :=
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONPATH := $(subst $(empty) $(empty),:,$(SOURCES:%=$(CURDIR)/%))$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
@@ -48,11 +52,11 @@ help:  ## this list
 
 setup: $(READY)  ## the virtual environment, with the package installed editable
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: $(wildcard packages/*/pyproject.toml) constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	@$(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(INSTALL) -c constraints.txt -e 'packages/penstock[$(EXTRAS)]' $(patsubst %,-e packages/%,$(filter-out penstock,$(PACKAGES)))
 	@$(INSTALL) --no-deps $(NIXL) \
 		|| echo "NIXL does not install here: its tests are skipped" >&2
 	@$(INSTALL) --no-deps $(AXE) \
@@ -111,7 +115,7 @@ endif
 check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit), dead code (vulture), sizes
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
-	@$(PY) -m bandit -q -c pyproject.toml -r src
+	@$(PY) -m bandit -q -c pyproject.toml -r $(SOURCES)
 	@$(PY) scripts/audit.py $(AUDIT)
 	@$(PY) scripts/dead_code.py
 	@mkdir -p .cache; $(PY) -m mypy > .cache/types.log 2>&1 & types=$$!; status=0; \
@@ -125,8 +129,8 @@ docs: $(READY)  ## the documentation site, into .cache/site, strictly
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "documentation: $$(find .cache/site -name '*.html' | wc -l) pages in .cache/site"
 
-wheel: $(READY)  ## a wheel of the package, into dist
-	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+wheel:  ## wheels of all packages, into dist (needs pip alone)
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist $(PACKAGES:%=./packages/%)
 	@ls dist/*.whl
 
 helm-chart: $(READY)  ## the Helm chart, from the manifests, into dist/penstock-chart
@@ -163,4 +167,4 @@ test-gpu: $(READY)  ## the tests that need CUDA
 
 clean:  ## removes what make and the tests built; the virtual environment stays
 	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
-	@find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find packages tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

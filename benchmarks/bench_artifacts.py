@@ -69,7 +69,7 @@ class _Child:
         if asked.case != "stock":
             import penstock_compile_cache
 
-            restored = artifacts.restore(
+            restored = penstock_compile_cache.restore(
                 asked.model,
                 engine="transformers",
                 config={"dtype": "bfloat16", "mode": asked.mode},
@@ -98,7 +98,7 @@ class _Child:
         self.spent_s = {name: round(float(spent), 2) for name, spent in stages if float(spent) >= 0.5}
         self.tell(token)
         if asked.save:
-            print(artifacts.save(asked.model, restored.key), file=sys.stderr)
+            print(penstock_compile_cache.save(asked.model, restored.key), file=sys.stderr)
 
     def vllm(self) -> None:
         asked = self._asked

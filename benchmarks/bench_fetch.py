@@ -31,8 +31,8 @@ from benchmarks.fetch_page import page
 from benchmarks.load import cache
 from tests.support.keeper import KeeperProcess
 
-from penstock_tools.bench_command import private_hub
 from penstock.testing.checkpoints import write_llama
+from penstock_tools.bench_command import private_hub
 
 SCRUB_S = 0.7
 """Pause before fetches: memory that was just given back keeps who allocates it waiting, 0.2 s for 60 GB at once, 0.1 s

@@ -196,7 +196,7 @@ def worker(name: str) -> None:
 class Client:
     def __init__(self, name: str, job: dict[str, Any], python: str) -> None:
         self.name = name
-        environ = {**os.environ, "PYTHONPATH": "src"} if name not in PEERS else dict(os.environ)
+        environ = {**os.environ, "PYTHONPATH": "packages/penstock/src"} if name not in PEERS else dict(os.environ)
         self.process = subprocess.Popen(
             [python, "-m", "benchmarks.bench_objects", "--worker", name],
             stdin=subprocess.PIPE,

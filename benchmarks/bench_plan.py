@@ -20,9 +20,9 @@ import time
 import numpy as np
 
 from penstock.plan.layout import Layout, decode, encode
-from penstock_tools.shapes import kimi_k2, receiver_layouts, trainer_layouts
 from penstock.plan.sync import plan_key, plan_sync
 from penstock.types import MIB
+from penstock_tools.shapes import kimi_k2, receiver_layouts, trainer_layouts
 
 
 def main(arguments: list[str] | None = None) -> dict[str, object]:

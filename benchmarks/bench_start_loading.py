@@ -28,8 +28,8 @@ import torch
 import transformers
 
 import penstock as ps
-from penstock_hf.transformers import from_pretrained, start_from_pretrained
 from penstock.testing.http_server import Faults, RangeServer
+from penstock_hf.transformers import from_pretrained, start_from_pretrained
 
 WAIT_S = 60.0
 TEXT = ["model.language_model.*", "lm_head.*"]

@@ -23,10 +23,10 @@ from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.jobs.job import plan_job
 from penstock.jobs.operations.spec import OperationSpec, operation_of
 from penstock.plan.cluster import CLUSTERS
-from penstock_tools.shapes import kimi_k2
 from penstock.plan.simulate_convert import simulate_convert
 from penstock.plan.tasks import Spec, lay_out
 from penstock.types import GB, MIB, DType, FileEntry, Manifest
+from penstock_tools.shapes import kimi_k2
 
 
 def manifest_of(layers: int, experts: int) -> Manifest:

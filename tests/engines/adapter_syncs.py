@@ -28,8 +28,8 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 import penstock as ps
 from penstock_hf.lora_merge import merged_publisher
-from penstock_rl.lora_server import ServedAdapter, VllmEngine, VllmServer, serve_adapter
 from penstock_hf.peft import adapter_publisher, adapter_tensors
+from penstock_rl.lora_server import ServedAdapter, VllmEngine, VllmServer, serve_adapter
 
 PROMPT = [1, *(4 + at % 27 for at in range(80))]
 """More than two blocks of the cache, so that keys and values of another version would be found there."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.engines.sglang_loads import environment
+from tests.support.sources import source_path
 
 pytestmark = [
     pytest.mark.engines,
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_weights_are_back_or_the_scheduler_ends(llama: Path, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other", seed=5)
-    environ = {**os.environ, **environment(tmp_path, "http://127.0.0.1:9"), "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
+    environ = {**os.environ, **environment(tmp_path, "http://127.0.0.1:9"), "PYTHONPATH": f"{ROOT}:{source_path()}"}
     program = Path(__file__).with_name("sglang_sleeps.py")
     done = subprocess.run(
         [sys.executable, str(program), str(llama), str(other), str(tmp_path / "gone")],

@@ -35,8 +35,9 @@ class TrainerRank:
     """A rank that has half of the rows of each tensor."""
 
     def __init__(self, rank: int, engines: list[Any]) -> None:
+        from examples.rl.slime_updater import PenstockUpdater
+
         from penstock import Shard
-        from penstock_rl.slime import PenstockUpdater
 
         self.rows = {name: slice(shape[0] * rank // 2, shape[0] * (rank + 1) // 2) for name, shape in SHAPES.items()}
         self.mine = {name: tensor[self.rows[name]].clone() for name, tensor in weights(-1).items()}
@@ -115,10 +116,10 @@ def test_engines_have_the_weights_of_each_version(cluster: Any) -> None:
 
 
 def test_a_manifest_is_written_for_the_transport_by_disk(tmp_path: Path) -> None:
+    from examples.rl.slime_updater import write_manifest
     from safetensors.torch import save_file
 
     import penstock as ps
-    from penstock_rl.slime import write_manifest
 
     save_file(weights(0), tmp_path / "model.safetensors")
     write_manifest(SimpleNamespace(), str(tmp_path), [])

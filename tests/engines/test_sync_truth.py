@@ -17,9 +17,9 @@ from tests.unit.sync.moved import move, same, spoil  # noqa: E402
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
-from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 from penstock.sync.recording.requirements import record, wanted  # noqa: E402
 from penstock.sync.shards import declared  # noqa: E402
+from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

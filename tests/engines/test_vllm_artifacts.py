@@ -13,7 +13,7 @@ import pytest
 from tests.engines.tiny import MODELS
 from tests.unit.artifacts.test_bundle import keys
 
-import penstock as ps
+import penstock_compile_cache
 
 pytestmark = [
     pytest.mark.engines,
@@ -71,5 +71,5 @@ def test_a_second_home_compiles_nothing_that_the_first_has_saved(tmp_path: Path)
     assert found[0] == found[1]
     # All that Inductor built in the first home is in the second one, and nothing was built there.
     assert files[0] and files[1] == files[0]
-    (bundle,) = ps.artifacts.list_bundles(model, public_keys=[tmp_path / "public.pem"])
+    (bundle,) = penstock_compile_cache.list_bundles(model, public_keys=[tmp_path / "public.pem"])
     assert bundle.key is not None and bundle.key.engine == "vllm" and bundle.key.engine_version

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from penstock import errors
-from penstock.errors import FormatError, PenstockError, PlanError
 from penstock.dcp import distcp
 from penstock.dcp.pickled import PLAIN, archive, decode, plain
+from penstock.errors import FormatError, PenstockError, PlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

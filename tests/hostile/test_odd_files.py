@@ -14,10 +14,10 @@ import torch
 
 import penstock
 from penstock.cli.main import run
-from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import ConfigError, NotFound, PenstockError, SourceUnavailable
 from penstock.hub.auth import first_token
 from penstock.testing.checkpoints import write_llama
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 
 SOON_S = 30.0
 """Far above what a refusal takes on a loaded machine."""

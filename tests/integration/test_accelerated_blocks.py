@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save
 from tests.support.hugging_face import files_of, use_cache, use_hub
 
 from penstock.errors import NotFound
-from penstock_hf.patched_libraries import accelerated, context
 from penstock.testing.hugging_face_server import HuggingFaceServer, _Handler
+from penstock_hf.patched_libraries import accelerated, context
 
 WEIGHTS = save({"weight": torch.arange(1000.0)})
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "sub/config.json": b"{}"}

@@ -14,8 +14,8 @@ import torch
 import transformers
 from tests.support.hugging_face import serving, use_cache
 
-from penstock_hf.patched_libraries import accelerated
 from penstock.testing.hugging_face_server import HuggingFaceServer
+from penstock_hf.patched_libraries import accelerated
 
 with warnings.catch_warnings():
     # Deprecations inside the libraries themselves, at import.

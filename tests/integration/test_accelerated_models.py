@@ -14,8 +14,8 @@ from tests.integration.test_convert_quantised import QWEN3, by_compressed_tensor
 from tests.support.hugging_face import serving
 from tests.support.tiny_models import save_llama
 
-from penstock_hf.patched_libraries import accelerated
 from penstock.testing.hugging_face_server import HuggingFaceServer
+from penstock_hf.patched_libraries import accelerated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -22,12 +22,12 @@ from tests.support.tiny_models import save_llama
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, IntegrityError, PenstockError, PermissionDenied, SourceError
-from penstock_hf.patched_libraries import directory
-from penstock_hf.transformers import accelerated, from_pretrained
 from penstock.storage import MemorySource, source
 from penstock.storage.source import glob_pattern
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.hugging_face_server import HuggingFaceServer
+from penstock_hf.patched_libraries import directory
+from penstock_hf.transformers import accelerated, from_pretrained
 
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 

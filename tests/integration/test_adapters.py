@@ -24,8 +24,14 @@ peft = pytest.importorskip("peft", minversion="0.21")
 from penstock_hf.adapter import AdapterDirectory, base_identity  # noqa: E402 - after what it needs
 from penstock_hf.adapter import adapter_subscriber as plain_subscriber  # noqa: E402
 from penstock_hf.lora_merge import merged_publisher, merging_subscriber  # noqa: E402
+from penstock_hf.peft import (  # noqa: E402
+    adapter_config,
+    adapter_parameters,
+    adapter_publisher,
+    adapter_subscriber,
+    adapter_tensors,
+)
 from penstock_rl.lora_server import SglangServer, VllmServer, serve_adapter  # noqa: E402
-from penstock_hf.peft import adapter_config, adapter_parameters, adapter_publisher, adapter_subscriber, adapter_tensors
 
 # PEFT 0.21 asks transformers 5.23 by a name that it renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -22,7 +22,7 @@ from tests.unit.artifacts.test_bundle import fill, keys, read
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock_compile_cache import store
+import penstock_compile_cache
 from penstock.cli.main import app
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
@@ -34,6 +34,7 @@ from penstock.storage.weight_set import WeightSet
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
+from penstock_compile_cache import store
 
 CONFIG = {"dtype": "bf16"}
 
@@ -59,19 +60,19 @@ class Homes:
 
     def restore(self, **changes: object) -> store.Restored:
         options = {"engine": "mine", "config": CONFIG, "public_keys": [self.public], **changes}
-        return ps.artifacts.restore(options.pop("uri", self.model), **options)  # type: ignore[arg-type]
+        return penstock_compile_cache.restore(options.pop("uri", self.model), **options)  # type: ignore[arg-type]
 
     def bake(self) -> tuple[store.Saved, dict[str, bytes]]:
         """Compile in a home, and save; return what was saved and the files."""
         self.enter("first")
         restored = self.restore()
         files = fill(restored.directory)
-        return ps.artifacts.save(self.model, restored.key, private_key=self.private), files
+        return penstock_compile_cache.save(self.model, restored.key, private_key=self.private), files
 
 
 @pytest.fixture
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Homes]:
-    for variable in [one.variable for one in ps.artifacts.caches.CACHES]:
+    for variable in [one.variable for one in penstock_compile_cache.caches.CACHES]:
         monkeypatch.setenv(variable, "before")
     yield Homes(tmp_path, monkeypatch)
 
@@ -92,7 +93,8 @@ def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
 
 RESTORE_WITHOUT_TORCH = """
 import sys, penstock as ps
-restored = ps.artifacts.restore(sys.argv[1], engine="mine", config={"dtype": "bf16"}, public_keys=[sys.argv[2]])
+options = {"engine": "mine", "config": {"dtype": "bf16"}, "public_keys": [sys.argv[2]]}
+restored = penstock_compile_cache.restore(sys.argv[1], **options)
 print(restored.key.id, restored.num_files, "torch" in sys.modules)
 """
 
@@ -113,7 +115,7 @@ def test_what_torch_tuned_is_said_to_be_lost_at_another_path(
     restored = homes.restore()
     fill(restored.directory)
     (restored.directory / "inductor" / "ab" / "x.best_config").write_text("{}")
-    ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+    penstock_compile_cache.save(homes.model, restored.key, private_key=homes.private)
     shutil.rmtree(first)
     homes.enter(name)
     assert homes.restore().is_found
@@ -146,7 +148,7 @@ def test_a_bundle_of_another_signer_leaves_nothing(homes: Homes, caplog: pytest.
     restored = homes.restore(public_keys=[stranger])
     assert not restored.is_found and "not signed by the key" in restored.why and read(restored.directory) == {}
     assert "is not used, the engine compiles" in caplog.text
-    (listed,) = ps.artifacts.list_bundles(homes.model, public_keys=[stranger])
+    (listed,) = penstock_compile_cache.list_bundles(homes.model, public_keys=[stranger])
     assert listed.key is None and listed.signature == "refused"
 
 
@@ -186,7 +188,7 @@ def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: s
     restored = homes.restore()
     assert not restored.is_found and "is not used" in restored.why and read(restored.directory) == {}
     # It is listed, and keeps nobody from learning how the nearest bundle differs.
-    (listed,) = ps.artifacts.list_bundles(homes.model, public_keys=[homes.public])
+    (listed,) = penstock_compile_cache.list_bundles(homes.model, public_keys=[homes.public])
     assert (listed.signature == "refused") == (name != "content")
     assert not homes.restore(config={"dtype": "f16"}).is_found
 
@@ -254,7 +256,7 @@ def test_a_bundle_that_came_later_is_found(homes: Homes) -> None:
     homes.enter("other")
     restored = homes.restore()
     files = fill(restored.directory)
-    ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+    penstock_compile_cache.save(homes.model, restored.key, private_key=homes.private)
     homes.enter("first")
     again = homes.restore()
     assert again.num_files == len(files) and again.directory == empty and empty.parent == home
@@ -272,7 +274,7 @@ def test_a_model_hub_cannot_be_written(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="hf:// is not an object store that can be written to"):
-        ps.artifacts.save("hf://org/llama", restored.key, private_key=homes.private)
+        penstock_compile_cache.save("hf://org/llama", restored.key, private_key=homes.private)
 
 
 def test_a_directory_that_others_can_write_to_is_refused(homes: Homes) -> None:
@@ -287,13 +289,15 @@ def test_without_a_private_key_or_a_restore_nothing_is_saved(homes: Homes) -> No
     homes.enter("first")
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="no private key"):
-        ps.artifacts.save(homes.model, restored.key)
+        penstock_compile_cache.save(homes.model, restored.key)
     with pytest.raises(ps.ConfigError, match="no compiled code"):
-        ps.artifacts.save(homes.model, restored.key, private_key=homes.private)
+        penstock_compile_cache.save(homes.model, restored.key, private_key=homes.private)
     with pytest.raises(ps.ConfigError, match=f"known ids: {restored.key.id}"):
-        ps.artifacts.save(homes.model, "../../etc", private_key=homes.private)
+        penstock_compile_cache.save(homes.model, "../../etc", private_key=homes.private)
     with pytest.raises(ps.ConfigError, match="no compiled code"):
-        ps.artifacts.save(homes.model, restored.key, private_key=homes.private, at=homes.directory / "new" / "bundles")
+        penstock_compile_cache.save(
+            homes.model, restored.key, private_key=homes.private, at=homes.directory / "new" / "bundles"
+        )
     assert not (homes.model / "penstock-artifacts").exists() and not (homes.directory / "new").exists()
 
 
@@ -305,15 +309,15 @@ def test_a_bundle_is_saved_beside_its_own_model_only(homes: Homes) -> None:
     absent = homes.directory / "absent"
     for each in (restored, named):
         with pytest.raises(ps.NotFound):
-            ps.artifacts.save(absent, each.key, private_key=homes.private)
+            penstock_compile_cache.save(absent, each.key, private_key=homes.private)
     assert not absent.exists()
     other = homes.directory / "other"
     write_llama(other, total_bytes=1 << 20)
     with pytest.raises(ps.ConfigError, match="is of a model with revision h1-"):
-        ps.artifacts.save(other, restored.key, private_key=homes.private)
+        penstock_compile_cache.save(other, restored.key, private_key=homes.private)
     assert not (other / "penstock-artifacts").exists()
     # A name stands for several models.
-    assert ps.artifacts.save(other, named.key, private_key=homes.private).num_files
+    assert penstock_compile_cache.save(other, named.key, private_key=homes.private).num_files
 
 
 def test_a_list_names_what_is_missing_and_what_is_damaged(homes: Homes) -> None:
@@ -353,9 +357,11 @@ def test_the_command_says_once_why_a_bundle_is_refused(homes: Homes) -> None:
 RESTORE = """
 import json, os, signal, sys
 import penstock as ps
+import penstock_compile_cache
 if "kill" in sys.argv:
     os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-restored = ps.artifacts.restore(sys.argv[1], engine="mine", config={"dtype": "bf16"}, public_keys=[sys.argv[2]])
+options = {"engine": "mine", "config": {"dtype": "bf16"}, "public_keys": [sys.argv[2]]}
+restored = penstock_compile_cache.restore(sys.argv[1], **options)
 print(json.dumps([restored.is_found, restored.num_files]))
 """
 
@@ -400,12 +406,12 @@ def test_bundles_in_an_object_store(homes: Homes, tmp_path_factory: pytest.TempP
         restored = homes.restore(uri=uri, storage_options=options)
         assert "there is no bundle in s3://models/llama/penstock-artifacts" in restored.why
         files = fill(restored.directory)
-        saved = ps.artifacts.save(uri, restored.key, private_key=homes.private, storage_options=options)
+        saved = penstock_compile_cache.save(uri, restored.key, private_key=homes.private, storage_options=options)
         assert saved.uri == f"s3://models/llama/penstock-artifacts/{restored.key.id}.safetensors"
         homes.enter("second")
         again = homes.restore(uri=uri, storage_options=options)
         assert again.source == saved.uri and read(again.directory) == files
-        (listed,) = ps.artifacts.list_bundles(uri, public_keys=[homes.public], storage_options=options)
+        (listed,) = penstock_compile_cache.list_bundles(uri, public_keys=[homes.public], storage_options=options)
         assert listed.key == restored.key and listed.signature == "good"
         assert ps.inspect(uri, storage_options=options).num_tensors == ps.inspect(homes.model).num_tensors
 
@@ -470,13 +476,14 @@ COMPILE = """
 import json, sys
 import torch
 import penstock as ps
-restored = ps.artifacts.restore(sys.argv[1], engine="torch", public_keys=[sys.argv[3]])
+import penstock_compile_cache
+restored = penstock_compile_cache.restore(sys.argv[1], engine="torch", public_keys=[sys.argv[3]])
 linear = torch.nn.Linear(8, 8)
 with torch.inference_mode():
     torch.compile(lambda x: torch.relu(linear(x)).sum())(torch.ones(4, 8))
 from torch._dynamo.utils import counters
 if not restored.is_found:
-    ps.artifacts.save(sys.argv[1], restored.key, private_key=sys.argv[2])
+    penstock_compile_cache.save(sys.argv[1], restored.key, private_key=sys.argv[2])
 print(json.dumps(dict(counters["inductor"])))
 """
 

@@ -12,9 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.ranks import run_ranks
 
-from penstock_hf import runai_streamer
-from penstock_hf.runai_streamer import DistributedStreamer, FileChunks, FileStreamer, ObjectStorageModel, S3Credentials, SafetensorsStreamer, list_safetensors, pull_files
 from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock_hf import runai_streamer
+from penstock_hf.runai_streamer import (
+    DistributedStreamer,
+    FileChunks,
+    FileStreamer,
+    ObjectStorageModel,
+    S3Credentials,
+    SafetensorsStreamer,
+    list_safetensors,
+    pull_files,
+)
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

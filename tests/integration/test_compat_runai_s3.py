@@ -14,10 +14,18 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from penstock_hf.runai_streamer import FileChunks, FileStreamer, ObjectStorageModel, S3Credentials, SafetensorsStreamer, list_safetensors, pull_files
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open
 from penstock.testing.s3_server import S3Server, SwiftServer, Unavailable
+from penstock_hf.runai_streamer import (
+    FileChunks,
+    FileStreamer,
+    ObjectStorageModel,
+    S3Credentials,
+    SafetensorsStreamer,
+    list_safetensors,
+    pull_files,
+)
 
 SHARDS = {
     "model-1.safetensors": {"a": torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)},

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import FormatError, SourceTruncated
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 
 VERSION = "0.17.0"
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import penstock
+from penstock.dcp import CheckpointReader, local_files
 from penstock.errors import (
     FormatError,
     IntegrityError,
@@ -38,7 +39,6 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.dcp import CheckpointReader, local_files
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock
-from penstock.errors import ConfigError, DiskFull, PlanError
 from penstock.dcp import CheckpointReader, CheckpointWriter
 from penstock.dcp.staging import Staging
+from penstock.errors import ConfigError, DiskFull, PlanError
 from penstock.storage.output import OutputSet
 from penstock.testing.s3_server import SwiftServer, Unavailable
 

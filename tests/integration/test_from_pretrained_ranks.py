@@ -13,8 +13,8 @@ import transformers
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import save_llama, save_mixtral
 
-from penstock_hf.transformers import accelerated, from_pretrained
 from penstock.testing.http_server import RangeServer
+from penstock_hf.transformers import accelerated, from_pretrained
 
 ENVIRON = {
     "PENSTOCK_STALL_S": "60",

@@ -24,14 +24,14 @@ from tests.support.fork_server import ForkServer
 from tests.support.keeper import KeeperProcess
 from tests.support.tiny_models import save_llama, save_mixtral
 
-import penstock as ps
 import penstock
+import penstock as ps
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
-from penstock_hf.transformers import from_pretrained
 from penstock.keeper import hand_over as handing
 from penstock.keeper import lease
 from penstock.keeper.attach import Attached
 from penstock.keeper.hand_over import HandOver
+from penstock_hf.transformers import from_pretrained
 
 WIDTH = 512
 ENGINE = """
@@ -420,7 +420,7 @@ def test_a_checkpoint_that_is_replaced_before_the_load(
     with ps.Keeper(accept=True) as keeper:
         with monkeypatch.context() as patched:
             # Between the look at the headers and the load.
-            patched.setattr(api, "attach", replaced)
+            patched.setattr(penstock, "attach", replaced)
             from_pretrained(auto, live, keeper=True)
         assert "the checkpoint changed during the load: model" in caplog.text
         assert not keeper.models()
@@ -451,7 +451,7 @@ def test_a_keeper_that_transformers_cannot_use(
     with ps.Keeper(accept=True) as keeper:
         from_pretrained(auto, directory, keeper=True)
         with monkeypatch.context() as patched:
-            patched.setattr(api if step == "attach" else Attached, step, fail)
+            patched.setattr(penstock if step == "attach" else Attached, step, fail)
             model = from_pretrained(auto, directory, keeper=True)
         assert "its kept parameters cannot be used: the reason" in caplog.text
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())

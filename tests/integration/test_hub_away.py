@@ -19,8 +19,8 @@ from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.spi import engine_weights as replica
 from penstock.peer.member import Member
+from penstock.spi import engine_weights as replica
 from penstock.testing.checkpoints import write_llama
 
 TOKEN = "a-token-of-this-hub-0123"

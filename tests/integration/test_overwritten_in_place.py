@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
-from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 from penstock.errors import SourceChanged, SourceTruncated
 from penstock.types import MIB
+from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStreamer
 
 NUM_TENSORS, TENSOR_BYTES = 8, 8 * MIB
 ROUNDS = 64 if os.environ.get("DRILLS") == "all" else 6

@@ -23,8 +23,8 @@ from tests.support.ranks import Outcome, run_ranks
 
 import penstock
 from penstock.errors import PeerLost, SourceChanged, SourceUnavailable
-from penstock_hf.patched_libraries import accelerated
 from penstock.storage.files import FileSource
+from penstock_hf.patched_libraries import accelerated
 
 STALL_S = 4.0
 ENVIRON = {"PENSTOCK_STALL_S": "60", "PENSTOCK_CHUNK_BYTES": "256K", "OMP_NUM_THREADS": "1"}

@@ -31,9 +31,9 @@ from penstock.errors import (
     SourceError,
     SourceTruncated,
 )
-from penstock_hf.transformers import start_from_pretrained
 from penstock.loader.pending import PendingTensor
 from penstock.testing.http_server import Faults, RangeServer, Request
+from penstock_hf.transformers import start_from_pretrained
 
 WIDTH = 256
 WAIT_S = 30.0

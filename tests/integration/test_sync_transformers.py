@@ -24,10 +24,10 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from tests.unit.sync.small_models import CONFIGS, make, saved, shuffled  # noqa: E402 - after what it needs
 
-from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 from penstock.sync.recording.layout import fill  # noqa: E402
 from penstock.sync.recording.requirements import record  # noqa: E402
 from penstock.sync.shards import Row, declared  # noqa: E402
+from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 
 TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]
 """FSDP, tensor and expert parallelism; experts are spread over the ranks that share the other tensors."""

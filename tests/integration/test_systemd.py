@@ -16,6 +16,7 @@ import pytest
 import typer.main
 from tests.support import container
 from tests.support.container import REPOSITORY, Container, Mount, Network
+from tests.support.sources import source_path
 
 from penstock.cli.main import app
 from penstock.config import Settings, environment
@@ -85,7 +86,7 @@ def host(tmp_path: Path) -> Iterator[Container]:
     programs, settings, runtime, layers = (tmp_path / name for name in ("bin", "etc", "run", "layers"))
     for path in (programs, settings, runtime, layers):
         path.mkdir()
-    start = f'#!/bin/sh\nPYTHONPATH={REPOSITORY}/src exec {sys.executable} -m penstock "$@"\n'
+    start = f'#!/bin/sh\nPYTHONPATH={source_path()} exec {sys.executable} -m penstock "$@"\n'
     (programs / "penstock").write_text(start)
     (programs / "penstock").chmod(0o755)
     write_llama(settings / "llama", total_bytes=2_000_000)

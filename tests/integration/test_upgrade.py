@@ -125,7 +125,7 @@ def test_the_second_environment_has_the_previous_release(drivers: dict[str, Driv
     old, new = drivers["old"]("about"), drivers["new"]("about")
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents
-    assert Path(new["file"]) == ROOT / "src" / "penstock" / "__init__.py"
+    assert Path(new["file"]) == ROOT / "packages" / "penstock" / "src" / "penstock" / "__init__.py"
     # The installed files are the commit's.
     installed = Path(old["file"]).parent / "hub" / "messages.py"
     assert installed.read_bytes() == git("show", f"{PREVIOUS}:src/penstock/hub/messages.py").stdout

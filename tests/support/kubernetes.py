@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.container import REPOSITORY, Container, Mount, Network
+from tests.support.sources import source_path
 
 from penstock.lifecycle import Closing
 
@@ -233,7 +234,7 @@ class Pod:
         if words[0] == "penstock":
             words = [sys.executable, "-m", *words]
         path = f"/opt/programs:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin"
-        image = {"PATH": path, "PYTHONPATH": str(REPOSITORY / "src")}
+        image = {"PATH": path, "PYTHONPATH": source_path()}
         return container.command(
             words,
             environ={**image, **environment(spec, self._node.objects)},

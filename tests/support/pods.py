@@ -69,7 +69,7 @@ class Pod:
         return {
             "PENSTOCK_RUNTIME_DIR": RUNTIME,
             "PENSTOCK_STALL_S": "15",
-            "PYTHONPATH": ":".join([f"{ROOT}/code/src", f"{ROOT}/code", *others]),
+            "PYTHONPATH": ":".join([f"{ROOT}/code/packages/penstock/src", f"{ROOT}/code", *others]),
             "TMPDIR": "/tmp",
         }
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.sources import source_path
 
 from penstock.lifecycle import Closing
 
@@ -36,7 +37,7 @@ CALL_S = 120.0
 def this_release() -> Release:
     """Return the release of this tree."""
     # In front: with an editable installation of another checkout, that one would be tested.
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (source_path(), os.environ.get("PYTHONPATH"))))
     return Release("new", Path(sys.executable), {**os.environ, "PYTHONPATH": path})
 
 

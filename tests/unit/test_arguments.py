@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
+import penstock_compile_cache
 from penstock.sync.membership import rank_of
 
 
@@ -72,7 +73,7 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "texts as a rank": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=("0", "1")),
     "a model of None": lambda file: ps.attach(None),
     "a text as seconds to wait": lambda file: ps.attach("m", timeout_s="x"),
-    "a text as a configuration": lambda file: ps.artifacts.restore(file, engine="torch", config="x"),
+    "a text as a configuration": lambda file: penstock_compile_cache.restore(file, engine="torch", config="x"),
 }
 
 

@@ -16,10 +16,10 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from penstock_hf.safetensors import install, installed, uninstall
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open as ours
 from penstock.testing.http_server import RangeServer
+from penstock_hf.safetensors import install, installed, uninstall
 
 
 class Kept:

@@ -20,6 +20,9 @@ import numpy as np
 import torch
 
 from penstock.config import Settings
+from penstock.dcp.checkpoint import BYTES_KEY, PATHS_KEY
+from penstock.dcp.distcp import member_of
+from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.digest import leaf
 from penstock.errors import GrantRefused
 from penstock.http.compression import Planes
@@ -27,9 +30,6 @@ from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRA
 from penstock.hub import app
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
-from penstock.dcp.checkpoint import BYTES_KEY, PATHS_KEY
-from penstock.dcp.distcp import member_of
-from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.jobs.messages import JOB_PROTOCOL, Wire, Work
 from penstock.loader import group, shared_read
 from penstock.loader.group import LoadGroup

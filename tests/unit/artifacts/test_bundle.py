@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.unit.artifacts.test_key import KEY
 
 import penstock as ps
-from penstock_compile_cache import bundle
-from penstock_compile_cache.bundle import CONTENT, DESCRIPTION, SIGNATURE, Description, describe, pack, unpack
 from penstock.errors import ConfigError, DestinationError, DiskFull, FormatError, IntegrityError, PenstockError
 from penstock.storage.manifest import sign
+from penstock_compile_cache import bundle
+from penstock_compile_cache.bundle import CONTENT, DESCRIPTION, SIGNATURE, Description, describe, pack, unpack
 
 
 def keys() -> tuple[bytes, bytes]:

@@ -5,8 +5,8 @@ import re
 import msgspec
 import pytest
 
-from penstock_compile_cache import Key, key_of
 from penstock.errors import ConfigError
+from penstock_compile_cache import Key, key_of
 
 KEY = Key(
     model="w1-00",

@@ -11,11 +11,11 @@ import pytest
 from tests.support.drills import drill
 from typer.testing import CliRunner
 
-from penstock_tools.calibrate import operation_gb_per_s
 from penstock.cli.main import app
 from penstock.errors import ConfigError, DestinationError
 from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json
 from penstock.testing.checkpoints import write_llama
+from penstock_tools.calibrate import operation_gb_per_s
 
 SMALL = ["--trainers", "4", "--receivers", "2", "--tp", "2", "--shards", "4"]
 

@@ -93,7 +93,8 @@ SGLANG = {
 CHILD = """
 import importlib, json, logging, os, sys
 from types import SimpleNamespace
-from penstock.integrations import sglang, vllm
+from penstock_sglang import plugin as sglang
+from penstock_vllm import plugin as vllm
 
 entry, cases = sys.argv[1], json.loads(sys.argv[2])
 if entry == "vllm:register":

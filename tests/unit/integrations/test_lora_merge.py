@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import PlanError
-from penstock_hf.lora_merge import AdapterMerge
 from penstock.sync.shards import row_of
+from penstock_hf.lora_merge import AdapterMerge
 
 PREFIX = "base_model.model."
 RANK = 3

@@ -10,8 +10,8 @@ import torch
 from tests.unit.sync.moved import move
 
 from penstock.errors import PlanError
-from penstock_rl.megatron import GPT, Grid, Rule, from_megatron, whole
 from penstock.sync.shards import Row, declared
+from penstock_rl.megatron import GPT, Grid, Rule, from_megatron, whole
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 16, 24, 21, 32, 4, 4, 8
 Q_RANK, KV_RANK, ROPE = 6, 5, 2

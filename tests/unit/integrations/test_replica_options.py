@@ -74,7 +74,7 @@ def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> No
     def away(*_: object, **__: object) -> object:
         raise HubUnavailable("nobody listens", uri="http://hub:7070")
 
-    monkeypatch.setattr(api, "join", away)
+    monkeypatch.setattr(penstock, "join", away)
     with caplog.at_level(logging.WARNING):
         found = join(FleetOptions(fleet="llama"), ["/m/a.safetensors", "/m/b"], log=logging.getLogger("engine"))
     assert found is None
@@ -85,7 +85,7 @@ def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> No
 
 def test_only_the_first_rank_of_a_host_takes_the_port(monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(api, "join", lambda name, **given: asked.append(given))
+    monkeypatch.setattr(penstock, "join", lambda name, **given: asked.append(given))
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")
     for rank in (0, 1):
         join(options, "/m", log=logging.getLogger("engine"), rank=rank, memory_bytes=1 << 20)

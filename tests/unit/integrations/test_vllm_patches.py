@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from penstock import phases
-from penstock_vllm.patches import load_functions_of_torch, name_newest_adapter, receive_all_replies, report_phases, salt_of, salt_requests
 from penstock.phases import BootRecord
+from penstock_vllm.patches import (
+    load_functions_of_torch,
+    name_newest_adapter,
+    receive_all_replies,
+    report_phases,
+    salt_of,
+    salt_requests,
+)
 
 
 class Request:

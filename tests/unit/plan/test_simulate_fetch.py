@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.fetch import run, upstream
-from penstock_tools import simulate_fetch as module
 from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
 from penstock.plan.relay_parents import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES
-from penstock_tools.simulate_fetch import Fleet, simulate_fetch, step_bytes
 from penstock.types import GB
+from penstock_tools import simulate_fetch as module
+from penstock_tools.simulate_fetch import Fleet, simulate_fetch, step_bytes
 
 RATES = H200_RATES
 NBYTES = 50 * GB

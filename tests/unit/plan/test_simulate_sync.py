@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
-from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock.plan.simulate import fair_rates, svg
-from penstock_tools.simulate_sync import BATCH_BYTES, Work, queued, simulate_sync, transformed_bytes
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
+from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
+from penstock_tools.simulate_sync import BATCH_BYTES, Work, queued, simulate_sync, transformed_bytes
 
 ROWS = 1024
 FREE = Rates(

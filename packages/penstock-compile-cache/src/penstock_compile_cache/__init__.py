@@ -1,10 +1,25 @@
-"""Compiled code that travels with weights: what engines compiled once, in signed bundles that others unpack.
+"""Compiled code of inference engines, kept in signed bundles beside their models.
 
-In: a model, an engine and its configuration. Out: `restore`, `save`, `list_bundles`, and their reports.
-Not here: the caches themselves (`caches`), the format (`bundle`).
+In: a model, a program and its configuration. Out: the code, restored into the caches of the compilers; bundles of it.
 """
 
-from penstock_compile_cache.key import Key, key_of
-from penstock_compile_cache.store import Listed, Restored, Saved, list_bundles, restore, save
+from penstock.exports import lazily
 
-__all__ = ["Key", "Listed", "Restored", "Saved", "key_of", "list_bundles", "restore", "save"]
+TABLE = {
+    "Key": "penstock_compile_cache.key",
+    "Listed": "penstock_compile_cache.store",
+    "Restored": "penstock_compile_cache.store",
+    "Saved": "penstock_compile_cache.store",
+    "key_of": "penstock_compile_cache.key",
+    "list_bundles": "penstock_compile_cache.store",
+    "restore": "penstock_compile_cache.store",
+    "save": "penstock_compile_cache.store",
+}
+"""Name -> module that defines it. Imported when first used: `penstock --help` needs no client of object stores."""
+
+__all__ = [*TABLE]
+__getattr__ = lazily(__name__, TABLE)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

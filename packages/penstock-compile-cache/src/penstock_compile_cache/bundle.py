@@ -26,8 +26,6 @@ import msgspec
 import zstandard
 from blake3 import blake3
 
-from penstock_compile_cache import caches
-from penstock_compile_cache.key import Key
 from penstock.errors import MALFORMED, ConfigError, FormatError, IntegrityError
 from penstock.storage.manifest import check_signature, sign
 from penstock.storage.output import require_room
@@ -35,6 +33,8 @@ from penstock.storage.safetensors import encode_header
 from penstock.storage.write import typed
 from penstock.types import GIB, MIB, DType
 from penstock.waits import Threads
+from penstock_compile_cache import caches
+from penstock_compile_cache.key import Key
 
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors of a bundle."""

@@ -76,7 +76,7 @@ def restore(
     if wrong := [name for name, mark, _ in pairs if not mark or not name]:
         raise ConfigError(f"--config {wrong[0]!r} has no value", hint="give NAME=TEXT")
     with _refusals_in_report_only():
-        restored = artifacts.restore(
+        restored = penstock_compile_cache.restore(
             uri,
             engine=engine,
             config={name: text for name, _, text in pairs},
@@ -122,7 +122,7 @@ def save(
     """
     import penstock_compile_cache
 
-    saved = artifacts.save(uri, key, at=at, private_key=sign)
+    saved = penstock_compile_cache.save(uri, key, at=at, private_key=sign)
     if format is Format.json:
         write_json({**saved.to_dict(), "id": saved.key.id})
     else:
@@ -136,13 +136,18 @@ def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: For
     Each with its key; with a public key, also whether its signature holds.
     """
     import penstock_compile_cache
-    from penstock_compile_cache.store import bundles_place
     from penstock.storage.locate import display
+    from penstock_compile_cache.store import bundles_place
 
-    bundles = artifacts.list_bundles(uri, at=at, public_keys=public_key)
+    bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
     if format is Format.json:
         write_json([bundle.to_dict() for bundle in bundles])
     elif bundles:
         write_lines(*(str(bundle) for bundle in bundles))
     else:
         write_lines(f"no bundles in {display(bundles_place(uri, at))}")
+
+
+def add(commands: typer.Typer) -> None:
+    """Add `penstock artifacts`."""
+    commands.add_typer(app, name="artifacts")

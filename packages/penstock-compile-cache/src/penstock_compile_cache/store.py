@@ -34,9 +34,6 @@ import numpy as np
 
 from penstock import config as process
 from penstock.arguments import require_type
-from penstock_compile_cache import caches
-from penstock_compile_cache.bundle import CONTENT, DESCRIPTION, MAX_BYTES, MAX_DESCRIPTION_BYTES, SIGNATURE, SIGNATURE_BYTES, describe, pack, parse, remove_partial, unpack
-from penstock_compile_cache.key import Key, key_of
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     MALFORMED,
@@ -63,6 +60,21 @@ from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.storage.write import new_directory, typed
 from penstock.types import MIB, DType
 from penstock.waits import Threads
+from penstock_compile_cache import caches
+from penstock_compile_cache.bundle import (
+    CONTENT,
+    DESCRIPTION,
+    MAX_BYTES,
+    MAX_DESCRIPTION_BYTES,
+    SIGNATURE,
+    SIGNATURE_BYTES,
+    describe,
+    pack,
+    parse,
+    remove_partial,
+    unpack,
+)
+from penstock_compile_cache.key import Key, key_of
 
 if TYPE_CHECKING:
     import torch

@@ -26,24 +26,24 @@ import msgspec
 import torch
 
 import penstock
-from penstock.spi import require_name, wrong_argument as wrong
-from penstock import ConnectionSettings
+from penstock import ConnectionSettings, Hooks, InspectReport, Publisher, PublishReport, Subscriber, UpdateReport
 from penstock.errors import BaseMismatch, ConfigError, DestinationError, PlanError
-from penstock_vllm.patches import ADAPTERS
-from penstock.spi import Closing
-from penstock.spi import dtype_of
-from penstock import InspectReport
-from penstock.spi import private_directory
-from penstock.spi import TensorSpec as Spec, lay_out_tensors as lay_out
-from penstock.spi import text_of
-from penstock.spi import read_object, write_object
-from penstock.spi import OutputSet
-from penstock import Publisher
-from penstock import Hooks
-from penstock import Subscriber
-from penstock.spi import Target
-from penstock import PublishReport, UpdateReport
-from penstock.spi import UpdateMode
+from penstock.spi import (
+    ADAPTERS,
+    Closing,
+    OutputSet,
+    Target,
+    UpdateMode,
+    dtype_of,
+    private_directory,
+    read_object,
+    require_name,
+    text_of,
+    write_object,
+)
+from penstock.spi import TensorSpec as Spec
+from penstock.spi import lay_out_tensors as lay_out
+from penstock.spi import wrong_argument as wrong
 
 BASE = "adapter.base"
 """The metadata of a version that identifies its base."""

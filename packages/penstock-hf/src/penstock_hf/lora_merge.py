@@ -22,30 +22,32 @@ import numpy as np
 import torch
 
 import penstock
-from penstock.spi import wrong_argument as wrong
-from penstock import ConnectionSettings
-from penstock.spi import Strips
+from penstock import ConnectionSettings, Hooks, Publisher, PublishReport, Shard, UpdateReport
 from penstock.errors import BaseMismatch, PlanError
+from penstock.spi import (
+    Around,
+    Closing,
+    Declarable,
+    Digester,
+    LoraMerge,
+    Memory,
+    Placed,
+    PublishMode,
+    Recipe,
+    RegisteredStorages,
+    Strips,
+    TensorTable,
+    Transforms,
+    dtype_of,
+    regions_of,
+    require_same,
+    tabulate,
+    unwrapped,
+)
+from penstock.spi import ShardRow as Row
+from penstock.spi import declared_shards as declared
+from penstock.spi import wrong_argument as wrong
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_subscriber
-from penstock.spi import LoraMerge
-from penstock.spi import Closing
-from penstock.spi import dtype_of
-from penstock.spi import tabulate
-from penstock.spi import Recipe
-from penstock.spi import Digester
-from penstock.spi import Placed
-from penstock import Publisher
-from penstock.spi import require_same
-from penstock.spi import Transforms
-from penstock.spi import Around
-from penstock import Hooks
-from penstock.spi import PublishMode
-from penstock import PublishReport, UpdateReport
-from penstock.spi import Declarable, ShardRow as Row, declared_shards as declared, regions_of, unwrapped
-from penstock import Shard
-from penstock.spi import Memory
-from penstock.spi import RegisteredStorages
-from penstock.spi import TensorTable
 
 _LISTED = 5
 

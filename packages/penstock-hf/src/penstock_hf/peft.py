@@ -18,17 +18,12 @@ import peft
 import torch
 
 import penstock
-from penstock import ConnectionSettings
+from penstock import ConnectionSettings, Hooks, Publisher, PublishReport
 from penstock.errors import ConfigError, PlanError
+from penstock.spi import Closing, PublishMode, UpdateMode, unwrapped
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_metadata, base_identity
 from penstock_hf.adapter import adapter_subscriber as _subscriber
 from penstock_hf.peft_layers import AdapterState
-from penstock.spi import Closing
-from penstock import Publisher
-from penstock import Hooks
-from penstock.spi import PublishMode, UpdateMode
-from penstock import PublishReport
-from penstock.spi import unwrapped
 
 VERSIONS = ("0.21",)
 """Releases of PEFT whose names and options this module was run with."""

@@ -27,7 +27,7 @@ def rebind(replacements: Mapping[Any, Any]) -> None:
     # Copies of dictionaries throughout: other threads import modules meanwhile. Not a list of items: the
     # collector, and with it another thread, may run while it is made.
     for name, module in sys.modules.copy().items():
-        if not isinstance(module, ModuleType) or name.partition(".")[0] == "penstock":
+        if not isinstance(module, ModuleType) or name.partition(".")[0].startswith("penstock"):
             continue
         values = vars(module)
         # Most modules have none: this look at them is four times as fast as a loop of Python.

@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.spi import Settings
+from penstock.cli.terminal import examples
 from penstock.errors import ConfigError
+from penstock.spi import Settings
 
-STARTUP = Path(__file__).resolve().parent.parent / "compat" / "startup"
+STARTUP = Path(__file__).resolve().parent / "startup"
 """The directory of the `sitecustomize` that each Python process of the program runs first."""
 
 
@@ -54,3 +55,13 @@ def run(
         raise ConfigError(
             f"cannot run {program!r}: {error.strerror}", hint="is it a program of this machine?"
         ) from error
+
+
+def add(commands: typer.Typer) -> None:
+    """Add `penstock run`."""
+    # Everything from the program on is the program's, options too.
+    commands.command(
+        "run",
+        epilog=examples("penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"),
+        context_settings={"allow_interspersed_args": False},
+    )(run)

@@ -27,13 +27,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from penstock_hf.rebinding import rebind
-from penstock.spi import Settings
-from penstock.spi import extras_named
 from penstock.errors import ConfigError, MissingExtra, PenstockError
-from penstock.spi import log_named
-from penstock.spi import is_remote
-from penstock.spi import NetworkFile, network_file_system
+from penstock.spi import NetworkFile, Settings, extras_named, is_remote, log_named, network_file_system
+from penstock_hf.rebinding import rebind
 
 __all__ = ["install", "installed", "uninstall"]
 

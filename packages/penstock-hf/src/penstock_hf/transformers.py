@@ -22,26 +22,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.spi import Settings, parse_bytes
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError, SourceChanged
-from penstock_hf.patched_libraries import accelerated  # its name for users of transformers
-from penstock_hf.patched_libraries import directory
-from penstock.spi import ProgressOption
-from penstock.spi import log_named
-from penstock.spi import is_remote, local_path, read_small
-from penstock.spi import INDEX_SUFFIX, SUFFIX, model_name, texts_of
+from penstock.spi import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    ProgressOption,
+    Settings,
+    is_remote,
+    local_path,
+    log_named,
+    model_name,
+    open_weights,
+    parse_bytes,
+    read_small,
+    texts_of,
+)
 from penstock.spi import parse_repository as parse
-from penstock.spi import open_weights
+from penstock_hf.patched_libraries import (
+    accelerated,  # its name for users of transformers
+    directory,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from penstock_compile_cache.key import Key
-    from penstock import Loading
+    from penstock import Loading, Shard
     from penstock.spi import LoadFunction as Load
-    from penstock import Shard
     from penstock.spi import TensorTable
+    from penstock_compile_cache.key import Key
 
 _logger = log_named(__name__)
 

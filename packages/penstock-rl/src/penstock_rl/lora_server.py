@@ -25,13 +25,17 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock import ConnectionSettings
-from penstock.spi import Settings
+from penstock import ConnectionSettings, UpdateReport
 from penstock.errors import MALFORMED, BaseMismatch, ConfigError, DestinationError
-from penstock.spi import ControlConnection, MalformedAnswer, over_tcp
-from penstock_hf.adapter import AdapterDirectory, AdapterSubscriber, Base, adapter_subscriber, base_identity, is_same_base
-from penstock.spi import Closing
-from penstock import UpdateReport
+from penstock.spi import Closing, ControlConnection, MalformedAnswer, Settings, over_tcp
+from penstock_hf.adapter import (
+    AdapterDirectory,
+    AdapterSubscriber,
+    Base,
+    adapter_subscriber,
+    base_identity,
+    is_same_base,
+)
 
 _REASON_CHARS = 2000
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import PlanError
 from penstock import Shard
+from penstock.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,15 +33,20 @@ import torch
 from verl import __version__ as verl_version
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from penstock import ConnectionSettings
+from penstock import ConnectionSettings, Shard
 from penstock.errors import ConfigError, PeerLost
-from penstock.spi import first_token
-from penstock.spi import ReceivedVersions, group_of_all
-from penstock.spi import VersionSender, WholeTensorShares
-from penstock.spi import log_named
-from penstock.spi import PublishMode
-from penstock.spi import Declarable, ShardRow as Row, declared_shards as declared
-from penstock import Shard
+from penstock.spi import (
+    Declarable,
+    PublishMode,
+    ReceivedVersions,
+    VersionSender,
+    WholeTensorShares,
+    first_token,
+    group_of_all,
+    log_named,
+)
+from penstock.spi import ShardRow as Row
+from penstock.spi import declared_shards as declared
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"

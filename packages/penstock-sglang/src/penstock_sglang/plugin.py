@@ -30,15 +30,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import ConnectionSettings
-from penstock.spi import Settings
 from penstock.errors import ConfigError, FormatError, NotFound
-from penstock.spi import first_token
+from penstock.spi import HostPlugin, Log, Settings, display, first_token, is_remote, log_named, model_name
 from penstock.spi import engine_weights as replica
+from penstock.spi import pinned_uri as pinned
 from penstock_sglang import sleep as sglang_sleep
-from penstock.spi import HostPlugin
-from penstock.spi import Log, log_named
-from penstock.spi import is_remote, pinned_uri as pinned
-from penstock.spi import display, model_name
 
 if TYPE_CHECKING:
     import torch

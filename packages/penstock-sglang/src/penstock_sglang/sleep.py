@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, SourceUnavailable
-from penstock.spi import kernels_ready
-from penstock.spi import Log
+from penstock.spi import Log, kernels_ready
 
 if TYPE_CHECKING:
     import torch

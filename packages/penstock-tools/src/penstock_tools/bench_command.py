@@ -470,3 +470,8 @@ def make_weights(nbytes: int, device: str) -> dict[str, torch.Tensor]:
         name = f"layers.{number // 2}.{'norm' if number % 2 else 'weight'}"
         tensors[name] = arena.bytes_at(*run).view(torch.bfloat16)
     return tensors
+
+
+def add(commands: typer.Typer) -> None:
+    """Add `penstock bench`."""
+    commands.add_typer(app, name="bench")

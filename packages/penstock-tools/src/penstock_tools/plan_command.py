@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from penstock.cli.convert import RatesOption, read_file, read_rates
 from penstock.cli.terminal import (
     Format,
     FormatOption,
@@ -41,8 +42,8 @@ from penstock.types import MIB
 
 if TYPE_CHECKING:
     from penstock.plan.layout import Layout
-    from penstock_tools.shapes import Shape
     from penstock.plan.simulate import Prediction
+    from penstock_tools.shapes import Shape
 
 app = typer.Typer(help="Show a plan.", no_args_is_help=True, rich_markup_mode=None)
 simulate_app = typer.Typer(help="Predict, on a described cluster.", no_args_is_help=True, rich_markup_mode=None)
@@ -54,7 +55,6 @@ ClusterOption = Annotated[
     str,
     typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file of JSON."),
 ]
-RatesOption = Annotated[Path | None, option("--rates", "FILE", "Rates of the stages, from `doctor --calibrate`.")]
 PythonOption = Annotated[
     float,
     typer.Option(
@@ -264,9 +264,9 @@ def simulate_sync(
 
     The planner's own plan, run over the cluster.
     """
+    from penstock.plan.sync import plan_sync
     from penstock_tools import simulate_sync as simulation
     from penstock_tools.simulate_sync import transformed_bytes
-    from penstock.plan.sync import plan_sync
 
     watermark = parse_bytes(watermark_bytes)
     if watermark < MIB:
@@ -411,26 +411,12 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     """
     known = CLUSTERS.get(cluster)
     hint = f"names known: {', '.join(CLUSTERS)}"
-    described = known[0] if known else from_json(_read(Path(cluster), hint), Cluster)
+    described = known[0] if known else from_json(read_file(Path(cluster), hint=hint), Cluster)
     described.check()
     # A cluster of a file has no rates of its own: those of the H200 are the best measured ones.
     if rates is None:
         return described, known[1] if known else CLUSTERS["h200"][1]
     return described, read_rates(rates)
-
-
-def read_rates(path: Path) -> Rates:
-    """Return the rates of a machine's stages from a file. ConfigError: they cannot be read."""
-    speeds = from_json(_read(path, "penstock doctor --calibrate FILE writes it"), Rates)
-    speeds.check()
-    return speeds
-
-
-def _read(path: Path, hint: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from error
 
 
 def read_shapes(model: str) -> list[Shape]:
@@ -495,3 +481,13 @@ def write_prediction(prediction: Prediction, cluster: str, format: Format, pictu
             write_lines("", title, *(f"  {line}" for line in lines[:_LISTED]))
         if len(lines) > _LISTED:
             write_lines(f"  ... and {len(lines) - _LISTED} more")
+
+
+def add(commands: typer.Typer) -> None:
+    """Add `penstock plan`."""
+    commands.add_typer(app, name="plan")
+
+
+def add_simulate(commands: typer.Typer) -> None:
+    """Add `penstock simulate`."""
+    commands.add_typer(simulate_app, name="simulate")

@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import penstock_compile_cache
-from penstock_compile_cache import Restored
 from penstock import ConnectionSettings
-from penstock.spi import Settings
 from penstock.errors import PenstockError, SourceError
+from penstock.spi import Log, Phases, Settings, texts_of
 from penstock.spi import engine_weights as replica
+from penstock_compile_cache import Restored
 from penstock_vllm.patches import loads_by
-from penstock.spi import Log
-from penstock.spi import Phases
-from penstock.spi import texts_of
 
 
 def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None:
@@ -67,7 +64,7 @@ def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored
     where = _where(vllm_config, options)
     with Phases("restore compiled code", journey="engine"):
         try:
-            restored = artifacts.restore(
+            restored = penstock_compile_cache.restore(
                 engine="vllm",
                 config={"vllm_config": vllm_config.compute_hash()},
                 device="cuda" if current_platform.is_cuda_alike() else "cpu",
@@ -85,7 +82,9 @@ def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log:
     """Save what was compiled. An engine that cannot save serves all the same."""
     with Phases("save compiled code", journey="engine"):
         try:
-            log.info("penstock: artifacts: %s", artifacts.save(key=restored.key, **_where(vllm_config, options)))
+            log.info(
+                "penstock: artifacts: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options))
+            )
         except PenstockError as error:
             log.error("penstock: the compiled code is not saved: %s", error)
 

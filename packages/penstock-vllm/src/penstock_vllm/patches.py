@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from penstock.spi import Phases
+from penstock.spi import ADAPTERS, Phases
 
 _MARK = "\x1fweights "
 """Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
@@ -141,10 +141,6 @@ class _ReplyQueue:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
-
-
-ADAPTERS = "penstock-adapters-"
-"""Beginning of the name of a directory that has the versions of an adapter (`adapter.AdapterDirectory`)."""
 
 
 def name_newest_adapter(models: type[Any]) -> None:

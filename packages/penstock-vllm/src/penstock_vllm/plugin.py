@@ -23,13 +23,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from penstock.spi import Settings
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
+from penstock.spi import HostPlugin, Log, Phases, Settings, log_named
 from penstock.spi import engine_weights as replica
-from penstock_vllm import compile_cache as vllm_artifacts, patches as vllm_patches, sleep as vllm_sleep
-from penstock.spi import HostPlugin
-from penstock.spi import Log, log_named
-from penstock.spi import Phases
+from penstock_vllm import compile_cache as vllm_artifacts
+from penstock_vllm import patches as vllm_patches
+from penstock_vllm import sleep as vllm_sleep
 
 if TYPE_CHECKING:
     import torch
@@ -196,17 +195,8 @@ def _loader_class() -> type[Any]:
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
-            load = partial(super().load_weights, model, model_config)
             with Phases("load weights", journey="engine"):
-                if self._options.get("finished") and self._after_weights is not None:
-                    # By name: most engines need no keeper.
-                    from penstock.spi import load_finished
-
-                    uri = self._objects.get(model_config.model, model_config.model)
-                    configs = model_config, self._vllm_config
-                    load_finished(model, *configs, uri, self._options, *rank_of_engine(), load, vllm_logger())
-                else:
-                    load()
+                super().load_weights(model, model_config)
             # What follows in `load_model`; nothing does in a load into a model that is there already.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))

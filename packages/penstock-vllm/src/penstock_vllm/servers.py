@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from penstock.spi import wrong_argument as wrong
 from penstock.errors import ConfigError, VersionRefused
 from penstock.spi import Laggards
+from penstock.spi import wrong_argument as wrong
 
 
 class FleetClient:

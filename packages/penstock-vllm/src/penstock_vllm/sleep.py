@@ -21,9 +21,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.spi import kernels_ready
+from penstock.spi import Log, kernels_ready, log_named
 from penstock_vllm.patches import after_construction, is_sent_by, loads_by
-from penstock.spi import Log, log_named
 
 if TYPE_CHECKING:
     import torch

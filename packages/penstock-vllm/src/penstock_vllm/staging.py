@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.spi import Arena, needed_bytes
-from penstock.spi import Requirements
+from penstock.spi import Arena, Requirements, needed_bytes
 
 _LISTED = 10
 """Parameters that an error lists; the rest are counted, since a large model has thousands."""

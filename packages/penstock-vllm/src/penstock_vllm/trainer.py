@@ -26,13 +26,10 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
 
 import penstock
-from penstock import ConnectionSettings
+from penstock import ConnectionSettings, PublishReport
 from penstock.errors import ConfigError
-from penstock.spi import first_token
+from penstock.spi import Declarable, PublishMode, first_token
 from penstock_vllm.plugin import LOAD_FORMAT
-from penstock.spi import PublishMode
-from penstock import PublishReport
-from penstock.spi import Declarable
 
 VERSIONS = ("0.32", "0.33")
 """Releases of vLLM whose interface of trainers this module was written for."""

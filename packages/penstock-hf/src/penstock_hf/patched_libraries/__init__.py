@@ -5,6 +5,11 @@ safetensors. Both are replaced while the block runs: files of weights that the c
 streamed (`hub_files`), and opened with Penstock's reader (`context`).
 """
 
-from penstock_hf.patched_libraries.context import AcceleratedReport, accelerated, directory
+from penstock.spi import require_package
+
+require_package("torch")
+
+
+from penstock_hf.patched_libraries.context import AcceleratedReport, accelerated, directory  # noqa: E402 - after what it needs
 
 __all__ = ["AcceleratedReport", "accelerated", "directory"]

@@ -20,19 +20,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from penstock_hf import safetensors as compat
-from penstock.spi import Settings
-from penstock.spi import install_hint
 from penstock.errors import ConfigError, MissingExtra, PenstockError, also
+from penstock.spi import Settings, Summarised, bytes_text, install_hint, is_remote
+from penstock_hf import safetensors as compat
 from penstock_hf.patched_libraries.hub_files import HubFiles, Pointer
-from penstock.spi import Summarised, bytes_text
-from penstock.spi import is_remote
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from penstock.spi import SharedFile, SharedFiles
-    from penstock.spi import SharedReadReport
+    from penstock.spi import SharedFile, SharedFiles, SharedReadReport
 
 _DOWNLOADS = {
     "hf_hub_download": HubFiles.hf_hub_download,

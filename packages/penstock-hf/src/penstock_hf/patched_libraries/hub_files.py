@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from penstock import lifecycle
-from penstock.spi import Settings
 from penstock.errors import FormatError, PenstockError
+from penstock.spi import Settings, is_remote, let_go_in_children, list_uris, local_path, open_weights, read_small
+from penstock.spi import pinned_uri as pinned
 from penstock_hf.patched_libraries.views import make_directory, views
-from penstock.spi import is_remote, list_uris, local_path, pinned_uri as pinned, read_small
-from penstock.spi import open_weights
 
 POINTER = b"penstock"
 """The first bytes of a pointer. As the length of a safetensors header they are 7.7e18, which every reader refuses."""
@@ -285,7 +283,7 @@ class HubFiles:
         return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
 
 
-_alive = lifecycle.let_go_in_children(HubFiles.let_go)
+_alive = let_go_in_children(HubFiles.let_go)
 
 
 class _Repository:

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from penstock import lifecycle
+from penstock import load, safe_open
 from penstock.errors import NotFound
-from penstock import load
-from penstock.spi import SafeSlice
-from penstock import safe_open
+from penstock.spi import SafeSlice, deferred
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -45,7 +43,7 @@ class StreamedFile(safe_open):
 
     def abandon(self) -> None:
         """Close the file under slices that are left of a load that failed; a traceback may keep them."""
-        with lifecycle.deferred():
+        with deferred():
             if self._file is not None:
                 self._file.close()
             self._file = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from penstock.spi import extras_named
 from penstock.errors import ConfigError
+from penstock.spi import extras_named
 
 with extras_named():
     from penstock_hf.runai_streamer import files, objects, safetensors

@@ -16,11 +16,16 @@ from typing import Self
 
 import torch
 
-from penstock_hf.runai_streamer.objects import S3Credentials, is_object, list_objects, matching, raising_value_errors, storage_options
-from penstock.spi import Settings, runai_settings
 from penstock.errors import ConfigError
-from penstock.spi import Source, open_source, text_of
-from penstock.spi import Threads
+from penstock.spi import Settings, Source, Threads, open_source, runai_settings, text_of
+from penstock_hf.runai_streamer.objects import (
+    S3Credentials,
+    is_object,
+    list_objects,
+    matching,
+    raising_value_errors,
+    storage_options,
+)
 
 RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
 RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from penstock.spi import Settings, runai_settings
 from penstock.errors import NotFound, PenstockError, also
-from penstock.spi import list_uris
-from penstock.spi import download_files as download, path_inside as inside
+from penstock.spi import Settings, list_uris, runai_settings
+from penstock.spi import download_files as download
+from penstock.spi import path_inside as inside
 from penstock.spi import typed_errors_of_writing as typed
 
 _SCHEMES = ("s3://", "gs://", "az://")

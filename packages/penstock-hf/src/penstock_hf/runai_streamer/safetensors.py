@@ -18,15 +18,24 @@ from typing import Any, Self
 
 import torch
 
-from penstock_hf.runai_streamer.objects import S3Credentials, is_object, raising_value_errors, storage_options
-from penstock.spi import Settings, runai_settings
-from penstock.errors import FormatError, SourceTruncated
 from penstock import TensorStream
-from penstock.spi import open_stream
-from penstock.spi import MIN_CHUNK_BYTES, Options, Session, resolve_device
-from penstock.spi import torch_dtype
-from penstock.spi import open_source, text_of, timed_source as timed
-from penstock.spi import Header, read_header
+from penstock.errors import FormatError, SourceTruncated
+from penstock.spi import (
+    MIN_CHUNK_BYTES,
+    Header,
+    Options,
+    Session,
+    Settings,
+    open_source,
+    open_stream,
+    read_header,
+    resolve_device,
+    runai_settings,
+    text_of,
+    torch_dtype,
+)
+from penstock.spi import timed_source as timed
+from penstock_hf.runai_streamer.objects import S3Credentials, is_object, raising_value_errors, storage_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock_tools.plan_command import RatesOption, read_rates
 from penstock.cli.terminal import (
     DataPort,
     Force,
@@ -81,6 +80,9 @@ def _list_ops(is_wanted: bool) -> None:
 
         write_lines(*usages())
         raise typer.Exit
+
+
+RatesOption = Annotated[Path | None, option("--rates", "FILE", "Rates of the stages, from `penstock calibrate`.")]
 
 
 def convert(
@@ -217,14 +219,14 @@ def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list
     import penstock
 
     with launcher or nullcontext():
-        return penstock.convert(sources, workers=api.WorkerSettings(launcher=launcher, **settings), **options)
+        return penstock.convert(sources, workers=penstock.WorkerSettings(launcher=launcher, **settings), **options)
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
     """Convert into a keeper, and keep the result until SIGTERM."""
     import penstock
 
-    with api.Keeper(connection=connection) as keeper:
+    with penstock.Keeper(connection=connection) as keeper:
         write_report(run(destination=keeper.into(model)), format)
         # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
@@ -323,3 +325,20 @@ def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
         return
     shown = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
     write_fields({**shown, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, by {by}"})
+
+
+def read_rates(path: Path) -> Rates:
+    """Return the rates of a machine's stages from a file. ConfigError: they cannot be read."""
+    from penstock.plan.cluster import Rates, from_json
+
+    speeds = from_json(read_file(path, hint="penstock calibrate FILE writes it (package penstock-tools)"), Rates)
+    speeds.check()
+    return speeds
+
+
+def read_file(path: Path, *, hint: str) -> bytes:
+    """Return the contents of a file that the user named. ConfigError: it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from error

@@ -27,7 +27,6 @@ from penstock.cli.terminal import (
 )
 from penstock.config import ecosystem, environment
 from penstock.entry_points import install_hint
-from penstock.errors import ConfigError
 from penstock.report import bytes_text
 from penstock.storage.io_uring import Uring, refusal
 from penstock.types import GB, GIB, MIB
@@ -66,19 +65,12 @@ class Limit:
 
 def doctor(
     path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk to measure.")] = None,
-    calibrate: Annotated[
-        Path | None,
-        option("--calibrate", "FILE", "Measure instead the stages that a simulation needs; write their rates."),
-    ] = None,
     format: FormatOption = Format.human,
 ) -> None:
     """Report devices, measured limits and packages.
 
     Also which packages are missing and what they are for, and the environment variables in force.
     """
-    if calibrate is not None:
-        _calibrate(calibrate, format)
-        return
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()
     if format is Format.json:
@@ -98,27 +90,6 @@ def doctor(
     write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in engines})
     write_lines("", "environment")
     write_columns(["  variable", "value", "what it is"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
-
-
-def _calibrate(path: Path, format: Format) -> None:
-    """Measure the stages, write them to the file, and show them."""
-    from penstock_tools.calibrate import calibrate
-    from penstock.plan.cluster import to_json
-
-    rates = calibrate()
-    try:
-        path.write_bytes(to_json(rates))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    if format is Format.json:
-        write_json({name: getattr(rates, name) for name in rates.__struct_fields__})
-        return
-    source = dict(rates.source)
-    shown = {name: getattr(rates, name) for name in rates.__struct_fields__ if name in source}
-    operations = shown.pop("operation_gb_per_s")
-    write_fields({name: f"{value:.6g}  {source[name]}" for name, value in shown.items()})
-    how = source["operation_gb_per_s"]
-    write_fields({f"operation {name!r}, GB/s": f"{rate:.6g}  {how}" for name, rate in operations.items()})
 
 
 def find_devices() -> list[Fact]:
@@ -176,9 +147,9 @@ def find_engines() -> list[Fact]:
         "redis": ("redis", f"several hubs that act as one; {install_hint('redis')}"),
         "ray": ("ray", f"conversions on a Ray cluster; {install_hint('ray')}"),
         "boto3": ("boto3", f"AWS profiles and SSO; {install_hint('aws')}"),
-        "transformers": ("transformers", "penstock_hf.transformers"),
-        "vllm": ("vllm", "--load-format penstock"),
-        "sglang": ("sglang", "--load-format runai_streamer, by penstock.compat"),
+        "transformers": ("transformers", "from_pretrained, by penstock-hf"),
+        "vllm": ("vllm", "--load-format penstock, by penstock-vllm"),
+        "sglang": ("sglang", "--load-format penstock, by penstock-sglang"),
     }
     for name, (module, what) in needs.items():
         version = package_version(name)

@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -307,9 +307,6 @@ def keep(
         str | None, option("--disk", "DIR", "Local directory for idle models that no memory holds.")
     ] = None,
     disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
-    artifacts: Annotated[
-        bool, typer.Option("--artifacts", help="Keep the bundles of compiled code beside each model, too.")
-    ] = False,
     accept: Annotated[
         bool, typer.Option("--accept", help="Keep finished parameters that engines of this host hand over, too.")
     ] = False,
@@ -343,8 +340,7 @@ def keep(
     # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
     for uri in uris:
         look(uri)
-    bundles = _bundles(uris) if artifacts else {}
-    with api.Keeper(
+    with penstock.Keeper(
         device=device,
         memory_bytes=memory_bytes,
         host_bytes=host_bytes,
@@ -355,7 +351,7 @@ def keep(
         max_readers=max_readers,
         max_bytes_per_s=max_bytes_per_s,
     ) as keeper:
-        reports = [keeper.keep(name, uri) for name, uri in [*zip(names, uris, strict=True), *bundles.items()]]
+        reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
         if format is Format.json:
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
@@ -369,17 +365,7 @@ def keep(
         keeper.serve(drain_s=drain_s, ready=partial(note, text))
 
 
-def _bundles(uris: Sequence[str]) -> dict[str, str]:
-    """Return the bundles of compiled code beside models: the name under which engines look for each, and its URI."""
-    from penstock_compile_cache import list_bundles
-    from penstock_compile_cache.store import fleet_name
-
-    # An engine checks the signature; one that is refused here would be of no use to it.
-    bundles = (bundle for uri in uris for bundle in list_bundles(uri))
-    return {fleet_name(bundle.key.id): bundle.uri for bundle in bundles if bundle.key is not None}
-
-
-def _rest(keeper: api.Keeper) -> str:
+def _rest(keeper: penstock.Keeper) -> str:
     """Return the models that are not in the first tier, as text."""
     first = next(iter(keeper.stats().tiers))
     away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]

@@ -21,15 +21,25 @@ DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 try:
     import typer
 
-    from penstock_compile_cache import command as artifacts
-    from penstock_tools import bench_command as bench, plan_command as plan
-    from penstock.cli import bench_boot, checkpoints, convert, doctor, fleet, hub, initialize, load, terminal
-    from penstock_hf import run_command as run_program
+    from penstock import entry_points
+    from penstock.cli import checkpoints, convert, doctor, fleet, hub, initialize, load, terminal
     from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
     from penstock.entry_points import missing_extra
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
+
+COMMANDS = "penstock.commands"
+"""Group of the entry points by which other packages add commands: each names a function that takes a `typer.Typer`."""
+_PACKAGE_OF = {
+    "artifacts": "penstock-compile-cache",
+    "bench": "penstock-tools",
+    "calibrate": "penstock-tools",
+    "plan": "penstock-tools",
+    "run": "penstock-hf",
+    "simulate": "penstock-tools",
+}
+"""The packages of this project that add commands, for the message where one is not installed."""
 
 app = typer.Typer(
     name="penstock",
@@ -101,25 +111,29 @@ for _name, _command, *_examples in (
     ("status", fleet.status, "penstock status --watch 2", "penstock status llama --format json"),
     ("why", fleet.why, "penstock why llama"),
     ("drain", fleet.drain, "penstock drain 1bdacba8 --token-file operator.token"),
-    ("doctor", doctor.doctor, "penstock doctor --path model.safetensors", "penstock doctor --calibrate rates.json"),
+    ("doctor", doctor.doctor, "penstock doctor --path model.safetensors"),
     ("version", version, "penstock version --format json"),
 ):
     app.command(_name, epilog=examples(*_examples))(_command)
-# Not in the list: everything from the program on is the program's, options too.
-app.command(
-    "run",
-    epilog=examples("penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"),
-    context_settings={"allow_interspersed_args": False},
-)(run_program.run)
-app.add_typer(artifacts.app, name="artifacts")
-app.add_typer(plan.app, name="plan")
-app.add_typer(plan.simulate_app, name="simulate")
-bench.app.command(
-    "boot",
-    epilog=examples("penstock bench boot --url http://127.0.0.1:8000/health -- vllm serve llama"),
-    context_settings={"allow_interspersed_args": False},
-)(bench_boot.bench_boot)
-app.add_typer(bench.app, name="bench")
+
+_added: set[str] = set()
+"""The names of the commands that other packages have added."""
+
+
+def _add_commands() -> None:
+    """Add the commands of other packages. One that cannot be imported is named on stderr, and left out."""
+    for entry in entry_points.entry_points(COMMANDS):
+        try:
+            add = entry_points.load(entry)
+        except PenstockError as error:
+            terminal.note(f"penstock: `penstock {entry.name}` is left out: {error}")
+            continue
+        if callable(add):
+            add(app)
+            _added.add(entry.name)
+
+
+_add_commands()
 
 
 # The numbers are documented in docs/errors.md and pinned by tests: scripts branch on them.
@@ -135,6 +149,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = DONE
     try:
+        _require_package(words)
         app(args=words, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
@@ -161,6 +176,13 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
     sys.exit(code)
+
+
+def _require_package(words: Sequence[str]) -> None:
+    """Raise ConfigError where the command is in a package of this project that is not installed."""
+    package = _PACKAGE_OF.get(words[0]) if words else None
+    if package is not None and words[0] not in _added:
+        raise ConfigError(f"`penstock {words[0]}` is a command of the package {package}", hint=f"pip install {package}")
 
 
 def _say_error(error: PenstockError, words: Sequence[str]) -> int:

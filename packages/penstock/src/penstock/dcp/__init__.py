@@ -4,7 +4,12 @@ dcp.load(state, storage_reader=CheckpointReader("s3://bucket/model"))
 dcp.save(state, storage_writer=CheckpointWriter("checkpoints/step-1000"))
 """
 
-from penstock.dcp.reader import CheckpointReader
-from penstock.dcp.writer import CheckpointWriter
+from penstock.entry_points import require_package
+
+require_package("torch")
+
+
+from penstock.dcp.reader import CheckpointReader  # noqa: E402 - after what it needs
+from penstock.dcp.writer import CheckpointWriter  # noqa: E402 - after what it needs
 
 __all__ = ["CheckpointReader", "CheckpointWriter"]

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from penstock.config import Settings
-from penstock.digest import leaf
-from penstock.errors import FormatError, NotFound, SourceTruncated
 from penstock.dcp import distcp
 from penstock.dcp.pickled import is_sizes
+from penstock.digest import leaf
+from penstock.errors import FormatError, NotFound, SourceTruncated
 from penstock.loader.tensor import dtype_of, torch_dtype, torch_shape
 from penstock.storage import Source, is_remote, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, display, texts_of

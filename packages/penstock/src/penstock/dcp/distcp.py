@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.errors import FormatError
 from penstock.dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, Record, decode, is_sizes
+from penstock.errors import FormatError
 from penstock.plan.intersect import Boxes, uncovered
 from penstock.storage.safetensors import clip
 from penstock.types import Box

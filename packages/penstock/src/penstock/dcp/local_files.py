@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from penstock import lifecycle
-from penstock.engine.check import Checker
-from penstock.engine.place import Bytes
 from penstock.dcp.checkpoint import table_of
 from penstock.dcp.parts import Part
+from penstock.engine.check import Checker
+from penstock.engine.place import Bytes
 from penstock.loader.session import Session
 from penstock.loader.tensor import as_bytes, as_tensor
 from penstock.plan.schedule import LoadPlan

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from penstock.errors import PlanError
 from penstock.dcp.checkpoint import Row
+from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.types import Box, DType
 

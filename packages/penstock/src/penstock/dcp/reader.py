@@ -26,13 +26,13 @@ from torch.futures import Future
 
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
-from penstock.engine.place import CudaPlace, HostPlace
-from penstock.errors import FormatError, PenstockError, PlanError, without_frames
 from penstock.dcp import distcp
 from penstock.dcp.checkpoint import Checkpoint, Row, open_checkpoint, table_of
 from penstock.dcp.local_files import LocalFill, num_threads
 from penstock.dcp.parts import Part, box_of
 from penstock.dcp.pickled import PLAIN, archive, decode, plain
+from penstock.engine.place import CudaPlace, HostPlace
+from penstock.errors import FormatError, PenstockError, PlanError, without_frames
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import marks_target
 from penstock.loader.load import deferred_interrupts

@@ -34,13 +34,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.config import Settings
-from penstock.digest import leaf
-from penstock.errors import ConfigError, FormatError, PenstockError, PlanError
 from penstock.dcp import distcp
 from penstock.dcp.checkpoint import BYTES_KEY, PATHS_KEY
 from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.dcp.staging import Staging
 from penstock.dcp.stored import bytes_of, refusal
+from penstock.digest import leaf
+from penstock.errors import ConfigError, FormatError, PenstockError, PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.plan.layout import box_runs
 from penstock.storage import is_remote, text_of

@@ -1,7 +1,7 @@
 """An engine's replica: it reads its checkpoint from a keeper, a fleet or storage, then serves or releases it.
 
 In: options of an engine's loader; the checkpoint's URIs. Out: named tensors, which the engine copies.
-Not here: loading them into the engine (`vllm`, `sglang`); weights that outlive the engine (`penstock keep`).
+Not here: loading them into the engine, which its adapter does; weights that outlive the engine (`penstock keep`).
 
 If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a keeper of its host that has exactly this
 checkpoint, or else joins the fleet of the model's name and serves there. No further option is needed; `"fleet": false`
@@ -43,9 +43,12 @@ DRAIN_S = 30.0
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
-_OWN_OPTIONS = ("artifacts", "device", "distributed", "finished", "keeper", "memory_bytes", "storage_options", "verify")
+_OWN_OPTIONS = ("artifacts", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify")
 LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
 """Keys of an engine's extra configuration: of `penstock.stream`, but for `distributed`; a keeper; those of a fleet."""
+
+ADAPTERS = "penstock-adapters-"
+"""Beginning of the name of a directory that has the versions of an adapter (`adapter.AdapterDirectory`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +143,7 @@ def read_options(extra: Any) -> dict[str, Any]:
     options = dict(extra)
     if "memory_bytes" in options:
         options["memory_bytes"] = parse_bytes(options["memory_bytes"])
-    for name in ("distributed", "finished", "verify"):
+    for name in ("distributed", "verify"):
         if not isinstance(options.get(name, False), bool):
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):
@@ -157,8 +160,6 @@ def read_options(extra: Any) -> dict[str, Any]:
     # A rank that attached would be missing in the exchange of the others.
     if keeper and options.get("distributed"):
         raise ConfigError("'distributed' and 'keeper' exclude each other", hint="give one of them")
-    if options.get("finished") and options.get("distributed"):
-        raise ConfigError("'distributed' and 'finished' exclude each other", hint="give one of them")
     return options
 
 

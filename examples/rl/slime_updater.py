@@ -24,11 +24,9 @@ import torch
 import penstock
 from penstock import ConnectionSettings
 from penstock.errors import ConfigError
+from penstock.spi import Declarable, PublishMode, VersionSender
 from penstock_rl.megatron import Grid, from_megatron
-from penstock.spi import VersionSender
 from penstock_sglang.plugin import SYNC
-from penstock.spi import PublishMode
-from penstock.spi import Declarable
 
 Shards = Callable[[Any, Sequence[torch.nn.Module]], Mapping[str, Declarable]]
 """Returns this rank's shards by the checkpoint's names, of slime's arguments and the model's chunks."""

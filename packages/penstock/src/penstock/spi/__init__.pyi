@@ -1,0 +1,208 @@
+# Written by scripts/stubs.py.
+from penstock.arguments import require_name as require_name
+from penstock.arguments import wrong as wrong_argument
+from penstock.config import Settings as Settings
+from penstock.config import parse_bytes as parse_bytes
+from penstock.config import runai_settings as runai_settings
+from penstock.digest.strip import Strips as Strips
+from penstock.entry_points import extras_named as extras_named
+from penstock.entry_points import install_hint as install_hint
+from penstock.entry_points import require_package as require_package
+from penstock.fetch.storage_initializer import copy_other_files as copy_other_files
+from penstock.http.control import ControlConnection as ControlConnection
+from penstock.http.control import MalformedAnswer as MalformedAnswer
+from penstock.http.control import over_tcp as over_tcp
+from penstock.hub.auth import first_token as first_token
+from penstock.jobs.operations.lora import LoraMerge as LoraMerge
+from penstock.keeper.attach import NOT_USABLE as NOT_USABLE
+from penstock.lifecycle import Closing as Closing
+from penstock.lifecycle import deferred as deferred
+from penstock.lifecycle import let_go_in_children as let_go_in_children
+from penstock.loader.load import open_stream as open_stream
+from penstock.loader.progress import ProgressOption as ProgressOption
+from penstock.loader.safe_open import SafeSlice as SafeSlice
+from penstock.loader.session import MIN_CHUNK_BYTES as MIN_CHUNK_BYTES
+from penstock.loader.session import Options as Options
+from penstock.loader.session import Session as Session
+from penstock.loader.session import resolve_device as resolve_device
+from penstock.loader.shared_files import SharedFile as SharedFile
+from penstock.loader.shared_files import SharedFiles as SharedFiles
+from penstock.loader.shared_read import SharedReadReport as SharedReadReport
+from penstock.loader.tensor import dtype_of as dtype_of
+from penstock.loader.tensor import torch_dtype as torch_dtype
+from penstock.loader.tensor import torch_shape as torch_shape
+from penstock.logs import Log as Log
+from penstock.logs import log_named as log_named
+from penstock.memory.arena import Arena as Arena
+from penstock.memory.arena import needed_bytes as needed_bytes
+from penstock.net.unix_sockets import private_directory as private_directory
+from penstock.peer.local_weights import revision_of as revision_of
+from penstock.peer.local_weights import tabulate as tabulate
+from penstock.phases import Phases as Phases
+from penstock.plan.tasks import Recipe as Recipe
+from penstock.plan.tasks import Spec as TensorSpec
+from penstock.plan.tasks import lay_out as lay_out_tensors
+from penstock.report import Summarised as Summarised
+from penstock.report import bytes_text as bytes_text
+from penstock.spi.engine_weights import ADAPTERS as ADAPTERS
+from penstock.spi.host_plugin import HostPlugin as HostPlugin
+from penstock.spi.received import ReceivedVersions as ReceivedVersions
+from penstock.spi.received import group_of_all as group_of_all
+from penstock.spi.sender import VersionSender as VersionSender
+from penstock.spi.sender import WholeTensorShares as WholeTensorShares
+from penstock.spi.sleep_kernels import kernels_ready as kernels_ready
+from penstock.storage import Source as Source
+from penstock.storage import is_remote as is_remote
+from penstock.storage import list_uris as list_uris
+from penstock.storage import local_path as local_path
+from penstock.storage import open_source as open_source
+from penstock.storage import pinned as pinned_uri
+from penstock.storage import read_small as read_small
+from penstock.storage import text_of as text_of
+from penstock.storage import timed as timed_source
+from penstock.storage.download import download as download_files
+from penstock.storage.download import inside as path_inside
+from penstock.storage.foreign_json import read_object as read_object
+from penstock.storage.foreign_json import write_object as write_object
+from penstock.storage.hugging_face import typed_error as typed_error_of_hub
+from penstock.storage.locate import INDEX_SUFFIX as INDEX_SUFFIX
+from penstock.storage.locate import SUFFIX as SUFFIX
+from penstock.storage.locate import display as display
+from penstock.storage.locate import model_name as model_name
+from penstock.storage.locate import texts_of as texts_of
+from penstock.storage.network_files import NetworkFile as NetworkFile
+from penstock.storage.network_files import network_file_system as network_file_system
+from penstock.storage.output import OutputSet as OutputSet
+from penstock.storage.repository import parse as parse_repository
+from penstock.storage.safetensors import Header as Header
+from penstock.storage.safetensors import read_header as read_header
+from penstock.storage.weight_set import open_weights as open_weights
+from penstock.storage.write import typed as typed_errors_of_writing
+from penstock.sync.digester import Digester as Digester
+from penstock.sync.memory_digests import MemoryDigests as MemoryDigests
+from penstock.sync.placed import Placed as Placed
+from penstock.sync.publish.registered import require_same as require_same
+from penstock.sync.publish.transformed import Transforms as Transforms
+from penstock.sync.receive.hooks import Around as Around
+from penstock.sync.receive.target import Target as Target
+from penstock.sync.recording import layout as layout
+from penstock.sync.recording.layout import Load as LoadFunction
+from penstock.sync.recording.requirements import Requirements as Requirements
+from penstock.sync.recording.requirements import record as record
+from penstock.sync.report import PublishMode as PublishMode
+from penstock.sync.report import UpdateMode as UpdateMode
+from penstock.sync.shards import Declarable as Declarable
+from penstock.sync.shards import Row as ShardRow
+from penstock.sync.shards import declared as declared_shards
+from penstock.sync.shards import regions_of as regions_of
+from penstock.sync.shards import unwrapped as unwrapped
+from penstock.sync.together import Laggards as Laggards
+from penstock.transport.protocol import Memory as Memory
+from penstock.transport.storages import RegisteredStorages as RegisteredStorages
+from penstock.types import TensorTable as TensorTable
+from penstock.waits import Threads as Threads
+
+__all__: list[str] = [
+    "ADAPTERS",
+    "INDEX_SUFFIX",
+    "MIN_CHUNK_BYTES",
+    "NOT_USABLE",
+    "SUFFIX",
+    "Arena",
+    "Around",
+    "Closing",
+    "ControlConnection",
+    "Declarable",
+    "Digester",
+    "Header",
+    "HostPlugin",
+    "Laggards",
+    "LoadFunction",
+    "Log",
+    "LoraMerge",
+    "MalformedAnswer",
+    "Memory",
+    "MemoryDigests",
+    "NetworkFile",
+    "Options",
+    "OutputSet",
+    "Phases",
+    "Placed",
+    "ProgressOption",
+    "PublishMode",
+    "ReceivedVersions",
+    "Recipe",
+    "RegisteredStorages",
+    "Requirements",
+    "SafeSlice",
+    "Session",
+    "Settings",
+    "ShardRow",
+    "SharedFile",
+    "SharedFiles",
+    "SharedReadReport",
+    "Source",
+    "Strips",
+    "Summarised",
+    "Target",
+    "TensorSpec",
+    "TensorTable",
+    "Threads",
+    "Transforms",
+    "UpdateMode",
+    "VersionSender",
+    "WholeTensorShares",
+    "bytes_text",
+    "copy_other_files",
+    "declared_shards",
+    "deferred",
+    "display",
+    "download_files",
+    "dtype_of",
+    "extras_named",
+    "first_token",
+    "group_of_all",
+    "install_hint",
+    "is_remote",
+    "kernels_ready",
+    "lay_out_tensors",
+    "layout",
+    "let_go_in_children",
+    "list_uris",
+    "local_path",
+    "log_named",
+    "model_name",
+    "needed_bytes",
+    "network_file_system",
+    "open_source",
+    "open_stream",
+    "open_weights",
+    "over_tcp",
+    "parse_bytes",
+    "parse_repository",
+    "path_inside",
+    "pinned_uri",
+    "private_directory",
+    "read_header",
+    "read_object",
+    "read_small",
+    "record",
+    "regions_of",
+    "require_name",
+    "require_package",
+    "require_same",
+    "resolve_device",
+    "revision_of",
+    "runai_settings",
+    "tabulate",
+    "text_of",
+    "texts_of",
+    "timed_source",
+    "torch_dtype",
+    "torch_shape",
+    "typed_error_of_hub",
+    "typed_errors_of_writing",
+    "unwrapped",
+    "write_object",
+    "wrong_argument",
+]

@@ -1,0 +1,51 @@
+"""Write the stubs of the modules whose names are imported when they are first used, from `penstock.exports`.
+
+In: the tables. Out: `.pyi` files beside the modules. With --check, nothing is written, and the exit code is 1 if a file
+is not what would be written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import penstock_compile_cache
+from penstock import exports
+
+CORE = Path(exports.__file__).parent
+STUBS = {
+    CORE / "__init__.pyi": (exports.PUBLIC, "__version__: str\n"),
+    CORE / "spi" / "__init__.pyi": (exports.SPI, ""),
+    Path(penstock_compile_cache.__file__).with_suffix(".pyi"): (
+        penstock_compile_cache.TABLE,
+        "TABLE: dict[str, str]\n",
+    ),
+}
+
+
+def stub(table: Mapping[str, str], more: str) -> str:
+    """Return the text of a stub: each name, imported from where it is defined."""
+    lines = []
+    for name, place in table.items():
+        module, _, there = place.partition(":")
+        lines.append(f"from {module} import {there or name} as {name}\n")
+    names = "".join(f'    "{name}",\n' for name in table)
+    return f"# Written by scripts/stubs.py.\n{''.join(sorted(lines))}{more}__all__: list[str] = [\n{names}]\n"
+
+
+def main() -> int:
+    """Write or check all stubs; return the exit code."""
+    wrong = 0
+    for path, (table, more) in STUBS.items():
+        text = stub(table, more)
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{path} does not agree with penstock.exports: run python scripts/stubs.py")
+            wrong = 1
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
