@@ -178,7 +178,7 @@ def larger_swaps(
                 for turn in range(reps * (num_models - 1)):
                     for what, name in (("small", names[1 + turn % (num_models - 1)]), ("large", names[0])):
                         begun = time.perf_counter()
-                        with ps.attach(name, timeout_s=60, verify=verify):
+                        with ps.cache.attach(name, timeout_s=60, verify=verify):
                             seconds = time.perf_counter() - begun
                         # The first two move each kind down once, to memory that may not be pinned yet.
                         if verify or turn > 1:
@@ -209,11 +209,11 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int, num_model
             for what, verify in ways:
                 for turn in range(max(2, reps) * num_models):
                     begun = time.perf_counter()
-                    with ps.attach(names[turn % num_models], timeout_s=60, verify=verify):
+                    with ps.cache.attach(names[turn % num_models], timeout_s=60, verify=verify):
                         made[what].append(time.perf_counter() - begun)
             for _ in range(reps):
                 begun = time.perf_counter()
-                with ps.attach(names[-1], timeout_s=60, verify=False):
+                with ps.cache.attach(names[-1], timeout_s=60, verify=False):
                     made["attach, on the device"].append(time.perf_counter() - begun)
         for _ in range(reps):
             begun = time.perf_counter()

@@ -176,7 +176,7 @@ class Worker:
         """As an engine that starts again: attach, and use the first tensor."""
         import penstock
 
-        attach = penstock.attach  # imports its room, as an engine does before it has a model to ask for
+        attach = penstock.cache.attach  # imports its room, as an engine does before it has a model to ask for
         begun = time.perf_counter()
         attached = attach(name, connection=hub, device=self.device, verify=verify, timeout_s=5.0)
         first = next(iter(attached.values()))

@@ -15,12 +15,20 @@ from penstock import exports
 
 CORE = Path(exports.__file__).parent
 STUBS = {
-    CORE / "__init__.pyi": (exports.PUBLIC, "__version__: str\n"),
+    CORE / "__init__.pyi": (
+        exports.PUBLIC,
+        "".join(f"from penstock import {name} as {name}\n" for name in ("errors", *exports.MODULES))
+        + "__version__: str\n",
+    ),
     CORE / "spi" / "__init__.pyi": (exports.SPI, ""),
     Path(penstock_compile_cache.__file__).with_suffix(".pyi"): (
         penstock_compile_cache.TABLE,
         "TABLE: dict[str, str]\n",
     ),
+    **{
+        (CORE / name / "__init__.pyi" if (CORE / name).is_dir() else CORE / f"{name}.pyi"): (table, "")
+        for name, table in exports.MODULES.items()
+    },
 }
 
 

@@ -90,7 +90,7 @@ class PenstockUpdater:
         """Publish a version from every rank; rank 0 has the engines receive it, and returns when they have it.
 
         Raises:
-            PenstockError: as `penstock.Publisher.publish`. On rank 0 also the engines' own error: an engine that did
+            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the engines' own error: an engine that did
                 not receive the version serves what it served before, and stays paused.
         """
         # The number that slime shows is the sync's: a restarted trainer numbers on from what engines have.

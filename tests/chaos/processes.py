@@ -206,7 +206,7 @@ def engine(told: dict[str, Any]) -> int:
     torch.set_num_threads(1)
 
     def attempt() -> dict[str, Any]:
-        with ps.attach(told["model"], timeout_s=told["wait_s"]) as attached:
+        with ps.cache.attach(told["model"], timeout_s=told["wait_s"]) as attached:
             found = {"digests": digests(dict(attached)), "revision": attached.report.revision}
             time.sleep(told["hold_s"])
             found["again"] = digests(dict(attached))

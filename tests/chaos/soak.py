@@ -348,7 +348,7 @@ class Soak:
 
 def engine(told: dict[str, Any]) -> int:
     """Attach to the kept model, say the digest of its bytes, hold them for a moment and let go."""
-    with ps.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
+    with ps.cache.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
         say("attached", digests=digests(dict(attached)))
         time.sleep(told["hold_s"])
     return 0
@@ -393,7 +393,7 @@ def _turn(told: dict[str, Any]) -> None:
         fleet.serve(timeout_s=0.1)
     if found != told["wanted"]:
         say("fault", what="wrong bytes", text="the client's fetch")
-    with ps.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
+    with ps.cache.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
         if digests(dict(attached)) != told["wanted"]:
             say("fault", what="wrong bytes", text="the client's attachment")
         attached.check()

@@ -78,7 +78,7 @@ def start(llama: Path, directory: Path, size: int, true: list[int]) -> str:
 
 def revisions() -> dict[str, str]:
     """The digest of the parameters that are kept, by rank: of their names, shapes and bytes."""
-    holdings = [holding for member in ps.status().members for holding in member.holdings if holding.kept]
+    holdings = [holding for member in ps.hub.status().members for holding in member.holdings if holding.kept]
     return {holding.identity.parallel["rank"]: holding.revision for holding in holdings}
 
 
@@ -92,7 +92,7 @@ def true(llama: Path, tmp_path: Path) -> list[int]:
 def test_an_engine_of_another_size(llama: Path, true: list[int], tmp_path: Path) -> None:
     kept: list[dict[str, str]] = []
     for sizes in ((1, 2), (2, 1)):
-        with ps.Keeper(accept=True):
+        with ps.cache.WeightCache(accept=True):
             for number, size in enumerate(sizes):
                 log = start(llama, tmp_path, size, true)
                 assert log.count("handed over: ") == size
@@ -106,7 +106,7 @@ def test_an_engine_of_another_size(llama: Path, true: list[int], tmp_path: Path)
 @pytest.mark.timeout(900)
 def test_what_cannot_be_used(llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         start(llama, tmp_path, 2, true)
         (weights,) = [w for w in keeper.member.weights if w.identity.parallel["rank"] == "1/2"]
         weights.rows[2][5] ^= 1

@@ -44,7 +44,7 @@ def llama(tmp_path_factory) -> Path:
 def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> None:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
     with KeeperProcess([str(llama), "--device", "cuda:0"], environ=environ, timeout_s=120) as keeper:
-        attached = ps.attach("llama", device="cuda:0")
+        attached = ps.cache.attach("llama", device="cuda:0")
         assert attached.report.verified
         assert attached.report.path.startswith("cuda_ipc, mapped: ")
         assert torch.cuda.memory_allocated() - allocated < NBYTES // 10
@@ -58,7 +58,7 @@ def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> N
         x = torch.randn(4, head.in_features, device="cuda:0", dtype=torch.bfloat16)
         torch.testing.assert_close(head(x), x @ wanted["lm_head.weight"].to("cuda:0").T)
         with pytest.raises(ps.NotFound):
-            ps.attach("llama", device="cpu", timeout_s=0.0)
+            ps.cache.attach("llama", device="cpu", timeout_s=0.0)
         keeper.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
         while attached.standing != "draining":
@@ -74,7 +74,7 @@ def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> N
 def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:0"], timeout_s=120):
         for _ in range(3):
-            with ps.attach("llama") as attached:
+            with ps.cache.attach("llama") as attached:
                 assert_same(attached, by_safetensors(llama), device="cuda:0")
             del attached
             gc.collect()
@@ -83,17 +83,17 @@ def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
 def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocated, monkeypatch) -> None:
     """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
     wanted = by_safetensors(llama)
-    with monkeypatch.context() as patched, ps.Keeper(device="cuda:0") as keeper:
+    with monkeypatch.context() as patched, ps.cache.WeightCache(device="cuda:0") as keeper:
         patched.setattr(LocalWeights, "spot_check", lambda self, chance: None)
         keeper.keep("llama", llama)
         keeper.member.weights[0].rows[-1][-1] ^= 1
-        with ps.attach("llama", verify=False) as attached:
+        with ps.cache.attach("llama", verify=False) as attached:
             assert not attached.report.verified
             with pytest.raises(AssertionError):
                 assert_same(attached, wanted, device="cuda:0")
         del attached
         gc.collect()
-        with ps.attach("llama", timeout_s=60.0) as attached:
+        with ps.cache.attach("llama", timeout_s=60.0) as attached:
             assert attached.report.verified
             assert_same(attached, wanted, device="cuda:0")
         assert keeper.models()[0].num_reloads == 1
@@ -102,9 +102,9 @@ def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocat
 
 
 def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> None:
-    with ps.Keeper(device="cuda:0") as keeper:
+    with ps.cache.WeightCache(device="cuda:0") as keeper:
         keeper.keep("llama", llama)
-        attached = ps.attach("llama")
+        attached = ps.cache.attach("llama")
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
         deadline = time.monotonic() + 60
@@ -119,7 +119,7 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
         while keeper.models()[0].num_reloads == 0:
             assert time.monotonic() < deadline and keeper.models()[0].state != "lost", keeper.models()
             time.sleep(0.05)
-        with ps.attach("llama") as attached:
+        with ps.cache.attach("llama") as attached:
             assert_same(attached, by_safetensors(llama), device="cuda:0")
         del attached
         gc.collect()
@@ -129,5 +129,5 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
 def test_another_device_is_refused(llama) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:1"], timeout_s=120):
         with pytest.raises(ps.ConfigError, match="kept on cuda:1"):
-            ps.attach("llama", device="cuda:0", timeout_s=0.0)
-        assert str(next(iter(ps.attach("llama").values())).device) == "cuda:1"
+            ps.cache.attach("llama", device="cuda:0", timeout_s=0.0)
+        assert str(next(iter(ps.cache.attach("llama").values())).device) == "cuda:1"

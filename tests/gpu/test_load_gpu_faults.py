@@ -128,7 +128,7 @@ def test_staging_stays_within_memory_bytes(checkpoint: Path) -> None:
 
 
 def test_a_budget_that_cannot_do_is_refused(checkpoint: Path, allocated: int) -> None:
-    with pytest.raises(penstock.BudgetTooSmall) as caught:
+    with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
         penstock.load(checkpoint, device=DEVICE, memory_bytes=4096)
     assert settled() == allocated
     found = penstock.load(checkpoint, device=DEVICE, memory_bytes=caught.value.minimum_bytes)
@@ -158,7 +158,7 @@ def test_out_of_device_memory_is_typed_and_leaks_nothing(
         if do is do_stream:
             # A stream holds a window of slabs only: leave no room for one.
             hold = [torch.empty(NUM_TENSORS * TENSOR_BYTES // 2 - 4 * MIB, dtype=torch.uint8, device=DEVICE)]
-        with pytest.raises(penstock.DeviceOutOfMemory) as caught:
+        with pytest.raises(penstock.errors.DeviceOutOfMemory) as caught:
             do(checkpoint)
         assert not caught.value.mutated
         del caught  # its traceback holds the frames that held the tensors

@@ -65,7 +65,7 @@ def test_a_keeper_on_the_host_feeds_a_device(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         write_llama(tmp_path / "llama", total_bytes=100_000_000)
         with (
-            ps.Keeper() as keeper,
+            ps.cache.WeightCache() as keeper,
             ps.join("llama", connection=ps.ConnectionSettings(transports=["cuda_ipc", transport])) as engine,
         ):
             keeper.keep("llama", tmp_path / "llama")

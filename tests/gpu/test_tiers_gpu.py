@@ -68,7 +68,7 @@ def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
     with KeeperProcess([*uris, "--device", "cuda:0", *bounds], timeout_s=120) as keeper:
         assert tiers() == {"a": "disk", "b": "host", "c": ""}
         for name in "abcacb":
-            attached = ps.attach(name, timeout_s=20.0)
+            attached = ps.cache.attach(name, timeout_s=20.0)
             assert attached.report.verified
             assert_same(attached, wanted[name], device="cuda:0")
             until(lambda name=name: tiers()[name] == "")

@@ -122,14 +122,14 @@ def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
         ps.subscriber("a", before, strict=False) as plain,
     ):
         publisher.publish(1)
-        with pytest.raises(ps.BaseMismatch, match="for the base 'b1', and the base here is 'b2'") as caught:
+        with pytest.raises(ps.errors.BaseMismatch, match="for the base 'b1', and the base here is 'b2'") as caught:
             subscriber.update()
         assert (caught.value.expected, caught.value.found, caught.value.mutated) == ("b1", "b2", False)
         assert torch.equal(logits(served), logits(model(2))) and subscriber.version == -1
         bases[1] = "b1"
         subscriber.stage()
         bases[1] = "b3"  # the receiver's base moved after the version was staged
-        with pytest.raises(ps.BaseMismatch):
+        with pytest.raises(ps.errors.BaseMismatch):
             subscriber.commit()
         assert torch.equal(logits(served), logits(model(2)))
         bases[:] = "b3", "b3"
@@ -159,7 +159,7 @@ def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
             publisher.publish(1)
         bases.publish(4)
         publisher.publish(1)
-        with pytest.raises(ps.BaseMismatch, match=r"for the base 'base:4 run=.*', and the base here is 'none'"):
+        with pytest.raises(ps.errors.BaseMismatch, match=r"for the base 'base:4 run=.*', and the base here is 'none'"):
             subscriber.update()
         report = here.update()
         assert base_identity(report) == base_identity(here) == base_identity(bases)
@@ -190,7 +190,7 @@ def test_base_of_restarted_trainer_is_another(host: Host) -> None:
         publisher = stack.enter_context(adapter_publisher("a", trained, base=second))
         publisher.publish(2)
         receiver = stack.enter_context(adapter_subscriber("a", served, base=lambda: old))
-        with pytest.raises(ps.BaseMismatch) as caught:
+        with pytest.raises(ps.errors.BaseMismatch) as caught:
             receiver.update()
         assert (caught.value.expected, caught.value.found) == (base_identity(second), old)
 
@@ -478,7 +478,7 @@ class Engine:
         from safetensors.torch import load_file
 
         if self.refuses:
-            raise ps.DestinationError(self.refuses)
+            raise ps.errors.DestinationError(self.refuses)
         self.adapters[name] = load_file(directory / "adapter_model.safetensors")
 
     def unload(self, name: str) -> None:
@@ -501,7 +501,7 @@ def test_an_engine_has_each_version_under_a_name_of_its_own(host: Host) -> None:
         assert list(engine.adapters) == ["policy@2", "policy@3"]
         engine.refuses = "no room"
         publisher.publish(4)
-        with pytest.raises(ps.DestinationError, match="no room"):
+        with pytest.raises(ps.errors.DestinationError, match="no room"):
             served.update()
         assert served.version == 3
         engine.refuses = ""
@@ -557,10 +557,10 @@ def test_the_routes_of_servers(routes: tuple[str, list[tuple[str, Any]], list[in
             (f"{prefix}/unload_lora_adapter", {"lora_name": "p@1"}),
         ]
         answers.append(400)
-        with pytest.raises(ps.DestinationError, match=r"answered 400 .* p@2: .*rank too large"):
+        with pytest.raises(ps.errors.DestinationError, match=r"answered 400 .* p@2: .*rank too large"):
             server.load("p@2", Path("/there"))
         asked.clear()
-    with pytest.raises(ps.DestinationError, match="did not answer"):
+    with pytest.raises(ps.errors.DestinationError, match="did not answer"):
         VllmServer("http://127.0.0.1:9").load("p@1", Path("/there"))
 
 
@@ -620,7 +620,9 @@ def test_merged_weights_that_others_changed_are_not_merged_again(host: Host) -> 
         with torch.no_grad():
             here.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
         publisher.publish(2)
-        with pytest.raises(ps.BaseMismatch, match=r"1 merged weights were changed .*layers\.0\.self_attn\.q_proj"):
+        with pytest.raises(
+            ps.errors.BaseMismatch, match=r"1 merged weights were changed .*layers\.0\.self_attn\.q_proj"
+        ):
             merging.update()
         assert (merging.version, merging.is_dirty) == (1, False)
         # A new base is said to be one: its values are what is merged into.

@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_meanwhile_says_what_is_needed_and_free(
 
 @pytest.mark.usefixtures("own_runtime")
 def test_status_fits_the_terminal_and_follows_its_size(made: Path, fork_server: ForkServer) -> None:
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("a-model-with-a-rather-long-name", made, progress=False)
         whole = commands.run(fork_server, ["status"]).stdout
         # A pipe gets all of it, however wide.

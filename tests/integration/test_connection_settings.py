@@ -56,28 +56,28 @@ def test_every_verb_takes_hub_and_token_from_the_environment(variables: None, hu
     weights = {"w": torch.arange(4096.0)}
     with (
         ps.join("m") as fleet,
-        ps.Keeper() as keeper,
+        ps.cache.WeightCache() as keeper,
         ps.publisher("policy", weights) as publisher,
         ps.subscriber("policy", {"w": torch.zeros(4096)}) as subscriber,
     ):
         fleet.offer(weights)
         joined = {one.id for one in (fleet.member, keeper.member, publisher.member, subscriber.member)}
-        assert joined == {one.member for one in ps.status().members}
-        assert ps.why("m").lines
+        assert joined == {one.member for one in ps.hub.status().members}
+        assert ps.hub.why("m").lines
         with pytest.raises(ps.NotFound, match="no keeper on this host has 'm'"):  # the hub was asked, with the token
-            ps.attach("m", timeout_s=0.0)
+            ps.cache.attach("m", timeout_s=0.0)
         explicit = ps.ConnectionSettings(hub=hub, token=TOKEN)
-        assert joined == {one.member for one in ps.status(connection=explicit).members}
+        assert joined == {one.member for one in ps.hub.status(connection=explicit).members}
     assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("hub*.sock"))
 
 
 def test_an_argument_wins_over_the_environment(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ps.PermissionDenied, match="token"):
-        ps.status("m", connection=ps.ConnectionSettings(token=OTHER))
-    with pytest.raises(ps.PermissionDenied, match="token"):
-        ps.status(connection=ps.ConnectionSettings(token="not-one-of-the-hub-0123"))
+    with pytest.raises(ps.errors.PermissionDenied, match="token"):
+        ps.hub.status("m", connection=ps.ConnectionSettings(token=OTHER))
+    with pytest.raises(ps.errors.PermissionDenied, match="token"):
+        ps.hub.status(connection=ps.ConnectionSettings(token="not-one-of-the-hub-0123"))
     monkeypatch.setenv("PENSTOCK_HUB", "http://127.0.0.1:9")  # nobody listens there
-    assert ps.status(connection=hub).members == ()
+    assert ps.hub.status(connection=hub).members == ()
 
 
 def test_commands_use_the_variables_too(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_conversion_into_a_keeper_takes_the_hub_of_the_command(hub: str, token
         try:
             while "keeping f32" not in (line := process.stderr.readline()):
                 assert line, "it ended"
-            members = ps.status("f32", connection=ps.ConnectionSettings(hub=hub, token=TOKEN)).members
+            members = ps.hub.status("f32", connection=ps.ConnectionSettings(hub=hub, token=TOKEN)).members
             assert [one.name.rpartition(":")[2] for one in members] == [str(process.pid)]
             process.terminate()
             assert process.wait(60) == 0

@@ -67,7 +67,7 @@ class Recorder:
 
 def test_the_states_of_a_conversion_end_with_everything_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
-    settings = ps.WorkerSettings(num_workers=2, observer=seen)
+    settings = ps.jobs.WorkerSettings(num_workers=2, observer=seen)
     report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
     phases = [state.phase for state in seen.states]
     assert phases[0] == "starting" and phases[-2:] == ["publishing", "done"]
@@ -101,7 +101,7 @@ def test_a_stopped_worker_is_late_and_a_killed_one_is_lost(source: Path, tmp_pat
 
     seen = Recorder(at)
     with LocalLauncher("cpu", 2) as launcher:
-        settings = ps.WorkerSettings(num_workers=2, observer=seen, launcher=launcher)
+        settings = ps.jobs.WorkerSettings(num_workers=2, observer=seen, launcher=launcher)
         ps.convert(source, tmp_path / "out", operations=WAITS, devices="cpu", workers=settings, task_bytes="1M")
     (state,) = late
     shown = next(worker for worker in state.workers if worker.worker == stopped[0])
@@ -118,11 +118,11 @@ def test_a_stopped_worker_is_late_and_a_killed_one_is_lost(source: Path, tmp_pat
 
 def test_a_hub_lists_a_conversion_and_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.WorkerSettings(num_workers=2, observer=ps.HubReporter(connection))
+    settings = ps.jobs.WorkerSettings(num_workers=2, observer=ps.hub.HubReporter(connection))
     ran: list[JobState] = []
 
     def progress(done: int, total: int) -> None:
-        ran.extend(job.state for job in ps.status(connection=connection).jobs)
+        ran.extend(job.state for job in ps.hub.status(connection=connection).jobs)
 
     into = tmp_path / "llama-slow"
     report = ps.convert(
@@ -130,24 +130,24 @@ def test_a_hub_lists_a_conversion_and_its_end(hub: HubThread, source: Path, tmp_
     )
     assert "running" in {state.phase for state in ran}
     assert any(0 < state.num_done < state.num_tasks and state.eta_s > 0 for state in ran)
-    (job,) = ps.status(connection=connection).jobs
+    (job,) = ps.hub.status(connection=connection).jobs
     assert (job.state.phase, job.state.revision, job.state.num_done) == ("done", report.revision, report.num_tasks)
     assert job.state.destination == str(into)
     # A token sees the conversions of its models alone.
     limited = ps.ConnectionSettings(hub=hub.url, token=LIMITED)
-    assert [seen.job for seen in ps.status("llama-slow", connection=limited).jobs] == [job.job]
-    assert ps.status("llama", connection=limited).jobs == ()
+    assert [seen.job for seen in ps.hub.status("llama-slow", connection=limited).jobs] == [job.job]
+    assert ps.hub.status("llama", connection=limited).jobs == ()
 
 
 def test_an_error_is_reported_with_its_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.WorkerSettings(num_workers=1, observer=HubReporter(connection))
+    settings = ps.jobs.WorkerSettings(num_workers=1, observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]
-    with pytest.raises(ps.OperationFailed):
+    with pytest.raises(ps.errors.OperationFailed):
         ps.convert(source, tmp_path / "out", operations=broken, devices="cpu", workers=settings)
-    (job,) = ps.status(connection=connection).jobs
+    (job,) = ps.hub.status(connection=connection).jobs
     assert job.state.phase == "failed" and job.state.error is not None
-    assert (job.state.error.error, job.state.error.blame) == ("OperationFailed", ps.OperationFailed.blame)
+    assert (job.state.error.error, job.state.error.blame) == ("OperationFailed", ps.errors.OperationFailed.blame)
     assert "on purpose" in job.state.error.message
 
 
@@ -159,7 +159,7 @@ def test_a_hub_that_is_away_or_refuses_is_logged_once(
     if token == TOKEN:
         hub.stop()
     reporter = HubReporter(ps.ConnectionSettings(hub=hub.url, token=token))
-    settings = ps.WorkerSettings(num_workers=1, observer=reporter)
+    settings = ps.jobs.WorkerSettings(num_workers=1, observer=reporter)
     with caplog.at_level(logging.WARNING, "penstock.fleet"):
         report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
         for thread in threading.enumerate():
@@ -174,7 +174,7 @@ def test_the_command_reports_to_a_hub(hub: HubThread, source: Path, tmp_path: Pa
     hub_options = ["--hub", hub.url, "--token-file", str(tmp_path / "tokens")]
     options = ["--to", "cast:F32", "--devices", "cpu", "--workers", "1", "--format", "json", *hub_options]
     ended = command("convert", str(source), str(tmp_path / "out"), *options)
-    (job,) = ps.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).jobs
+    (job,) = ps.hub.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).jobs
     assert (job.state.phase, job.state.revision) == ("done", json.loads(ended)["revision"])
     shown = command("status", *hub_options)
     assert "out " in shown and "done" in shown

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
+from penstock.cache import lease
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
 from penstock.fetch.pull import pull
 from penstock.jobs.workers.launch import LocalLauncher
-from penstock.keeper import lease
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
@@ -53,7 +53,7 @@ def told() -> Iterator[dict[str, Any]]:
         yield {
             "to": "cast:F32",
             "devices": "cpu",
-            "workers": ps.WorkerSettings(num_workers=2, launcher=launcher),
+            "workers": ps.jobs.WorkerSettings(num_workers=2, launcher=launcher),
             "task_bytes": "1M",
         }
 
@@ -80,7 +80,7 @@ def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path
         assert process.stdout.readline().split() == ["keeper:f32", revision]
         while "keeping f32" not in (line := process.stderr.readline()):
             assert line, "it ended"
-        with ps.attach("f32", verify=True, timeout_s=10) as attached:
+        with ps.cache.attach("f32", verify=True, timeout_s=10) as attached:
             assert attached.report.revision == revision
             assert_same(attached, tensors)
         with ps.join("f32") as fleet:
@@ -100,7 +100,7 @@ def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> Non
     (tmp_path / "adapter").mkdir()
     weights = {"base_model.model.a.lora_A.weight": torch.ones(4, 8)}
     save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         ps.convert(tmp_path / "adapter", keeper.into("adapter"), **told)
         with ps.join("adapter") as fleet:
             pull(fleet, to=tmp_path / "out")
@@ -111,12 +111,12 @@ def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> Non
 def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    with ps.Keeper(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
         report = ps.convert(source, keeper.into("f32"), **told)
         assert (report.uri, report.revision, report.num_resumed) == ("keeper:f32", revision, 0)
         keeper.keep("plain", str(source))
         assert [one.tier for one in keeper.models()] == ["disk", "host"]
-        with ps.attach("f32", verify=True, timeout_s=10) as attached:
+        with ps.cache.attach("f32", verify=True, timeout_s=10) as attached:
             assert_same(attached, tensors)
         with pytest.raises(ConfigError, match="kept already"):
             ps.convert(source, keeper.into("f32"), **told)
@@ -126,7 +126,7 @@ def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path:
 def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
     _, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    with ps.Keeper(memory_bytes=nbytes) as keeper:
+    with ps.cache.WeightCache(memory_bytes=nbytes) as keeper:
         raises = [{"op": "function", "function": "tests.support.jobs:raises"}]
         for error, other in (
             (OperationFailed, told | {"operations": raises}),
@@ -149,7 +149,7 @@ def test_what_is_no_destination(source: Path, told) -> None:
 
 
 def test_nobody_writes_to_what_is_shown(source: Path, told) -> None:
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         ps.convert(source, keeper.into("f32"), **told)
         (holding,) = keeper.member.weights
         (region,) = holding.place.regions

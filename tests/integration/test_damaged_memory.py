@@ -20,9 +20,9 @@ from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
+from penstock.cache import lease
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
-from penstock.keeper import lease
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
 
@@ -69,14 +69,14 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
 ) -> None:
     wanted, others = by_safetensors(large), by_safetensors(small)
     with KeeperProcess([str(large), str(small)], fork_server=fork_server) as keeper:
-        engine, other = ps.attach("large"), ps.attach("small")
+        engine, other = ps.cache.attach("large"), ps.cache.attach("small")
         damaged = arenas(keeper.process.pid)[0]
         assert damaged.nbytes > 20_000_000
         damaged.flip()
         until(lambda: engine.standing == "damaged")
         with pytest.raises(ps.IntegrityError, match="bytes of this memory changed"):
             engine.check()
-        with ps.attach("large", timeout_s=30.0) as again:
+        with ps.cache.attach("large", timeout_s=30.0) as again:
             assert again.report.verified
             assert_same(again, wanted)
         until(lambda: any("loaded again and verified" in line for line in keeper.errors))
@@ -84,7 +84,7 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
         until(lambda: any("chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in whys()))
         assert other.standing == "kept"
         other.check()
-        assert_same(ps.attach("small"), others)
+        assert_same(ps.cache.attach("small"), others)
         assert keeper.process.poll() is None
         engine.close()
 
@@ -104,21 +104,21 @@ def test_a_keeper_that_cannot_load_a_damaged_model_again_exits_with_the_reason(
 
 
 def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, small) -> None:
-    with ps.join("small") as fleet, ps.Keeper() as keeper:
+    with ps.join("small") as fleet, ps.cache.WeightCache() as keeper:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
         keeper.member.weights[0].rows[1][5] ^= 1
         until(lambda: keeper.models()[0].num_reloads == 1)
         (holding,) = keeper.member.weights
         assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
-        with ps.attach("small", timeout_s=10.0) as attached:
+        with ps.cache.attach("small", timeout_s=10.0) as attached:
             assert_same(attached, by_safetensors(small))
 
 
 def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> None:
     source = tmp_path / "model"
     shutil.copytree(small, source)
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("model", source)
         keeper.member.weights[0].rows[1][5] ^= 1
         until(lambda: keeper.models()[0].num_reloads == 1)
@@ -138,16 +138,16 @@ def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> Non
 def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large, monkeypatch) -> None:
     """Without the keeper's own look at its memory: what the engine finds, the keeper is told and repairs."""
     monkeypatch.setattr(LocalWeights, "spot_check", lambda self, chance: None)
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("large", large)
-        with ps.attach("large") as attached:
+        with ps.cache.attach("large") as attached:
             assert attached.report.verified and "verified here" in attached.report.summary()
         keeper.member.weights[0].rows[-1][-1] ^= 1
-        with ps.attach("large", verify=False) as attached:
+        with ps.cache.attach("large", verify=False) as attached:
             assert not attached.report.verified and "not verified here" in attached.report.summary()
             with pytest.raises(AssertionError):
                 assert_same(attached, by_safetensors(large))
-        with ps.attach("large") as attached:
+        with ps.cache.attach("large") as attached:
             assert_same(attached, by_safetensors(large))
         assert keeper.models()[0].num_reloads == 1
 

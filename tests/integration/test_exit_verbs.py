@@ -35,7 +35,7 @@ def stream():
 
 def start_loading():
     module = Model()
-    with ps.start_loading(module, uri) as loading:
+    with ps.modules.load_in_background(module, uri) as loading:
         loading.wait()
     assert module.a[-1] == 1
 

@@ -47,10 +47,10 @@ def test_readers_go_elsewhere(tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
 
     def drained() -> list[str]:
-        return [member.member for member in ps.status(connection=connection).members if member.drain is not None]
+        return [member.member for member in ps.hub.status(connection=connection).members if member.drain is not None]
 
     def silent_s() -> float:
-        return next(m.silent_s for m in ps.status(connection=connection).members if m.member == name)
+        return next(m.silent_s for m in ps.hub.status(connection=connection).members if m.member == name)
 
     def source_of_a_new_reader() -> str:
         with ps.join("llama", connection=connection) as reader:
@@ -58,10 +58,10 @@ def test_readers_go_elsewhere(tmp_path: Path) -> None:
 
     with ps.join("llama", connection=connection) as first:
         first.fetch({}, fallback=tmp_path / "llama")
-        (name,) = (member.member for member in ps.status(connection=connection).members)
+        (name,) = (member.member for member in ps.hub.status(connection=connection).members)
         with ps.join("llama", connection=connection) as second:
             second.fetch({})
-            others = {member.member for member in ps.status(connection=connection).members} - {name}
+            others = {member.member for member in ps.hub.status(connection=connection).members} - {name}
             refused = drain(hub.url, tmp_path / "tokens", name[:8])
             assert refused.returncode == 3 and "operator" in refused.stderr
             assert drain(hub.url, tmp_path / "operator", "0" * 8 + "x").returncode == 3

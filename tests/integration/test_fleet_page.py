@@ -186,7 +186,7 @@ def test_a_fleet_is_shown_as_it_is(
 
     def status() -> dict[str, Any]:
         """Return what `penstock status --format json` prints."""
-        return msgspec.to_builtins(ps.status(connection=connection))
+        return msgspec.to_builtins(ps.hub.status(connection=connection))
 
     log_in(browser, hub)
     until(lambda: tiles(browser).get("Members") == "0", "nobody is there yet")
@@ -331,9 +331,9 @@ def test_starts_are_shown_as_waterfalls(
     log_in(browser, hub)
     until(lambda: "No process" in text(browser, "boots-note"), "nobody has loaded anything")
     with ps.join("llama", connection=connection) as fleet:
-        with ps.phase("start"):
+        with ps.telemetry.phase("start"):
             fleet.fetch({}, fallback=tmp_path / "llama")
-            with ps.phase("warm up"):
+            with ps.telemetry.phase("warm up"):
                 until(lambda: any("starting, warm up" in title for title, _ in waterfalls(browser)), "it warms up")
                 # It runs, and the chart with it.
                 before = waterfalls(browser)[0]
@@ -424,7 +424,7 @@ def test_an_operator_drains_a_member(directory: Directory, hub: HubThread, brows
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
 
     def drain() -> tuple[str, str] | None:
-        found = {member.member: member.drain for member in ps.status(connection=connection).members}[names[0]]
+        found = {member.member: member.drain for member in ps.hub.status(connection=connection).members}[names[0]]
         return None if found is None else (found.by[:6], found.reason)
 
     def sources() -> set[str]:

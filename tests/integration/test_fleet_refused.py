@@ -66,11 +66,11 @@ def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> Non
     targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS)) as fleet:
         for target in ({}, targets):
-            with pytest.raises(ps.PermissionDenied, match="this token is not for m") as caught:
+            with pytest.raises(ps.errors.PermissionDenied, match="this token is not for m") as caught:
                 fleet.fetch(target)
             assert caught.value.hint and not caught.value.mutated
-    with pytest.raises(ps.PermissionDenied, match="this token is not for m"):
-        ps.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
+    with pytest.raises(ps.errors.PermissionDenied, match="this token is not for m"):
+        ps.cache.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
 
 
 def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
@@ -124,10 +124,10 @@ def test_members_of_one_token_share_places_with_another_token(hub, made) -> None
             return peer
 
         first, second = lease(ALL), lease(ALL)
-        with pytest.raises(ps.SourceBusy, match="taken"):
+        with pytest.raises(ps.errors.SourceBusy, match="taken"):
             lease(ALL)
         lease(SECOND)
-        with pytest.raises(ps.SourceBusy, match="a token that has fewer"):
+        with pytest.raises(ps.errors.SourceBusy, match="a token that has fewer"):
             first.log(0, 0.0)
         second.log(0, 0.0)
 

@@ -192,11 +192,11 @@ def test_what_a_newer_hub_refuses_is_raised_by_name(hub: str, monkeypatch: pytes
     monkeypatch.setattr("penstock.hub.client.PROTOCOL", "3.0")
     refused = pytest.raises(ConfigError, match=f"this caller speaks protocol 3.0, the hub speaks {PROTOCOL}")
     with refused:
-        ps.status("m", connection=hub)
+        ps.hub.status("m", connection=hub)
     with refused:
-        ps.why("m", connection=hub)
+        ps.hub.why("m", connection=hub)
     with refused:
-        ps.attach("m", connection=hub)
+        ps.cache.attach("m", connection=hub)
 
 
 def test_a_member_logs_that_its_hub_was_replaced_by_another_major_version(hub: str, caplog) -> None:
@@ -255,11 +255,11 @@ def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) 
 
 @pytest.mark.usefixtures("newer_members")
 def test_attach_names_a_keeper_of_another_major_version(hub: str, made) -> None:
-    keeper = ps.Keeper(connection=hub)
+    keeper = ps.cache.WeightCache(connection=hub)
     try:
         keeper.keep("m", made)
         with pytest.raises(PlanError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):
-            ps.attach("m", connection=hub)
+            ps.cache.attach("m", connection=hub)
     finally:
         # At once: the keeper gave a lease that its reader did not understand.
         keeper.leave(0.0)

@@ -26,11 +26,11 @@ from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock
 import penstock as ps
+from penstock.cache import engine_parameters as handing
+from penstock.cache import lease
+from penstock.cache.attached import Attached
+from penstock.cache.engine_parameters import HandOver
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
-from penstock.keeper import hand_over as handing
-from penstock.keeper import lease
-from penstock.keeper.attach import Attached
-from penstock.keeper.hand_over import HandOver
 from penstock_hf.transformers import from_pretrained
 
 WIDTH = 512
@@ -39,7 +39,7 @@ import json, sys, torch
 import penstock as ps
 with torch.device("meta"):
     model = torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range(8)])
-attached = ps.attach("finished")
+attached = ps.cache.attach("finished")
 attached.attach_into(model)
 maps = [line for line in open("/proc/self/maps") if "memfd:penstock-arena" in line]
 with torch.no_grad():
@@ -78,13 +78,13 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
 
 
 def kept() -> list[tuple[str, str]]:
-    return [(state.state, holder.name) for holder in ps.status("finished").members for state in holder.holdings]
+    return [(state.state, holder.name) for holder in ps.hub.status("finished").members for state in holder.holdings]
 
 
 def test_the_next_process_uses_the_same_memory(keeper: KeeperProcess) -> None:
     model = made()
     wanted, own, objects = answer(model), model[0].weight.data_ptr(), [id(p) for p in model.parameters()]
-    attached = ps.hand_over(model, "finished")
+    attached = ps.cache.cache_parameters(model, "finished")
     assert attached.report.verified
     # The module's own memory is free, and its parameters are the same objects.
     assert model[0].weight.data_ptr() != own
@@ -101,15 +101,15 @@ def test_the_next_process_uses_the_same_memory(keeper: KeeperProcess) -> None:
 
 def test_the_keeper_goes_on_when_the_engine_is_gone() -> None:
     model = made()
-    with ps.Keeper(accept=True) as keeper:
-        attached = ps.hand_over(model, "finished")
+    with ps.cache.WeightCache(accept=True) as keeper:
+        attached = ps.cache.cache_parameters(model, "finished")
         wanted = answer(model)
         del model
         attached.close()
         gc.collect()
         with torch.device("meta"):
             other = made()
-        with ps.attach("finished") as again:
+        with ps.cache.attach("finished") as again:
             again.attach_into(other)
             assert torch.equal(answer(other), wanted)
             del other
@@ -117,7 +117,7 @@ def test_the_keeper_goes_on_when_the_engine_is_gone() -> None:
         keeper.drop("finished", drain_s=5)
         assert keeper.models() == []
         # After a drop it is taken again.
-        ps.hand_over(made(), "finished").close()
+        ps.cache.cache_parameters(made(), "finished").close()
         assert [model.model for model in keeper.models()] == ["finished"]
 
 
@@ -131,13 +131,13 @@ def test_tied_tensors_and_buffers() -> None:
             self.register_buffer("scale", torch.rand(3, dtype=torch.float64))
             self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         model, other = Model(), Model()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        ps.hand_over(model, "finished")
+        ps.cache.cache_parameters(model, "finished")
         assert model.head.weight is model.embed.weight
         assert keeper.models()[0].nbytes < 2 * model.embed.weight.nbytes
-        ps.attach("finished").attach_into(other)
+        ps.cache.attach("finished").attach_into(other)
         assert other.head.weight is other.embed.weight
         for module in (model, other):
             assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
@@ -158,15 +158,15 @@ class TiedByMemory(torch.nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_that_are_tied_by_their_memory(device: str) -> None:
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         model = TiedByMemory()
         wanted, objects = model.embed.weight.detach().clone(), list(model.parameters())
         with torch.device(device):
             other = TiedByMemory()
-        ps.hand_over(model, "finished")
+        ps.cache.cache_parameters(model, "finished")
         assert keeper.models()[0].nbytes == wanted.nbytes
         assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
-        ps.attach("finished").attach_into(other)
+        ps.cache.attach("finished").attach_into(other)
         for module in (model, other):
             assert torch.equal(module.embed.weight, wanted)
             assert torch.equal(module.flat, wanted.view(-1))
@@ -188,9 +188,9 @@ def test_nothing_is_kept_that_could_not_be_bound() -> None:
             if self.num_states > 1:
                 destination[prefix + "late"] = torch.zeros(2)
 
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         with pytest.raises(PlanError, match="late: the keeper has no such tensor"):
-            ps.hand_over(Other(4, 4), "finished")
+            ps.cache.cache_parameters(Other(4, 4), "finished")
         assert keeper.models() == []
 
 
@@ -198,31 +198,31 @@ def test_where_no_keeper_accepts_them() -> None:
     model = made()
     own = model[0].weight.data_ptr()
     with pytest.raises(NotFound, match="no keeper on this host accepts"):
-        ps.hand_over(model, "finished")
-    with ps.Keeper(), pytest.raises(NotFound, match="no keeper on this host accepts"):
-        ps.hand_over(model, "finished")
+        ps.cache.cache_parameters(model, "finished")
+    with ps.cache.WeightCache(), pytest.raises(NotFound, match="no keeper on this host accepts"):
+        ps.cache.cache_parameters(model, "finished")
     assert model[0].weight.data_ptr() == own
 
 
 def test_a_keeper_without_room_says_how_much_it_takes() -> None:
     model = made()
     own = model[0].weight.data_ptr()
-    with ps.Keeper(accept=True, memory_bytes="1M") as keeper:
+    with ps.cache.WeightCache(accept=True, memory_bytes="1M") as keeper:
         for _ in range(2):
             with pytest.raises(BudgetTooSmall) as raised:
-                ps.hand_over(model, "finished")
+                ps.cache.cache_parameters(model, "finished")
             assert raised.value.minimum_bytes > 8 * WIDTH * WIDTH * 4
         assert keeper.models() == []
     assert model[0].weight.data_ptr() == own
 
 
 def test_other_bytes_under_a_name_that_is_taken() -> None:
-    with ps.Keeper(accept=True) as keeper:
-        first = ps.hand_over(made(0), "finished")
+    with ps.cache.WeightCache(accept=True) as keeper:
+        first = ps.cache.cache_parameters(made(0), "finished")
         with pytest.raises(OperationFailed, match="kept already, with other bytes"):
-            ps.hand_over(made(1), "finished")
+            ps.cache.cache_parameters(made(1), "finished")
         # The same bytes are one model, however many hand them over.
-        second = ps.hand_over(made(0), "finished")
+        second = ps.cache.cache_parameters(made(0), "finished")
         assert len(keeper.models()) == 1
         first.close()
         second.close()
@@ -230,13 +230,13 @@ def test_other_bytes_under_a_name_that_is_taken() -> None:
 
 def test_two_engines_at_once() -> None:
     results: list[torch.Tensor] = []
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         # Made here: the seed is the process's.
         models = [made() for _ in range(3)]
 
         def engine() -> None:
             model = models.pop()
-            attached = ps.hand_over(model, "finished")
+            attached = ps.cache.cache_parameters(model, "finished")
             results.append(answer(model))
             del model
             attached.close()
@@ -254,7 +254,7 @@ def test_two_engines_at_once() -> None:
 def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "4")
     code = (
-        "import torch, penstock as ps; from penstock.keeper import hand_over as h; import os, signal\n"
+        "import torch, penstock as ps; from penstock.cache import engine_parameters as h; import os, signal\n"
         "def ask(server, wanted, connection):\n"
         "    body = h.msgspec.msgpack.encode(wanted)\n"
         "    with h.ControlConnection(h.over_unix(str(server)), 'localhost') as control:\n"
@@ -264,16 +264,16 @@ def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pyte
         "m = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)])\n"
         "h.hand_over(m, 'finished')\n"
     )
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         deadline = time.monotonic() + 30
-        while any(state.state != "whole" for one in ps.status("finished").members for state in one.holdings):
+        while any(state.state != "whole" for one in ps.hub.status("finished").members for state in one.holdings):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         # Either all of it had arrived, verified, or nothing is kept.
         assert all(model.state == "kept" and model.tier == "host" for model in keeper.models())
-        with ps.hand_over(made(), "other"):
+        with ps.cache.cache_parameters(made(), "other"):
             assert "other" in [model.model for model in keeper.models()]
 
 
@@ -289,7 +289,7 @@ def test_a_keeper_that_is_killed_in_the_middle(keeper: KeeperProcess, monkeypatc
 
     monkeypatch.setattr(handing, "_ask", ask)
     with pytest.raises(OperationFailed, match="does not answer"):
-        ps.hand_over(model, "finished")
+        ps.cache.cache_parameters(model, "finished")
     assert model[0].weight.data_ptr() == own
     assert torch.equal(answer(model), wanted)
 
@@ -298,25 +298,25 @@ def test_what_cannot_be_kept_is_refused() -> None:
     class Odd(torch.Tensor):
         pass
 
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         model = made()
         model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).as_subclass(Odd))
         with pytest.raises(PlanError, match=r"3\.weight \(Odd\)"):
-            ps.hand_over(model, "finished")
+            ps.cache.cache_parameters(model, "finished")
         model = made()
         model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).t())
         with pytest.raises(PlanError, match="not contiguous"):
-            ps.hand_over(model, "finished")
+            ps.cache.cache_parameters(model, "finished")
         with pytest.raises(ConfigError):
-            ps.hand_over(model, "")
+            ps.cache.cache_parameters(model, "")
         with pytest.raises(ConfigError):
-            ps.hand_over({}, "finished")  # type: ignore[arg-type]
+            ps.cache.cache_parameters({}, "finished")  # type: ignore[arg-type]
         assert keeper.models() == []
 
 
 def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         server = handing._keeper_of(torch.device("cpu"))
         wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
         with pytest.raises(OperationFailed, match="could not keep it"):
@@ -326,13 +326,13 @@ def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
-    with ps.Keeper(accept=True) as keeper:
-        ps.hand_over(made(), "finished").close()
+    with ps.cache.WeightCache(accept=True) as keeper:
+        ps.cache.cache_parameters(made(), "finished").close()
         gc.collect()
         (weights,) = keeper.member.weights
         weights.rows[0][0] ^= 1
         with pytest.raises(ps.PenstockError):
-            ps.attach("finished", timeout_s=0.2)
+            ps.cache.attach("finished", timeout_s=0.2)
         deadline = time.monotonic() + 30
         while keeper.models()[0].state != "lost":
             assert time.monotonic() < deadline
@@ -353,7 +353,7 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
     prompt = torch.arange(6)[None]
     wanted = true.generate(prompt, max_new_tokens=4, do_sample=False)
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         for is_handed_over in (True, False):
             caplog.clear()
             model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True)
@@ -387,7 +387,7 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
 def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         for _ in range(2):
             for directory in directories:
                 state = from_pretrained(auto, directory, keeper="mine").state_dict()
@@ -417,7 +417,7 @@ def test_a_checkpoint_that_is_replaced_before_the_load(
         raise NotFound("no keeper has it")
 
     deploy(releases[0])
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         with monkeypatch.context() as patched:
             # Between the look at the headers and the load.
             patched.setattr(penstock, "attach", replaced)
@@ -448,7 +448,7 @@ def test_a_keeper_that_transformers_cannot_use(
     auto = transformers.AutoModelForCausalLM
     directory = save_llama(tmp_path / "model")
     true = auto.from_pretrained(directory).state_dict()
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         from_pretrained(auto, directory, keeper=True)
         with monkeypatch.context() as patched:
             patched.setattr(penstock if step == "attach" else Attached, step, fail)
@@ -466,7 +466,7 @@ def test_damaged_parameters_of_transformers(tmp_path: Path, monkeypatch: pytest.
     auto = transformers.AutoModelForCausalLM
     directory = save_llama(tmp_path / "model")
     true = auto.from_pretrained(directory).state_dict()
-    with ps.Keeper(accept=True) as keeper:
+    with ps.cache.WeightCache(accept=True) as keeper:
         from_pretrained(auto, directory, keeper=True)
         gc.collect()
         keeper.member.weights[0].rows[0][0] ^= 1

@@ -106,7 +106,7 @@ def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, c
 
 
 def test_keeper_without_hub_holds_weights_and_joins(connection, llama: Path, start_hub) -> None:
-    with ps.Keeper(connection=connection) as keeper:
+    with ps.cache.WeightCache(connection=connection) as keeper:
         assert keeper.keep("m", str(llama)).storage_bytes > 0
         start_hub()
         wait_until_joined(keeper.member)
@@ -114,7 +114,7 @@ def test_keeper_without_hub_holds_weights_and_joins(connection, llama: Path, sta
         with ps.join("m", connection=connection) as reader:
             assert reader.fetch(received, timeout_s=5).storage_bytes == 0
         assert_same(received, by_safetensors(llama))
-        with ps.attach("m", connection=connection) as attached:
+        with ps.cache.attach("m", connection=connection) as attached:
             assert_same(dict(attached), received)
 
 
@@ -145,9 +145,9 @@ def test_hub_that_is_needed_is_an_error(connection) -> None:
 
 def test_hub_that_refuses_is_an_error(connection, start_hub) -> None:
     start_hub()
-    with pytest.raises(ps.PermissionDenied, match="not one of this hub's"):
+    with pytest.raises(ps.errors.PermissionDenied, match="not one of this hub's"):
         ps.join("m", connection=ps.ConnectionSettings(hub=connection.hub, token="a-token-of-another-hub"))
-    with pytest.raises(ps.PermissionDenied, match="shows none"):
+    with pytest.raises(ps.errors.PermissionDenied, match="shows none"):
         ps.join("m", connection=connection.hub)
 
 

@@ -21,14 +21,14 @@ from tests.support.keeper import KeeperProcess
 from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
-from penstock.keeper import lease
+from penstock.cache import lease
 from penstock.testing.checkpoints import write_llama
 
 ENGINE = """
 import json, sys
 import penstock as ps
 from tests.truth import all_bits
-attached = ps.attach("llama")
+attached = ps.cache.attach("llama")
 maps = [line for line in open("/proc/self/maps") if "memfd:penstock-arena" in line]
 print(json.dumps({"bits": all_bits(attached), "path": attached.report.path, "wall_s": attached.report.wall_s,
                   "private": all(line.split()[1] == "rw-p" for line in maps), "num_maps": len(maps)}))
@@ -82,12 +82,12 @@ def test_an_engine_and_the_one_after_it_use_the_same_memory(keeper, wanted) -> N
 
 
 def test_what_an_engine_writes_no_other_sees(keeper, wanted) -> None:
-    first, second = ps.attach("llama", verify=False), ps.attach("llama")
+    first, second = ps.cache.attach("llama", verify=False), ps.cache.attach("llama")
     assert second.report.verified and not first.report.verified
     first["model.norm.weight"].zero_()
     assert first["model.norm.weight"].eq(0).all()
     assert_same(second, wanted)
-    assert_same(ps.attach("llama"), wanted)
+    assert_same(ps.cache.attach("llama"), wanted)
 
 
 def test_a_module_uses_kept_memory(keeper, wanted) -> None:
@@ -99,7 +99,7 @@ def test_a_module_uses_kept_memory(keeper, wanted) -> None:
             )
             self.tied = self.weight
 
-    attached = ps.attach("llama")
+    attached = ps.cache.attach("llama")
 
     class Module(torch.nn.Module):
         def __init__(self, device: str) -> None:
@@ -127,7 +127,7 @@ def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
             self.model.embed_tokens = torch.nn.Module()
             self.lm_head.weight = self.model.embed_tokens.weight = shared
 
-    attached = ps.attach("llama")
+    attached = ps.cache.attach("llama")
     assert attached["lm_head.weight"].shape == attached["model.embed_tokens.weight"].shape
     module = Tied()
     before = module.lm_head.weight.data_ptr()
@@ -144,44 +144,44 @@ def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
 def test_nobody_keeps_it(llama) -> None:
     begun = time.monotonic()
     with pytest.raises(ps.NotFound, match="no hub runs"):
-        ps.attach("llama", timeout_s=0.0)
+        ps.cache.attach("llama", timeout_s=0.0)
     with ps.join("llama") as fleet:
         fleet.fetch({}, fallback=llama)
         with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
-            ps.attach("llama", timeout_s=0.0)
+            ps.cache.attach("llama", timeout_s=0.0)
         with pytest.raises(ps.NotFound, match="no keeper on this host has 'other'"):
-            ps.attach("other", timeout_s=0.0)
+            ps.cache.attach("other", timeout_s=0.0)
     assert time.monotonic() - begun < 20
     with pytest.raises(ps.HubUnavailable):
-        ps.attach("llama", connection="unix:///nowhere/hub.sock", timeout_s=0.0)
+        ps.cache.attach("llama", connection="unix:///nowhere/hub.sock", timeout_s=0.0)
 
 
 def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:
     with KeeperProcess([str(llama)]):
-        assert_same(ps.attach("llama", timeout_s=30.0, device="cpu"), wanted)
+        assert_same(ps.cache.attach("llama", timeout_s=30.0, device="cpu"), wanted)
 
 
 def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> None:
-    attached = ps.attach("llama")
+    attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGTERM)
     until(lambda: attached.standing == "draining")
     with pytest.raises(ps.NotFound):
-        ps.attach("llama", timeout_s=0.0)
+        ps.cache.attach("llama", timeout_s=0.0)
     attached.check()
     assert keeper.process.poll() is None
     attached.close()
     assert attached.standing == "given back"
     assert keeper.process.wait(timeout=20) == 0
-    with pytest.raises((ps.PeerLost, ps.StaleDescriptor)):
+    with pytest.raises((ps.errors.PeerLost, ps.errors.StaleDescriptor)):
         attached.check()
     assert_same(attached, wanted)  # host memory stays while it is mapped
 
 
 def test_a_keeper_that_is_killed(keeper, wanted) -> None:
-    attached = ps.attach("llama")
+    attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGKILL)
     keeper.process.wait(timeout=20)
-    with pytest.raises(ps.PeerLost):
+    with pytest.raises(ps.errors.PeerLost):
         attached.check()
     until(lambda: attached.standing == "lost")
     assert_same(attached, wanted)
@@ -191,24 +191,24 @@ def test_a_keeper_that_is_killed(keeper, wanted) -> None:
 def test_several_models_and_their_bound(llama, wanted, tmp_path) -> None:
     write_llama(tmp_path / "draft", total_bytes=3_000_000, seed=7)
     draft = by_safetensors(tmp_path / "draft")
-    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+    with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("llama", llama)
         keeper.keep("draft", tmp_path / "draft")
-        with pytest.raises(ps.BudgetTooSmall) as caught:
+        with pytest.raises(ps.errors.BudgetTooSmall) as caught:
             keeper.keep("again", llama)
         assert caught.value.minimum_bytes > 60_000_000
         with pytest.raises(ps.ConfigError, match="kept already"):
             keeper.keep("llama", llama)
-        assert_same(ps.attach("llama"), wanted)
-        assert_same(ps.attach("draft"), draft)
+        assert_same(ps.cache.attach("llama"), wanted)
+        assert_same(ps.cache.attach("draft"), draft)
         assert [one.model for one in keeper.models()] == ["llama", "draft"]
 
 
 def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
-        attached = ps.attach("llama")
-        with pytest.raises(ps.SourceBusy, match="1 engines and 0 readers"):
+        attached = ps.cache.attach("llama")
+        with pytest.raises(ps.errors.SourceBusy, match="1 engines and 0 readers"):
             keeper.drop("llama", drain_s=0.1)
         assert keeper.models()[0].num_attached == 1
         attached.check()
@@ -222,31 +222,31 @@ def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
         keeper.drop("llama", drain_s=5)
         assert keeper.models() == []
         with pytest.raises(ps.NotFound):
-            ps.attach("llama", timeout_s=0.0)
+            ps.cache.attach("llama", timeout_s=0.0)
         with pytest.raises(ps.NotFound):
             keeper.drop("llama")
 
 
 def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
     write_llama(tmp_path / "new", total_bytes=30_000_000, seed=3)
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         keeper.keep("llama", tmp_path / "new")
         until(lambda: [held.kept for held in keeper.member.hub.status().members[0].holdings] == [True, True])
         old = keeper.models()[0].revision
         with pytest.raises(ps.ConfigError, match="several revisions") as caught:
-            ps.attach("llama")
+            ps.cache.attach("llama")
         short = next(word.strip(",") for word in caught.value.message.split() if old.startswith(word.strip(",")))
         for said in (old, short):  # as the error gives it will do
-            assert_same(ps.attach("llama", revision=said), wanted)
+            assert_same(ps.cache.attach("llama", revision=said), wanted)
         keeper.drop("llama", revision=old, drain_s=5)
-        assert_same(ps.attach("llama"), by_safetensors(tmp_path / "new"))
+        assert_same(ps.cache.attach("llama"), by_safetensors(tmp_path / "new"))
 
 
 def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
-    with ps.Keeper(max_readers=1) as keeper:
+    with ps.cache.WeightCache(max_readers=1) as keeper:
         keeper.keep("llama", llama)
-        engines = [ps.attach("llama") for _ in range(3)]
+        engines = [ps.cache.attach("llama") for _ in range(3)]
         with ps.join("llama") as fleet:
             tensors: dict[str, torch.Tensor] = {}
             report = fleet.fetch(tensors)
@@ -257,7 +257,7 @@ def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
 
 
 def test_a_forked_child_leaves_the_lease_alone(keeper) -> None:
-    attached = ps.attach("llama")
+    attached = ps.cache.attach("llama")
     child = os.fork()
     if child == 0:
         attached.close()

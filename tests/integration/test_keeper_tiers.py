@@ -18,8 +18,8 @@ from tests.truth import assert_same, by_safetensors
 from typer.testing import CliRunner
 
 import penstock as ps
+from penstock.cache import lease
 from penstock.cli.main import app
-from penstock.keeper import lease
 from penstock.memory.memfd import shared_at
 from penstock.testing.checkpoints import write_llama
 
@@ -50,7 +50,7 @@ def wanted(models) -> dict[str, dict[str, torch.Tensor]]:
     return {name: by_safetensors(directory) for name, directory in models.items()}
 
 
-def tiers(keeper: ps.Keeper) -> dict[str, str]:
+def tiers(keeper: ps.cache.WeightCache) -> dict[str, str]:
     return {one.model: one.tier for one in keeper.models()}
 
 
@@ -62,7 +62,7 @@ def until(happens, timeout_s: float = 20.0) -> None:
 
 
 def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", models["a"])
         memory = weakref.ref(shared_at(keeper.member.weights[0].place.regions[0].address, 1))
         keeper.keep("b", models["b"])
@@ -72,7 +72,7 @@ def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tm
         moved = models["a"].rename(models["a"].with_name("away"))  # the source is not there any more
         try:
             for name in ("a", "b", "a"):
-                attached = ps.attach(name, verify=True)
+                attached = ps.cache.attach(name, verify=True)
                 assert_same(attached, wanted[name])
                 assert tiers(keeper)[name] == "host"
                 del attached
@@ -87,10 +87,10 @@ def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tm
 
 
 def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
-        attached = ps.attach("a")
-        with pytest.raises(ps.BudgetTooSmall) as caught:
+        attached = ps.cache.attach("a")
+        with pytest.raises(ps.errors.BudgetTooSmall) as caught:
             keeper.keep("b", models["b"])
         assert caught.value.minimum_bytes > 59_000_000
         assert tiers(keeper) == {"a": "host"}
@@ -98,16 +98,16 @@ def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
         attached.close()
         until(lambda: not keeper.models()[0].num_attached)
         keeper.keep("b", models["b"])
-        with ps.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
-            ps.attach("a", timeout_s=0.0)
+        with ps.cache.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
+            ps.cache.attach("a", timeout_s=0.0)
         assert_same(attached, wanted["a"])  # host memory stays while it is mapped
-        with pytest.raises((ps.StaleDescriptor, ps.PeerLost)):
+        with pytest.raises((ps.errors.StaleDescriptor, ps.errors.PeerLost)):
             attached.check()
-        assert_same(ps.attach("a", timeout_s=20.0, verify=True), wanted["a"])
+        assert_same(ps.cache.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
 def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
         with ps.join("a") as fleet:
@@ -119,7 +119,7 @@ def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> 
 
 
 def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
         for name, directory in models.items():
             keeper.keep(name, directory)
         assert tiers(keeper) == {"a": "source", "b": "disk", "c": "host"} or tiers(keeper) == {
@@ -128,7 +128,7 @@ def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted,
             "c": "host",
         }
         for name in models:
-            assert_same(ps.attach(name, verify=True, timeout_s=20.0), wanted[name])
+            assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
             until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().links["source", "host"].num_moves >= 4
@@ -136,13 +136,15 @@ def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted,
 
 
 def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted, small_disk, caplog) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # as far as it knows there is room
+    with ps.cache.WeightCache(
+        memory_bytes=BOUND, disk=small_disk(10 << 20)
+    ) as keeper:  # as far as it knows there is room
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "source", "b": "host"}
         assert "from host to disk: cannot write: No space left" in caplog.text
         for name in ("a", "b"):
-            assert_same(ps.attach(name, verify=True, timeout_s=20.0), wanted[name])
+            assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
             until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().tiers["disk"].used_bytes == 0
@@ -151,34 +153,34 @@ def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted
 def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
         keeper.keep("a", source)
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "source", "b": "host"}
         away = source.rename(tmp_path / "away")
         with pytest.raises(ps.PenstockError):
-            ps.attach("a", timeout_s=0.0)
+            ps.cache.attach("a", timeout_s=0.0)
         assert tiers(keeper)["a"] == "source"
         away.rename(source)
-        assert_same(ps.attach("a", timeout_s=20.0, verify=True), wanted["a"])
+        assert_same(ps.cache.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
 def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
         keeper.keep("a", source)
         keeper.keep("b", models["b"])
         shutil.rmtree(source)
         shutil.copytree(models["c"], source)
         with pytest.raises(ps.PenstockError, match="was kept in revision"):
-            ps.attach("a", timeout_s=0.0)
+            ps.cache.attach("a", timeout_s=0.0)
         assert tiers(keeper)["a"] == "source"
         assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
 
 
 def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
@@ -186,7 +188,7 @@ def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) ->
         assert tiers(keeper) == {"a": "host"}
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
-        assert_same(ps.attach("a", timeout_s=20.0), wanted["a"])
+        assert_same(ps.cache.attach("a", timeout_s=20.0), wanted["a"])
         links = keeper.stats().links
         assert (links["source", "host"].num_moves, links["host", "disk"].num_moves) == (3, 2)
 
@@ -194,7 +196,7 @@ def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) ->
 def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", source)
         shutil.rmtree(source)
         for row in keeper.member.weights[0].rows:
@@ -209,7 +211,7 @@ def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path)
 
 
 def test_a_resting_model_is_dropped(models, tmp_path) -> None:
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
         keeper.drop("a", drain_s=5)
@@ -217,7 +219,7 @@ def test_a_resting_model_is_dropped(models, tmp_path) -> None:
         assert keeper.models() == []
         assert {one.used_bytes for one in keeper.stats().tiers.values()} == {0}
         with pytest.raises(ps.NotFound):
-            ps.attach("a", timeout_s=0.0)
+            ps.cache.attach("a", timeout_s=0.0)
 
 
 def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, tmp_path) -> None:
@@ -226,14 +228,14 @@ def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, t
     def engine(name: str) -> None:
         try:
             for _ in range(4):
-                with ps.attach(name, timeout_s=60.0, verify=True) as attached:
+                with ps.cache.attach(name, timeout_s=60.0, verify=True) as attached:
                     assert_same(attached, wanted[name])
                     attached.check()
         except BaseException as error:
             faults.append(error)
             raise
 
-    with ps.Keeper(memory_bytes=BOUND, disk=tmp_path) as keeper:
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         for name in ("a", "b"):
             keeper.keep(name, models[name])
         threads = [threading.Thread(target=engine, args=(name,)) for name in ("a", "b")]
@@ -247,14 +249,14 @@ def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, t
 
 def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="need memory_bytes"):
-        ps.Keeper(disk=tmp_path)
+        ps.cache.WeightCache(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="in host memory already"):
-        ps.Keeper(memory_bytes="1G", host_bytes=BOUND)
+        ps.cache.WeightCache(memory_bytes="1G", host_bytes=BOUND)
     with pytest.raises(ps.ConfigError, match="without disk"):
-        ps.Keeper(disk_bytes="1G")
+        ps.cache.WeightCache(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ps.ConfigError, match="cannot write spilled bytes"):
-        ps.Keeper(memory_bytes=BOUND, disk=tmp_path / "file")
+        ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file")
 
 
 def test_the_command_keeps_more_than_memory_holds_and_says_where(models, wanted, tmp_path) -> None:
@@ -265,4 +267,4 @@ def test_the_command_keeps_more_than_memory_holds_and_says_where(models, wanted,
         shown = CliRunner().invoke(app, ["status"]).stdout
         rows = {line.split()[3]: line for line in shown.splitlines()[1:]}
         assert " disk " in rows["a"] and " host " in rows["b"], shown
-        assert_same(ps.attach("a", verify=True), wanted["a"])
+        assert_same(ps.cache.attach("a", verify=True), wanted["a"])

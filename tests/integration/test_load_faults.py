@@ -178,7 +178,7 @@ for how in HOWS:
             for _, tensor in tensors:
                 del tensor
             print(how, "unnoticed")
-        except (penstock.SourceTruncated, penstock.SourceChanged):
+        except (penstock.errors.SourceTruncated, penstock.errors.SourceChanged):
             print(how)
 """
 
@@ -243,13 +243,13 @@ def test_a_file_that_changes_while_it_is_loaded(
 def test_a_missing_shard(sharded: Path, do: Callable[[Any], None]) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
-    error = fails(do, sharded, NotFound, penstock.FormatError)
+    error = fails(do, sharded, NotFound, penstock.errors.FormatError)
     assert shard.name in str(error) and not error.mutated
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     for uri in [tmp_path / "nothing", tmp_path, f"{tmp_path}/*.safetensors", [tmp_path / "nothing.safetensors"]]:
-        fails(do_load, uri, SourceError, penstock.FormatError)
+        fails(do_load, uri, SourceError, penstock.errors.FormatError)
 
 
 FORBIDDEN = """
@@ -261,7 +261,7 @@ if os.geteuid() == 0:
     os.seteuid(65534)
 try:
     penstock.load(sys.argv[1])
-except penstock.PermissionDenied as error:
+except penstock.errors.PermissionDenied as error:
     print(error.uri)
 """
 

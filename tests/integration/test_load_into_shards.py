@@ -57,7 +57,7 @@ def check_rank(rank: int, size: int, directory: str) -> None:
         assert torch.equal(module.weight.full_tensor(), wanted["weight"].to(dtype or torch.float32))  # type: ignore[operator]
         assert torch.equal(module.bias.full_tensor(), wanted["bias"].to(dtype or torch.float32))  # type: ignore[operator]
     module.float()
-    for refused in (ps.start_loading, lambda target, uri: ps.join("m").fetch(target, fallback=uri)):
+    for refused in (ps.modules.load_in_background, lambda target, uri: ps.join("m").fetch(target, fallback=uri)):
         try:
             refused(module, f"{directory}/linear")
         except PlanError as error:

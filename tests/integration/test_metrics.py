@@ -43,8 +43,8 @@ def token_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def endpoint(token_file: Path) -> Iterator[ps.MetricsEndpoint]:
-    with ps.serve_metrics("127.0.0.1:0", token_file=token_file) as endpoint:
+def endpoint(token_file: Path) -> Iterator[ps.telemetry.MetricsEndpoint]:
+    with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=token_file) as endpoint:
         yield endpoint
 
 
@@ -84,7 +84,7 @@ def values(url: str, token_file: Path) -> dict[tuple[str, frozenset[tuple[str, s
 class Scrape:
     """The difference between two scrapes: the registry of a process lives as long as the process."""
 
-    def __init__(self, endpoint: ps.MetricsEndpoint, token_file: Path) -> None:
+    def __init__(self, endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
         self._endpoint, self._token_file = endpoint, token_file
         self._before = values(endpoint.url, token_file)
 
@@ -94,11 +94,11 @@ class Scrape:
 
 
 @pytest.fixture
-def scrape(endpoint: ps.MetricsEndpoint, token_file: Path) -> Scrape:
+def scrape(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> Scrape:
     return Scrape(endpoint, token_file)
 
 
-def test_a_caller_without_the_token_gets_nothing(endpoint: ps.MetricsEndpoint, token_file: Path) -> None:
+def test_a_caller_without_the_token_gets_nothing(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     token = bearer(token_file)
     for wrong in (None, "", "Bearer ", "Bearer wrong", token.replace("Bearer", "Basic"), token[:-1], f"{token}0"):
         assert get(endpoint.url, wrong)[0] == 401
@@ -110,7 +110,7 @@ def test_a_caller_without_the_token_gets_nothing(endpoint: ps.MetricsEndpoint, t
     assert get(endpoint.url, token, method="POST")[0] == 405
 
 
-def test_a_token_is_changed_without_a_restart(endpoint: ps.MetricsEndpoint, token_file: Path) -> None:
+def test_a_token_is_changed_without_a_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     old = bearer(token_file)
     token_file.write_text("a-new-token-of-the-scraper\n")
     assert get(endpoint.url, old)[0] == 401
@@ -130,25 +130,25 @@ def test_a_token_is_changed_without_a_restart(endpoint: ps.MetricsEndpoint, toke
 )
 def test_a_wrong_address_is_an_error(listen: str, message: str, token_file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=message):
-        ps.serve_metrics(listen, token_file=token_file)
+        ps.telemetry.serve_metrics(listen, token_file=token_file)
 
 
 def test_an_endpoint_needs_a_token_also_on_loopback(tmp_path: Path) -> None:
     with pytest.raises(ps.ConfigError, match="need a token"):
-        ps.serve_metrics("127.0.0.1:0")
+        ps.telemetry.serve_metrics("127.0.0.1:0")
     empty = tmp_path / "empty"
     empty.write_text("# none\nshort\n")
     with pytest.raises(ps.ConfigError, match="fewer than 16"):
-        ps.serve_metrics("127.0.0.1:0", token_file=empty)
+        ps.telemetry.serve_metrics("127.0.0.1:0", token_file=empty)
     with pytest.raises(ps.ConfigError, match="cannot be read"):
-        ps.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
+        ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
 
 
-def test_a_process_has_one_endpoint(endpoint: ps.MetricsEndpoint, token_file: Path) -> None:
+def test_a_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     with pytest.raises(ps.ConfigError, match="already"):
-        ps.serve_metrics("127.0.0.1:0", token_file=token_file)
+        ps.telemetry.serve_metrics("127.0.0.1:0", token_file=token_file)
     endpoint.close()
-    with ps.serve_metrics("127.0.0.1:0", token_file=token_file) as again:
+    with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=token_file) as again:
         assert get(again.url, bearer(token_file))[0] == 200
 
 
@@ -162,10 +162,10 @@ def test_the_first_free_port_of_a_range_is_taken(token_file: Path) -> None:
                 bound_socket(("127.0.0.1", port + 1)).close()
             except (OSError, OverflowError):
                 continue
-            with ps.serve_metrics(f"127.0.0.1:{port}-{port + 1}", token_file=token_file) as endpoint:
+            with ps.telemetry.serve_metrics(f"127.0.0.1:{port}-{port + 1}", token_file=token_file) as endpoint:
                 assert endpoint.url == f"http://127.0.0.1:{port + 1}/metrics"
             with pytest.raises(ps.ConfigError, match="range of ports"):
-                ps.serve_metrics(f"127.0.0.1:{port}", token_file=token_file)
+                ps.telemetry.serve_metrics(f"127.0.0.1:{port}", token_file=token_file)
             return
 
 
@@ -350,7 +350,7 @@ def test_the_label_of_models_is_bounded() -> None:
 
 
 def test_a_stream_that_the_garbage_collector_ends_during_a_scrape_is_counted(
-    llama: Path, endpoint: ps.MetricsEndpoint, scrape: Scrape
+    llama: Path, endpoint: ps.telemetry.MetricsEndpoint, scrape: Scrape
 ) -> None:
     registry = recording()
     assert registry is not None
@@ -409,7 +409,7 @@ def test_every_metric_has_a_name_by_the_conventions_of_prometheus() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_a_forked_child_has_no_endpoint_of_its_parent(endpoint: ps.MetricsEndpoint, llama: Path) -> None:
+def test_a_forked_child_has_no_endpoint_of_its_parent(endpoint: ps.telemetry.MetricsEndpoint, llama: Path) -> None:
     assert endpoint.is_ours
     pid = os.fork()
     if not pid:

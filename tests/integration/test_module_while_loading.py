@@ -72,7 +72,7 @@ def tied(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def leave_by_error(loading: ps.Loading) -> None:
+def leave_by_error(loading: ps.modules.BackgroundLoad) -> None:
     with pytest.raises(ZeroDivisionError), loading:
         raise ZeroDivisionError
 
@@ -99,7 +99,7 @@ def test_closed_load_never_overwrites_next(
 
         with Slow(ones) as server:
             server.delay_s = 0.4
-            loading = ps.start_loading(model, server.url + "/")
+            loading = ps.modules.load_in_background(model, server.url + "/")
             other = threading.Thread(target=load_again)
             other.start()
             time.sleep(delay_s)
@@ -118,7 +118,7 @@ def test_close_from_progress_ends_load(ones: Path) -> None:
         assert started.wait(10)
         loading.close()
 
-    loading = ps.start_loading(model, ones, progress=close)
+    loading = ps.modules.load_in_background(model, ones, progress=close)
     started.set()
     loading.close()
     loading.close()
@@ -145,7 +145,7 @@ def test_copy_of_loading_module_stays_tied(tied: Path, how: str) -> None:
     for _ in range(3):
         model = Tied()
         parameter = model.embed.weight
-        with Slow(tied) as server, ps.start_loading(model, server.url + "/") as loading:
+        with Slow(tied) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
             made = COPIES[how](model)
             loading.wait()
         assert made.head.weight is made.embed.weight
@@ -155,7 +155,7 @@ def test_copy_of_loading_module_stays_tied(tied: Path, how: str) -> None:
 
 def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
     model = Tied()
-    with Slow(tied) as server, ps.start_loading(model, server.url + "/"):
+    with Slow(tied) as server, ps.modules.load_in_background(model, server.url + "/"):
         file = io.BytesIO()
         torch.save(dict(model.named_parameters()), file)
         file.seek(0)
@@ -168,7 +168,7 @@ def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
 def test_assigned_and_deleted_parameters_stay(ones: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(7, WIDTH))
-    with Slow(ones) as server, ps.start_loading(model, server.url + "/") as loading:
+    with Slow(ones) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         model[7].weight = mine
         model[6].bias = None
         del model[5].bias
@@ -180,7 +180,7 @@ def test_assigned_and_deleted_parameters_stay(ones: Path) -> None:
 def test_assigned_parameter_survives_failed_load(ones: Path, twos: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    with Slow(ones) as server, ps.start_loading(model, server.url + "/"):
+    with Slow(ones) as server, ps.modules.load_in_background(model, server.url + "/"):
         model[7].weight = mine
     assert model[7].weight is mine
     ps.load_into(model, twos)
@@ -207,7 +207,7 @@ def test_module_with_extra_state_is_filled(tmp_path: Path, extra: Any, verb: str
     save_file({"weight": torch.full((4, 4), 2.0), "bias": torch.ones(4)}, tmp_path / "m.safetensors")
     model = WithExtra(extra)
     if verb == "start_loading":
-        with ps.start_loading(model, tmp_path) as loading:
+        with ps.modules.load_in_background(model, tmp_path) as loading:
             loading.wait()
     else:
         ps.load_into(model, tmp_path)
@@ -239,6 +239,6 @@ def test_module_emptied_twice_is_refused(ones: Path) -> None:
 def test_module_of_failed_load_is_not_emptied(ones: Path) -> None:
     model = layers(0.0)
     with Slow(ones) as server:
-        ps.start_loading(model, server.url + "/").close()
+        ps.modules.load_in_background(model, server.url + "/").close()
     with pytest.raises(Cancelled):
         ps.empty_module(model)

@@ -119,7 +119,7 @@ def test_a_member_shows_its_start(fleet: ps.Fleet, ask: Ask, model: Path) -> Non
     assert move["done_bytes"] == move["nbytes"] == report.nbytes
     assert now["process_s"] > 0 and now["seconds"] == pytest.approx(report.wall_s, abs=1e-3)
     # The engine goes on: the replica is not ready until it is warm.
-    with ps.phase("warm up"):
+    with ps.telemetry.phase("warm up"):
         assert (read(ask(local, "/v1/phases"))["phase"], ask(local, "/v1/ready").status) == ("warm up", 503)
     assert ask(local, "/v1/ready").status == 200
 
@@ -135,9 +135,9 @@ def test_other_hosts_ask_the_hub(fleet: ps.Fleet, ask: Ask) -> None:
 def test_a_member_streams_its_start(fleet: ps.Fleet, ask: Ask, path: str, headers: dict[str, str]) -> None:
     stream = events(ask(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
     assert next(stream)["phases"] == []
-    with ps.phase("start"):
+    with ps.telemetry.phase("start"):
         assert next(event for event in stream if event["phase"] == "start")["state"] == "starting"
-        with ps.phase("compile"):
+        with ps.telemetry.phase("compile"):
             assert any(event["phase"] == "compile" for event in stream)
     assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
 
@@ -157,7 +157,7 @@ def test_streams_of_a_member_are_bounded_and_end_with_it(
 def test_a_process_in_no_fleet_shows_its_start_beside_its_metrics(ask: Ask, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     (tmp_path / "metrics.token").write_text(LIMITED)
-    with ps.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
+    with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
         url = endpoint.url.removesuffix("/metrics")
         assert (ask(url, "/v1/phases").status, ask(url, "/v1/ready").status) == (401, 503)
         report = ps.load(model).report
@@ -172,7 +172,7 @@ def test_the_hub_shows_the_starts_of_a_fleet(hub: HubThread, fleet: ps.Fleet, as
     assert read(ask(hub.url, "/v1/phases", TOKEN))["replicas"] == []
     stream = events(ask(hub.url, "/v1/phases?stream", TOKEN))
     assert next(stream) == {"ready": 0, "starting": 0, "failed": 0, "replicas": [], "gone": []}
-    with ps.phase("start"):
+    with ps.telemetry.phase("start"):
         report = fleet.fetch({}, fallback=model)
         (starting,) = next(event for event in stream if event["starting"])["replicas"]
         assert (starting["member"], starting["ready"]) == (fleet.member.id, False)
@@ -184,7 +184,7 @@ def test_the_hub_shows_the_starts_of_a_fleet(hub: HubThread, fleet: ps.Fleet, as
     # As the member itself shows it.
     mine = read(ask(fleet.member.server.addresses[0], "/v1/phases"))
     assert {**now["replicas"][0], "silent_s": 0.0} == mine
-    assert ps.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).members[0].boot == "ready"
+    assert ps.hub.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).members[0].boot == "ready"
     # Neither of another model, nor to a token of another model.
     assert read(ask(hub.url, "/v1/phases?model=other", TOKEN))["replicas"] == []
     assert read(ask(hub.url, "/v1/phases", LIMITED))["replicas"] == []
@@ -215,25 +215,25 @@ def test_status_has_the_phase_of_a_member_that_is_not_ready(
         return capsys.readouterr().out
 
     assert " idle " in shown()
-    with ps.phase("start"):
+    with ps.telemetry.phase("start"):
         assert " starting: start " in shown()
         fleet.fetch({}, fallback=model)
-        with ps.phase("warm up"):
+        with ps.telemetry.phase("warm up"):
             assert " whole, starting: warm up " in shown()
     assert " whole " in shown() and "starting" not in shown()
 
 
 def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    with ps.Keeper(connection=connection) as keeper:
+    with ps.cache.WeightCache(connection=connection) as keeper:
         keeper.keep("llama", model)
-        with ps.attach("llama", connection=connection) as attached:
+        with ps.cache.attach("llama", connection=connection) as attached:
             boot = phases.boot_record().snapshot()
             assert boot is not None and boot.ready
             seconds = {one.name: one.seconds for one in boot.phases if one.journey == "attach"}
             assert seconds == pytest.approx(attached.report.phases, abs=1e-3)
         with pytest.raises(ps.NotFound):
-            ps.attach("other", connection=connection, timeout_s=0.0)
+            ps.cache.attach("other", connection=connection, timeout_s=0.0)
         boot = phases.boot_record().snapshot()
         assert boot is not None and boot.error is not None
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
@@ -265,7 +265,7 @@ def test_the_page_of_one_host_has_the_starts(
 
 def test_a_limited_token_sees_and_names_its_models_only(hub: HubThread, ask: Ask, model: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=LIMITED)
-    with ps.join("other-llama", connection=connection) as fleet, ps.phase("start"):
+    with ps.join("other-llama", connection=connection) as fleet, ps.telemetry.phase("start"):
         fleet.fetch({}, fallback=model)
         ps.load(model)
         fleet.member.report_now()

@@ -68,7 +68,7 @@ def test_keeper_listens_at_its_two_ports_only(llama: str, two_ports: tuple[int, 
         try:
             assert "SIGTERM or Ctrl-C ends it" in keeper.stderr.readline()
             assert sorted(listening_ports(keeper.pid)) == sorted(two_ports)
-            [member] = ps.status("llama").members
+            [member] = ps.hub.status("llama").members
             assert [holding.max_readers for holding in member.holdings] == [2]
         finally:
             keeper.send_signal(signal.SIGTERM)

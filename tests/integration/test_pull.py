@@ -44,8 +44,8 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def keeper(llama: Path) -> Iterator[ps.Keeper]:
-    with ps.Keeper() as keeper:
+def keeper(llama: Path) -> Iterator[ps.cache.WeightCache]:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         yield keeper
 
@@ -87,7 +87,7 @@ def test_pulled_files_have_names_of_source(names, single, tmp_path, capsys, monk
         save_file({f"w{part}{i}": torch.randn(64, 64) for i in range(2)}, source / name)
     if len(names) > 1:
         monkeypatch.setattr(pulling, "SHARD_BYTES", 40_000)
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("m", source)
         assert command("m", "--to", tmp_path / "one") == 0
         # From a member that has it from a member.
@@ -156,7 +156,7 @@ def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
     (held,) = (held for member in keeper.member.hub.status().members for held in member.holdings)
     assert held.revision == word
     for asked in (None, word, word[:19]):
-        with ps.attach("llama", revision=asked, verify=True) as attached:
+        with ps.cache.attach("llama", revision=asked, verify=True) as attached:
             assert attached.report.revision == word
     for asked in (word, word[:19]):
         for more in ([], ["--fallback", llama]):
@@ -170,7 +170,7 @@ def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
     assert command("llama", "--to", tmp_path / "out", "--revision", other, "--fallback", llama) == 3
     assert not (tmp_path / "out").exists()
     with pytest.raises(ps.NotFound):
-        ps.attach("llama", revision=other, timeout_s=0.0)
+        ps.cache.attach("llama", revision=other, timeout_s=0.0)
 
 
 def test_every_dtype_torch_has(tmp_path) -> None:
@@ -252,7 +252,7 @@ print(peak - before, report.nbytes)
 
 def test_memory_is_bounded_whatever_the_weights(tmp_path) -> None:
     write_llama(tmp_path / "big", total_bytes=200_000_000)
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("big", tmp_path / "big")
         done = subprocess.run([sys.executable, "-c", _PULL, str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

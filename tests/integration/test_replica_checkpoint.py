@@ -61,7 +61,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Ten
 
 def test_from_a_keeper_then_from_storage(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     true = ps.load(str(llama), "cpu")
-    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+    with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("kept", str(llama))
         assert_equal(read(llama, keeper="kept"), true)
         assert "no copy" in caplog.text
@@ -128,7 +128,7 @@ def test_a_hub_in_the_environment_makes_a_replica_join_and_serve(
     deadline = time.monotonic() + 10
     states: list[str] = []
     while states != ["whole"] and time.monotonic() < deadline:
-        (member,) = ps.status("llama").members
+        (member,) = ps.hub.status("llama").members
         states = [holding.state for holding in member.holdings]
     assert states == ["whole"]
     caplog.clear()
@@ -145,7 +145,7 @@ def test_new_weights_of_a_model_take_the_place_of_the_former_ones(llama: Path, h
     former = read(llama)
     write_llama(llama, total_bytes=4 * MIB, shards=2, seed=1)
     assert_equal(read(llama), ps.load(str(llama), "cpu"))
-    (member,) = ps.status("llama").members
+    (member,) = ps.hub.status("llama").members
     assert len(member.holdings) == 1
     assert not torch.equal(former["lm_head.weight"], read(llama)["lm_head.weight"])
 
@@ -154,7 +154,7 @@ def test_a_keeper_is_found_by_the_models_name_and_must_have_the_same_weights(
     llama: Path, hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     true = ps.load(str(llama), "cpu")
-    with ps.Keeper(memory_bytes=40_000_000) as keeper:
+    with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("llama", str(llama))
         assert_equal(read(llama), true)
         assert "no copy" in caplog.text

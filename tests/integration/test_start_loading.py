@@ -112,7 +112,7 @@ def no_threads_stay() -> Iterator[None]:
 @torch.no_grad()
 def test_the_first_answer_comes_before_the_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
-    with Gate(checkpoint, "model-b") as server, ps.start_loading(model, server.url + "/") as loading:
+    with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         assert torch.equal(model(x), true(x))
         assert not loading.done
         assert isinstance(model.images.weight, PendingTensor)
@@ -126,7 +126,7 @@ def test_the_first_answer_comes_before_the_last_byte(true: Model, checkpoint: Pa
 @torch.no_grad()
 def test_a_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model, answers = empty(), []
-    with Gate(checkpoint, "model-a") as server, ps.start_loading(model, server.url + "/"):
+    with Gate(checkpoint, "model-a") as server, ps.modules.load_in_background(model, server.url + "/"):
 
         def ask() -> None:
             with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Ten
 def test_parameters_are_the_same_objects_afterwards(true: Model, checkpoint: Path) -> None:
     model = empty()
     before = [(id(tensor), tensor.data_ptr()) for tensor in model.state_dict(keep_vars=True).values()]
-    with ps.start_loading(model, str(checkpoint)) as loading:
+    with ps.modules.load_in_background(model, str(checkpoint)) as loading:
         loading.wait()
         loading.wait()
     after = model.state_dict(keep_vars=True)
@@ -162,7 +162,7 @@ def test_tensors_are_read_in_the_order_of_the_module(true: Model, tmp_path: Path
     model = empty().text
     names = {f"{9 - layer}.t.{layer}.{kind}": f"{layer}.{kind}" for layer in range(6) for kind in ("weight", "bias")}
     place = model.state_dict(keep_vars=True)
-    with ps.start_loading(model, str(tmp_path), rename=names, first=["3.*"]) as loading:
+    with ps.modules.load_in_background(model, str(tmp_path), rename=names, first=["3.*"]) as loading:
         loading.wait()
         order = loading._filled.order
     pointers = [tensor.data_ptr() for tensor in loading._filled.tensors]
@@ -177,8 +177,8 @@ def test_without_digests(true: Model, checkpoint: Path, x: torch.Tensor) -> None
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
     with pytest.raises(NotFound, match="used before they are verified"):
-        ps.start_loading(model, str(checkpoint), verify=True)
-    with ps.start_loading(model, str(checkpoint)) as loading:
+        ps.modules.load_in_background(model, str(checkpoint), verify=True)
+    with ps.modules.load_in_background(model, str(checkpoint)) as loading:
         assert torch.equal(model(x), true(x))
         assert not loading.wait().verified
 
@@ -189,7 +189,7 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
     sound = path.read_bytes()
     path.write_bytes(sound[:-5] + bytes([sound[-5] ^ 1]) + sound[-4:])
     model = empty()
-    with ps.start_loading(model, str(checkpoint)) as loading:
+    with ps.modules.load_in_background(model, str(checkpoint)) as loading:
         for _ in range(2):
             with pytest.raises(IntegrityError):
                 model(x, images=True)
@@ -213,11 +213,11 @@ def test_a_load_that_failed_can_start_again(true: Model, checkpoint: Path, x: to
     model = empty()
     own = [id(tensor) for tensor in model.parameters()]
     with RangeServer(checkpoint) as server:
-        loading = ps.start_loading(model, server.url + "/", memory_bytes="1M")
+        loading = ps.modules.load_in_background(model, server.url + "/", memory_bytes="1M")
         loading.close()
         with pytest.raises(Cancelled):
             model(x)
-        with ps.start_loading(model, server.url + "/") as again:
+        with ps.modules.load_in_background(model, server.url + "/") as again:
             assert torch.equal(model(x, images=True), true(x, images=True))
             again.wait()
     assert [id(tensor) for tensor in model.parameters()] == own
@@ -231,7 +231,7 @@ def test_a_source_that_fails(
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     monkeypatch.setenv("PENSTOCK_STALL_S", "2")
     model = empty()
-    with Gate(checkpoint, "model-a") as server, ps.start_loading(model, server.url + "/"):
+    with Gate(checkpoint, "model-a") as server, ps.modules.load_in_background(model, server.url + "/"):
         server.faults = faults
         server.opened.set()
         with pytest.raises(SourceError):
@@ -241,7 +241,7 @@ def test_a_source_that_fails(
 def test_a_file_that_changes_meanwhile(checkpoint: Path, x: torch.Tensor) -> None:
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
-    with Gate(checkpoint, "model-b") as server, ps.start_loading(model, server.url + "/") as loading:
+    with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         path = checkpoint / "model-b.safetensors"
         path.write_bytes(path.read_bytes())
         os.utime(path, (1, 1))
@@ -256,7 +256,7 @@ def test_a_file_that_changes_meanwhile(checkpoint: Path, x: torch.Tensor) -> Non
 def test_closing_ends_it(checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-a") as server:
-        loading = ps.start_loading(model, server.url + "/")
+        loading = ps.modules.load_in_background(model, server.url + "/")
         closing = threading.Timer(0.2, loading.close)
         closing.start()
         with pytest.raises(Cancelled, match="closed before its end"):
@@ -285,16 +285,16 @@ def test_without_a_thread_the_module_is_as_before(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
         with pytest.raises(DestinationError, match="no thread can be started"):
-            ps.start_loading(module, checkpoint)
+            ps.modules.load_in_background(module, checkpoint)
     assert all(found is parameters[name] for name, found in module.named_parameters())
-    with ps.start_loading(module, checkpoint):
+    with ps.modules.load_in_background(module, checkpoint):
         assert torch.equal(module(x), true(x))
 
 
 def test_a_module_that_is_being_loaded_is_not_loaded_again(checkpoint: Path) -> None:
     model = empty()
-    with Gate(checkpoint, "model-b") as server, ps.start_loading(model, server.url + "/") as loading:
-        for load in (ps.load_into, ps.start_loading):
+    with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
+        for load in (ps.load_into, ps.modules.load_in_background):
             with pytest.raises(ConfigError, match="is being loaded"):
                 load(model, str(checkpoint))
         server.opened.set()
@@ -304,7 +304,7 @@ def test_a_module_that_is_being_loaded_is_not_loaded_again(checkpoint: Path) -> 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: model.state_dict()], ids=["deepcopy", "state_dict"])
 def test_a_copy_waits(true: Model, checkpoint: Path, copied: Any) -> None:
     model = empty()
-    with Gate(checkpoint, "model-b") as server, ps.start_loading(model, server.url + "/"):
+    with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/"):
         threading.Timer(0.2, server.opened.set).start()
         made = copied(model)
     tensors = made.state_dict() if isinstance(made, torch.nn.Module) else made
@@ -320,7 +320,7 @@ def test_tied_and_strided_parameters(tmp_path: Path, x: torch.Tensor) -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
     model[2].weight = model[0].weight
     model[1].weight = torch.nn.Parameter(torch.empty(WIDTH, WIDTH).t())
-    with ps.start_loading(model, str(tmp_path)) as loading:
+    with ps.modules.load_in_background(model, str(tmp_path)) as loading:
         for mine, other in zip(model, true, strict=True):
             # Not bit for bit: a product with a transposed matrix may add in another order.
             torch.testing.assert_close(mine(x), other(x))
@@ -331,7 +331,7 @@ def test_tied_and_strided_parameters(tmp_path: Path, x: torch.Tensor) -> None:
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(checkpoint: Path) -> None:
     model = empty()
-    with Gate(checkpoint, "model-a") as server, ps.start_loading(model, server.url + "/"):
+    with Gate(checkpoint, "model-a") as server, ps.modules.load_in_background(model, server.url + "/"):
         child = os.fork()
         if child == 0:
             try:
@@ -347,13 +347,13 @@ def test_a_target_that_does_not_fit_is_refused_at_once(checkpoint: Path) -> None
     model = empty()
     model.head = torch.nn.Linear(WIDTH, 9)
     with pytest.raises(PlanError) as raised:
-        ps.start_loading(model, str(checkpoint))
+        ps.modules.load_in_background(model, str(checkpoint))
     assert not raised.value.mutated
     assert not any(isinstance(tensor, PendingTensor) for tensor in model.parameters())
     with pytest.raises(PenstockError, match=r"torch\.nn\.Module"):
-        ps.start_loading({}, str(checkpoint))  # type: ignore[arg-type]
+        ps.modules.load_in_background({}, str(checkpoint))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="globs"):
-        ps.start_loading(model, str(checkpoint), first="head*")
+        ps.modules.load_in_background(model, str(checkpoint), first="head*")
 
 
 # -- transformers
@@ -391,7 +391,10 @@ def test_a_module_that_is_dropped_is_freed(checkpoint: Path) -> None:
     for place in (checkpoint / "model-a.safetensors", checkpoint):
         model = empty()
         gone = weakref.ref(model)
-        with contextlib.suppress(PenstockError), ps.start_loading(model, str(place), strict=False) as loading:
+        with (
+            contextlib.suppress(PenstockError),
+            ps.modules.load_in_background(model, str(place), strict=False) as loading,
+        ):
             loading.wait()
         del model
         loading = None

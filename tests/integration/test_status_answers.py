@@ -43,27 +43,27 @@ def test_why_of_sync_names_members_and_versions() -> None:
         publisher.publish(version=4)
         # Both sides report at once, by a heartbeat of their own.
         deadline = time.monotonic() + 4
-        while "1 behind" not in (text := str(ps.why("policy"))) and time.monotonic() < deadline:
+        while "1 behind" not in (text := str(ps.hub.why("policy"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         lines = text.splitlines()
         assert len(lines) == 2 and all(line.startswith("sync policy: ") for line in lines)
         assert "is publisher 0 of 1: version 4" in lines[0]
         assert "is subscriber 0 of 1: version 3, 1 behind" in lines[1] and "its bytes came by" in lines[1]
         assert "reads storage" not in run("why", "policy")
-        ids = {member.syncs[0].side: member.member for member in ps.status("policy").members}
-        assert ps.why("policy", member=ids["subscriber"]).lines == (lines[1],)
+        ids = {member.syncs[0].side: member.member for member in ps.hub.status("policy").members}
+        assert ps.hub.why("policy", member=ids["subscriber"]).lines == (lines[1],)
 
 
 def test_why_of_unknown_name_says_so() -> None:
     with ps.join("llama"):
-        for answer in (str(ps.why("lama")), run("why", "lama")):
+        for answer in (str(ps.hub.why("lama")), run("why", "lama")):
             assert "no member has or fetches lama" in answer and "no member knows this name" in answer
 
 
 def test_status_and_why_have_the_methods_of_reports() -> None:
     with ps.join("llama") as fleet:
         fleet.offer({"w": torch.ones(4)})
-        status, why = ps.status(), ps.why("llama")
+        status, why = ps.hub.status(), ps.hub.why("llama")
         assert status.summary() == str(status) and "1 member on 1 host\nllama: 1 whole" in str(status)
         assert why.summary() == "\n".join(why.lines) == str(why)
         for answer in (status, why):
@@ -101,17 +101,17 @@ def test_killed_member_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             # A member that signs off leaves no trace.
             with ps.join("other") as fleet:
                 fleet.offer({"w": torch.ones(4)})
-            while not any(member.holdings for member in ps.status().members):
+            while not any(member.holdings for member in ps.hub.status().members):
                 time.sleep(0.05)
             time.sleep(1.0)
         finally:
             holder.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 8
         # This process's own beats report failures of earlier tests, which have no model of a fleet.
-        while not (found := [one for one in ps.status().failures if one.model]) and time.monotonic() < deadline:
+        while not (found := [one for one in ps.hub.status().failures if one.model]) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert [(one.model, one.error) for one in found] == [("llama", "PeerLost")]
         text = run("status")
         assert text.startswith("no members\n") and "sent no heartbeat and did not sign off; its copy was whole" in text
-        assert "PeerLost" in str(ps.status("llama"))
+        assert "PeerLost" in str(ps.hub.status("llama"))
     hub.stop()

@@ -149,7 +149,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_with_a_hub_the_weights_come_from_members(
     runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    with ps.Keeper() as keeper:
+    with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", model)
         hub = find_hub(runtime)
         assert hub is not None
@@ -166,7 +166,7 @@ def test_weights_and_other_files_are_of_one_commit(
 ) -> None:
     files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
     write_llama(tmp_path / "new", total_bytes=1_000_000, shards=2, seed=7)
-    with HuggingFaceServer({"org/tiny": files}) as repositories, ps.Keeper():
+    with HuggingFaceServer({"org/tiny": files}) as repositories, ps.cache.WeightCache():
         constants = {"ENDPOINT": repositories.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": tmp_path}
         # It has the endpoint in it from the import on.
         constants["HUGGINGFACE_CO_URL_TEMPLATE"] = f"{repositories.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -222,10 +222,10 @@ def test_a_source_without_a_destination_is_wrong_usage(tmp_path: Path, fork_serv
 
 def test_a_failure_leaves_no_directory_that_it_made(model: Path, tmp_path: Path, monkeypatch) -> None:
     def is_full(*arguments: object, **options: object) -> None:
-        raise ps.DiskFull("cannot write")
+        raise ps.errors.DiskFull("cannot write")
 
     monkeypatch.setattr(storage_initializer, "download", is_full)
-    with pytest.raises(ps.DiskFull):
+    with pytest.raises(ps.errors.DiskFull):
         storage_initializer.initialize(str(model), tmp_path / "full" / "m")
     assert list(tmp_path.iterdir()) == []
 

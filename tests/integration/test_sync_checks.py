@@ -29,24 +29,26 @@ class Net(torch.nn.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-def call(version: int, staged: ps.StagedVersion) -> None:
+def call(version: int, staged: ps.sync.StagedVersion) -> None:
     staged.call(torch.arange(8))
 
 
-def write_all(version: int, staged: ps.StagedVersion) -> None:
+def write_all(version: int, staged: ps.sync.StagedVersion) -> None:
     for tensor in staged.tensors.values():
         tensor.data.view(-1)[:1] += 1
         tensor.zero_()
 
 
-def call_and_write(version: int, staged: ps.StagedVersion) -> None:
+def call_and_write(version: int, staged: ps.sync.StagedVersion) -> None:
     call(version, staged)
     write_all(version, staged)
 
 
 @pytest.mark.parametrize("commit", ["each", "together"])
 @pytest.mark.parametrize("check", [call, write_all, call_and_write])
-def test_check_that_writes_changes_nothing_live(check: Callable[[int, ps.StagedVersion], object], commit: str) -> None:
+def test_check_that_writes_changes_nothing_live(
+    check: Callable[[int, ps.sync.StagedVersion], object], commit: str
+) -> None:
     trained, served = Net(), Net()
     with (
         ps.publisher("writes", trained.state_dict(), mode="snapshot") as publisher,

@@ -38,7 +38,7 @@ class Engine:
 
 
 @pytest.fixture
-def given(host: Host) -> Iterator[tuple[ps.Publisher, torch.Tensor]]:
+def given(host: Host) -> Iterator[tuple[ps.sync.Publisher, torch.Tensor]]:
     """A publisher of snapshots, and what it publishes."""
     held = weights(1)
     with ps.publisher("p", {"w": held}, mode="snapshot") as publisher:
@@ -46,7 +46,7 @@ def given(host: Host) -> Iterator[tuple[ps.Publisher, torch.Tensor]]:
         yield publisher, held
 
 
-def publish(given: tuple[ps.Publisher, torch.Tensor], version: int) -> None:
+def publish(given: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> None:
     publisher, held = given
     held.copy_(weights(version))
     publisher.publish(version)

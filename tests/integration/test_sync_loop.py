@@ -72,7 +72,7 @@ def test_wait_returns_newer_version_or_raises_in_time() -> None:
         assert subscriber.wait() == 3
         subscriber.update()
         begun = time.monotonic()
-        with pytest.raises(ps.SourceStalled, match="version 4 of 'wait' was not announced"):
+        with pytest.raises(ps.errors.SourceStalled, match="version 4 of 'wait' was not announced"):
             subscriber.wait(timeout_s=0.2)
         assert time.monotonic() - begun < 5
         later = threading.Timer(0.2, publisher.publish, (5,))

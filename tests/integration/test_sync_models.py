@@ -46,8 +46,8 @@ def put(params: dict[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> 
         params[name].tensor.copy_(one.tensor) if isinstance(one, ps.Shard) else params[name].copy_(one)
 
 
-def publishers(stack: ExitStack, held: list[dict[str, Any]], **options: Any) -> list[ps.Publisher]:
-    found: dict[int, ps.Publisher] = {}
+def publishers(stack: ExitStack, held: list[dict[str, Any]], **options: Any) -> list[ps.sync.Publisher]:
+    found: dict[int, ps.sync.Publisher] = {}
 
     def make(rank: int) -> None:
         found[rank] = ps.publisher("toy", held[rank], rank=(rank, len(held)), **options)

@@ -48,7 +48,7 @@ class Trainer:
     """Ranks of one trainer, each in a thread, with rows of one tensor."""
 
     def __init__(self, stack: ExitStack, world_size: int, value: float, **options: object) -> None:
-        self.publishers: dict[int, ps.Publisher] = {}
+        self.publishers: dict[int, ps.sync.Publisher] = {}
         self.errors: list[BaseException] = []
         self._stack = stack
         self._world_size = world_size

@@ -151,16 +151,16 @@ def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
     assert all(storages(fleet.model))
     # Another version than it says: found by the digests of the one that was live.
     save_file(checkpoint(7), tmp_path / "wrong.safetensors")
-    wrong = ps.StoredVersion(version=1, weights=str(tmp_path / "wrong.safetensors"))
+    wrong = ps.sync.StoredVersion(version=1, weights=str(tmp_path / "wrong.safetensors"))
     with pytest.raises(IntegrityError, match="is not the one that was live"):
         fleet.engine.restore(stored=wrong)
     fleet.refuses()
-    lacking = ps.StoredVersion(version=1, weights=lambda: [("turned", checkpoint(1)["turned"])])
+    lacking = ps.sync.StoredVersion(version=1, weights=lambda: [("turned", checkpoint(1)["turned"])])
     with pytest.raises(PlanError, match="lacks"):
         fleet.engine.restore(stored=lacking)
     fleet.refuses()
     save_file(checkpoint(1), tmp_path / "right.safetensors")
-    right = ps.StoredVersion(version=1, weights=str(tmp_path / "right.safetensors"))
+    right = ps.sync.StoredVersion(version=1, weights=str(tmp_path / "right.safetensors"))
     report = fleet.engine.restore(stored=right)
     assert "outside of the sync" in report.why[0]
     fleet.serves(1)
@@ -189,7 +189,7 @@ def test_a_closed_subscriber_changes_no_weights(fleet: Fleet) -> None:
 def test_another_version_from_storage_is_used_and_not_served_to_others(fleet: Fleet) -> None:
     fleet.trainer.close()
     fleet.engine.release()
-    report = fleet.engine.restore(stored=ps.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
+    report = fleet.engine.restore(stored=ps.sync.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
     assert report.path == "given tensors"
     fleet.serves(4)
     with (

@@ -35,7 +35,7 @@ def halves(tensor: torch.Tensor, rank: int, dim: int) -> ps.Shard:
     return ps.Shard(tensor=part, global_shape=tuple(tensor.shape), offset=tuple(offset))
 
 
-def publishers(stack: Any, embed: torch.Tensor, head: torch.Tensor, layout: str) -> list[ps.Publisher]:
+def publishers(stack: Any, embed: torch.Tensor, head: torch.Tensor, layout: str) -> list[ps.sync.Publisher]:
     """Return publishers that share the tensors out differently."""
     if layout == "one place":
         held = [{"embed": embed, "head": embed if torch.equal(embed, head) else head}]
@@ -122,13 +122,13 @@ def test_stored_version_of_tied_module_restores() -> None:
         for name in ("embed.weight", "head.weight"):
             subscriber.release()
             subscriber.restore(
-                None, 0.0, stored=ps.StoredVersion(version=1, weights=lambda name=name: [(name, weight)])
+                None, 0.0, stored=ps.sync.StoredVersion(version=1, weights=lambda name=name: [(name, weight)])
             )
             assert torch.equal(served.embed.weight, weight)
         subscriber.release()
         both = [("embed.weight", weight), ("head.weight", weight + 1)]
         with pytest.raises(ps.PlanError, match=r"embed.weight and head.weight are one memory"):
-            subscriber.restore(None, 0.0, stored=ps.StoredVersion(version=2, weights=lambda: both))
+            subscriber.restore(None, 0.0, stored=ps.sync.StoredVersion(version=2, weights=lambda: both))
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])

@@ -237,7 +237,7 @@ def test_the_fleet_shows_what_serves_which_version(host: Host, monkeypatch: pyte
     subscribers[0].ask("stage 2")
 
     def states() -> dict[str, Any]:
-        return {member.member: member.syncs[0] for member in ps.status().members if member.syncs}
+        return {member.member: member.syncs[0] for member in ps.hub.status().members if member.syncs}
 
     first, second, zero = (worker.said["joined"]["member"] for worker in (*subscribers, *publishers))
     deadline = time.monotonic() + 10.0
@@ -284,10 +284,10 @@ def test_checks_see_the_staged_weights_and_the_trainers_values() -> None:
         log_probs = trained(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         return {"tokens": tokens, "log_probs": log_probs.detach()}
 
-    seen: list[ps.StagedVersion] = []
+    seen: list[ps.sync.StagedVersion] = []
     ready = ps.log_prob_check(1e-5)
 
-    def check(version: int, staged: ps.StagedVersion) -> object:
+    def check(version: int, staged: ps.sync.StagedVersion) -> object:
         seen.append(staged)
         assert served.head.weight.data_ptr() != staged.tensors["head.weight"].data_ptr()
         return ready(version, staged)
@@ -331,13 +331,16 @@ def test_a_pinned_version_stays_until_its_lease_ends() -> None:
         ps.subscriber("pins", {"w": served}) as subscriber,
         ThreadPoolExecutor(1) as pool,
     ):
-        with pytest.raises(ps.VersionNotLive, match="there is none"), subscriber.pinned():
+        with pytest.raises(ps.errors.VersionNotLive, match="there is none"), subscriber.pinned():
             pass
         publisher.publish(1)
         subscriber.update()
         trained.fill_(2)
         publisher.publish(2)
-        with pytest.raises(ps.VersionNotLive, match=r"version 2 is not live: version 1 is"), subscriber.pinned(2):
+        with (
+            pytest.raises(ps.errors.VersionNotLive, match=r"version 2 is not live: version 1 is"),
+            subscriber.pinned(2),
+        ):
             pass
         with subscriber.pinned(1) as version:
             updating = pool.submit(subscriber.update)
@@ -346,7 +349,7 @@ def test_a_pinned_version_stays_until_its_lease_ends() -> None:
         assert updating.result().version == 2 and float(served[0]) == 2.0
         # A reader that stays too long holds up nobody, and is told.
         publisher.publish(3)
-        ended = pytest.raises(ps.VersionNotLive, match=r"ended after 0.2 s, and another version")
+        ended = pytest.raises(ps.errors.VersionNotLive, match=r"ended after 0.2 s, and another version")
         with ended, subscriber.pinned(2, ttl_s=0.2):
             assert pool.submit(subscriber.update).result().version == 3
         # A reader that comes while a flip waits does not hold it up, and gets the version after it.

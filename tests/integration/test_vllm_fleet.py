@@ -21,7 +21,7 @@ class Engine:
         self.staging, self.live = torch.zeros(64), torch.zeros(64)
         self.listen, self.weight_version = "", ""
         self.is_updating, self.is_broken, self.is_gone = False, False, False
-        self._subscriber: ps.Subscriber | None = None
+        self._subscriber: ps.sync.Subscriber | None = None
 
     def restart(self) -> None:
         """Lose the subscription and the update, as a server that was restarted."""
@@ -65,7 +65,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def send(publisher: ps.Publisher, weights: torch.Tensor, fleet: FleetClient, version: int) -> None:
+def send(publisher: ps.sync.Publisher, weights: torch.Tensor, fleet: FleetClient, version: int) -> None:
     weights.fill_(version)
     publisher.publish(version)
     fleet.start_weight_update()

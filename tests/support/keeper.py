@@ -4,7 +4,7 @@ In: the command's arguments. Out: the process, once it keeps; its standard error
 Not here: what engines do with it.
 
     with KeeperProcess(["/ckpt", "--model", "m"], environ={"PENSTOCK_RUNTIME_DIR": directory}) as keeper:
-        penstock.attach("m")
+        penstock.cache.attach("m")
         keeper.process.send_signal(signal.SIGTERM)
 """
 

@@ -163,7 +163,7 @@ def _attach(task: EngineTask, kept: list[Any]) -> dict[str, Any]:
     import penstock as ps
 
     free_bytes = torch.cuda.mem_get_info()[0] if task.device != "cpu" else 0
-    attached = ps.attach(task.model, device=task.device, timeout_s=10.0)
+    attached = ps.cache.attach(task.model, device=task.device, timeout_s=10.0)
     kept.append(attached)
     report = attached.report
     device = {}
@@ -209,7 +209,7 @@ def _failure(task: EngineTask, device: str) -> dict[str, Any]:
     import penstock as ps
 
     try:
-        ps.attach(task.model, device=device, timeout_s=0.5)
+        ps.cache.attach(task.model, device=device, timeout_s=0.5)
     except PenstockError as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {"error": "", "message": ""}

@@ -39,8 +39,8 @@ IMPORTS = (
     "penstock.hub.app",
     "penstock.hub.metrics",
     "penstock.fetch.join",
-    "penstock.keeper.keeper",
-    "penstock.keeper.attach",
+    "penstock.cache.weight_cache",
+    "penstock.cache.attached",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscriber",
     "penstock.transport.http",
@@ -92,7 +92,7 @@ def fetch(name: str, fallback: str | None = None) -> dict[str, Any]:
 
 def _waiting(seconds: float) -> dict[str, float]:
     """Return the argument for the longest wait, by the name that this release has for it."""
-    return {"timeout_s" if "timeout_s" in inspect.signature(ps.attach).parameters else "wait_s": seconds}
+    return {"timeout_s" if "timeout_s" in inspect.signature(ps.cache.attach).parameters else "wait_s": seconds}
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -147,7 +147,7 @@ def update(name: str, version: int) -> dict[str, Any]:
 
 
 def attach(name: str, model: str, hub: str | None = None) -> dict[str, Any]:
-    attached = _open[name] = ps.attach(model, connection=hub, **_waiting(20.0))
+    attached = _open[name] = ps.cache.attach(model, connection=hub, **_waiting(20.0))
     return {"digests": digests(dict(attached)), "path": attached.report.path, "verified": attached.report.verified}
 
 
@@ -161,14 +161,14 @@ def check(name: str) -> None:
 
 def status(model: str | None = None, hub: str | None = None) -> dict[str, list[str]]:
     """Return each member's whole models."""
-    members = ps.status(model, connection=hub).members
+    members = ps.hub.status(model, connection=hub).members
     return {
         member.member: [held.identity.model for held in member.holdings if held.state == "whole"] for member in members
     }
 
 
 def why(model: str, hub: str | None = None) -> list[str]:
-    return list(ps.why(model, connection=hub).lines)
+    return list(ps.hub.why(model, connection=hub).lines)
 
 
 def close(name: str) -> None:

@@ -52,10 +52,10 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "no destination": lambda file: ps.convert(file, None),
     "a fleet of no model": lambda file: ps.join(3),
     "a number as a hub": lambda file: ps.join("m", connection=3),
-    "a name as a hub": lambda file: ps.attach("m", connection="hub"),
+    "a name as a hub": lambda file: ps.cache.attach("m", connection="hub"),
     "a mapping as a connection": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, connection={"hub": None}),
-    "a number as a keeper's hub": lambda file: ps.Keeper(connection=3),
-    "a number as the hub to ask": lambda file: ps.status(connection=3),
+    "a number as a keeper's hub": lambda file: ps.cache.WeightCache(connection=3),
+    "a number as the hub to ask": lambda file: ps.hub.status(connection=3),
     "a wait below 0 s": lambda file: ps.join("m", timeout_s=-1),
     "a wait that is no number": lambda file: ps.join("m", timeout_s=float("nan")),
     "a text as a wait": lambda file: ps.join("m", timeout_s="5"),
@@ -71,8 +71,8 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "a rank above the number of ranks": lambda file: ps.subscriber("x", {"a": torch.zeros(2)}, rank=(2, 2)),
     "a rank of three numbers": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=(0, 1, 2)),
     "texts as a rank": lambda file: ps.publisher("x", {"a": torch.zeros(2)}, rank=("0", "1")),
-    "a model of None": lambda file: ps.attach(None),
-    "a text as seconds to wait": lambda file: ps.attach("m", timeout_s="x"),
+    "a model of None": lambda file: ps.cache.attach(None),
+    "a text as seconds to wait": lambda file: ps.cache.attach("m", timeout_s="x"),
     "a text as a configuration": lambda file: penstock_compile_cache.restore(file, engine="torch", config="x"),
 }
 
@@ -106,6 +106,6 @@ def test_operations_are_texts_or_mappings_alone_or_in_a_list(operations: object,
 def test_former_name_of_wait_is_deprecated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     with pytest.warns(DeprecationWarning, match="wait_s= is called timeout_s= now"), pytest.raises(ps.NotFound):
-        ps.attach("nobody", wait_s=0.0)  # type: ignore[call-arg]
+        ps.cache.attach("nobody", wait_s=0.0)  # type: ignore[call-arg]
     with pytest.raises(ps.ConfigError, match="timeout_s"), ps.join("m") as fleet:
         fleet.fetch({}, timeout_s=-1)

@@ -68,7 +68,7 @@ def test_variables_that_the_argument_makes_needless_are_not_read(monkeypatch: py
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"environment variable {name}: .*{value}"):
-        ps.status()
+        ps.hub.status()
 
 
 def test_the_token_is_not_shown() -> None:
@@ -137,7 +137,7 @@ def test_token_file_is_read_when_a_verb_runs(tmp_path: Path, token_file: Path) -
     token_file.write_text("a-newer-token-0123456789\n")
     assert resolve_connection(settings).token == "a-newer-token-0123456789"
     absent = ps.ConnectionSettings(token_file=str(tmp_path / "none"))
-    for call in (lambda: ps.status(connection=absent), lambda: ps.join("m", connection=absent)):
+    for call in (lambda: ps.hub.status(connection=absent), lambda: ps.join("m", connection=absent)):
         with pytest.raises(ConfigError, match="none cannot be read"):
             call()
 

@@ -159,7 +159,7 @@ def test_a_destination_that_is_or_has_the_source_is_named_as_such(llama: Path, r
 
 
 def test_why_has_its_model() -> None:
-    error = Provenance("big model").stall_error(penstock.SourceStalled, "no progress", "no hub")
+    error = Provenance("big model").stall_error(penstock.errors.SourceStalled, "no progress", "no hub")
     assert "`penstock why 'big model'`" in str(error.hint)
 
 

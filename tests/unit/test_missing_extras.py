@@ -26,7 +26,7 @@ import penstock as ps
 def check(label, call):
     try:
         call()
-    except ps.MissingExtra as error:
+    except ps.errors.MissingExtra as error:
         if isinstance(error, ImportError) and error.hint.startswith("pip install 'torch") and not error.mutated:
             return
         print(label, "has a wrong error:", error)

@@ -60,11 +60,11 @@ def test_phases_sum_to_the_whole_and_are_the_record() -> None:
 
 
 def test_a_phase_around_the_start_keeps_it_unready_until_its_end() -> None:
-    with ps.phase("start"):
+    with ps.telemetry.phase("start"):
         with Phases("find", journey="attach"):
             pass
         assert (boot().state, boot().phase) == ("starting", "start")
-        with ps.phase("warm up"):
+        with ps.telemetry.phase("warm up"):
             assert boot().phase == "warm up"
     assert boot().ready
     assert names(boot()) == [("start", "done"), ("find", "done"), ("warm up", "done")]
@@ -73,7 +73,7 @@ def test_a_phase_around_the_start_keeps_it_unready_until_its_end() -> None:
 def test_a_failure_is_shown_with_blame_and_hint_until_another_attempt() -> None:
     secret = "https://host/model.safetensors?sig=SECRET"
     error = SourceTruncated(f"cut short: {secret}", hint="fetch it again")
-    with pytest.raises(SourceTruncated), ps.phase("start"), Phases("move", journey="load", model=secret):
+    with pytest.raises(SourceTruncated), ps.telemetry.phase("start"), Phases("move", journey="load", model=secret):
         raise error
     now = boot()
     assert (now.state, now.phase, now.ready) == ("failed", "move", False)
@@ -86,7 +86,7 @@ def test_a_failure_is_shown_with_blame_and_hint_until_another_attempt() -> None:
 
 
 def test_an_error_of_the_engine_is_a_failure_too() -> None:
-    with pytest.raises(RuntimeError), ps.phase("warm up"):
+    with pytest.raises(RuntimeError), ps.telemetry.phase("warm up"):
         raise RuntimeError("no kernel")
     assert boot().error == phases.BootError(error="RuntimeError: no kernel")
 
@@ -159,7 +159,7 @@ def test_a_forked_child_has_a_record_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["", "x" * 65, 3])
 def test_a_wrong_name_is_refused(name: object) -> None:
     with pytest.raises(ConfigError, match="name"):
-        ps.phase(name)  # type: ignore[arg-type]
+        ps.telemetry.phase(name)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -247,5 +247,5 @@ def test_each_change_is_written_where_it_is_asked_for(tmp_path: Path, monkeypatc
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
     # A start does not fail because its phases cannot be written.
     monkeypatch.setenv("PENSTOCK_BOOT_DIRECTORY", str(tmp_path / "absent"))
-    with ps.phase("warm up"):
+    with ps.telemetry.phase("warm up"):
         pass

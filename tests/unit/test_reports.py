@@ -49,9 +49,9 @@ def test_reports_of_a_journey(directory: Path) -> None:
     target: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
         fetched = fleet.fetch(target, fallback=directory)
-        seen = ps.status("m")
+        seen = ps.hub.status("m")
         assert [holding.identity.model for member in seen.members for holding in member.holdings] == ["m"]
-        assert ps.why("m").lines
+        assert ps.hub.why("m").lines
     for report in (written, weights.report, converted, fetched, ps.inspect(directory), ps.verify(directory)):
         assert str(report) == report.summary()
         assert report._repr_html_() == f"<pre>{html.escape(report.summary())}</pre>"

@@ -10,18 +10,18 @@ from tests.support.jobs import ForkLauncher
 import penstock as ps
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "no workers": (lambda: ps.WorkerSettings(num_workers=0), "num_workers=0"),
-    "a text as a number": (lambda: ps.WorkerSettings(num_workers="2"), "num_workers"),
-    "a bool as a number": (lambda: ps.WorkerSettings(num_workers=True), "num_workers"),
-    "memory that is no size": (lambda: ps.WorkerSettings(memory_bytes="much"), "much"),
-    "memory as a float": (lambda: ps.WorkerSettings(memory_bytes=1.5e9), "float"),
-    "a number as a directory": (lambda: ps.WorkerSettings(scratch=3), "scratch"),
-    "a number as a cluster": (lambda: ps.WorkerSettings(ray=3), "ray"),
-    "two ways to start workers": (lambda: ps.WorkerSettings(ray="auto", launcher=ForkLauncher()), "both given"),
-    "a text as a launcher": (lambda: ps.WorkerSettings(launcher="slurm"), "launcher"),
-    "a text as rates": (lambda: ps.WorkerSettings(rates="h200"), "rates"),
-    "a text as workers": (lambda: ps.WorkerSettings.of("2"), "workers"),
-    "a bool as workers": (lambda: ps.WorkerSettings.of(True), "workers"),
+    "no workers": (lambda: ps.jobs.WorkerSettings(num_workers=0), "num_workers=0"),
+    "a text as a number": (lambda: ps.jobs.WorkerSettings(num_workers="2"), "num_workers"),
+    "a bool as a number": (lambda: ps.jobs.WorkerSettings(num_workers=True), "num_workers"),
+    "memory that is no size": (lambda: ps.jobs.WorkerSettings(memory_bytes="much"), "much"),
+    "memory as a float": (lambda: ps.jobs.WorkerSettings(memory_bytes=1.5e9), "float"),
+    "a number as a directory": (lambda: ps.jobs.WorkerSettings(scratch=3), "scratch"),
+    "a number as a cluster": (lambda: ps.jobs.WorkerSettings(ray=3), "ray"),
+    "two ways to start workers": (lambda: ps.jobs.WorkerSettings(ray="auto", launcher=ForkLauncher()), "both given"),
+    "a text as a launcher": (lambda: ps.jobs.WorkerSettings(launcher="slurm"), "launcher"),
+    "a text as rates": (lambda: ps.jobs.WorkerSettings(rates="h200"), "rates"),
+    "a text as workers": (lambda: ps.jobs.WorkerSettings.of("2"), "workers"),
+    "a bool as workers": (lambda: ps.jobs.WorkerSettings.of(True), "workers"),
 }
 
 
@@ -33,7 +33,7 @@ def test_a_wrong_value_is_a_config_error(case: str) -> None:
 
 
 def test_a_number_is_that_of_workers_and_none_stands_for_the_defaults() -> None:
-    assert ps.WorkerSettings.of(3) == ps.WorkerSettings(num_workers=3)
-    assert ps.WorkerSettings.of(None) == ps.WorkerSettings()
-    settings = ps.WorkerSettings(memory_bytes="2G", scratch="/tmp")
-    assert ps.WorkerSettings.of(settings) is settings
+    assert ps.jobs.WorkerSettings.of(3) == ps.jobs.WorkerSettings(num_workers=3)
+    assert ps.jobs.WorkerSettings.of(None) == ps.jobs.WorkerSettings()
+    settings = ps.jobs.WorkerSettings(memory_bytes="2G", scratch="/tmp")
+    assert ps.jobs.WorkerSettings.of(settings) is settings

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.support.hubs import key_state
 
+from penstock.cache import attached as attach
+from penstock.cache.attached import _Search, _SeveralRevisions, _Wanted
 from penstock.errors import ConfigError, NotFound
 from penstock.hub.messages import HoldingState
-from penstock.keeper import attach
-from penstock.keeper.attach import _Search, _SeveralRevisions, _Wanted
 from penstock.net.unix_sockets import host_id
 
 GPUS = ("GPU-a", "GPU-b")

@@ -278,7 +278,7 @@ def test_cast_that_changes_meaning_is_refused(
 
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16", 3, torch.float8_e4m3fn])
 def test_unknown_cast_is_config_error(path: Path, dtype: Any) -> None:
-    for verb in (penstock.load_into, penstock.start_loading):
+    for verb in (penstock.load_into, penstock.modules.load_in_background):
         with pytest.raises(penstock.ConfigError, match="cannot be cast"):
             verb(Model(), path, dtype=dtype)
 
@@ -309,7 +309,7 @@ def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
         penstock.load_into(target, path)
     if isinstance(target, torch.nn.Module):
         with pytest.raises(PlanError, match="no tensors to fill"):
-            penstock.start_loading(target, path)
+            penstock.modules.load_in_background(target, path)
 
 
 def test_two_tensors_for_one_target(path: Path) -> None:

@@ -384,7 +384,7 @@ def test_a_budget_that_is_none_is_a_config_error(sharded: Path, memory_bytes: in
 
 
 def test_a_budget_too_small_says_what_would_do(sharded: Path) -> None:
-    with pytest.raises(penstock.BudgetTooSmall) as caught:
+    with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
         penstock.load(sharded, copy=True, memory_bytes=4096)
     assert_same(penstock.load(sharded, copy=True, memory_bytes=caught.value.minimum_bytes), by_safetensors(sharded))
 

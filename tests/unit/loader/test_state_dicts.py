@@ -44,7 +44,7 @@ def load_into(module: torch.nn.Module, path: Path) -> None:
 
 
 def start_loading(module: torch.nn.Module, path: Path) -> None:
-    with penstock.start_loading(module, path, strict=False) as loading:
+    with penstock.modules.load_in_background(module, path, strict=False) as loading:
         loading.wait()
 
 
@@ -52,7 +52,7 @@ def reload_failed(module: torch.nn.Module, path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise PlanError("stop")
 
-    loading = penstock.start_loading(module, path, strict=False, progress=stop)
+    loading = penstock.modules.load_in_background(module, path, strict=False, progress=stop)
     with pytest.raises(PlanError, match="stop"):
         loading.wait()
     load_into(module, path)

@@ -52,7 +52,7 @@ def test_the_same_tensors_in_file_order(tmp_path: Path, copy: bool, memory_bytes
     whole = penstock.load(tmp_path)
     with penstock.stream(tmp_path, copy=copy, memory_bytes=memory_bytes) as tensors:
         assert tensors.manifest.nbytes == whole.report.nbytes
-        with pytest.raises(penstock.Cancelled):
+        with pytest.raises(penstock.errors.Cancelled):
             _ = tensors.report
         found = list(tensors)
         assert next(tensors, None) is None, "an exhausted stream stays so"
@@ -95,9 +95,9 @@ def test_leaving_early_frees_everything_but_what_was_given(big: Path, how: str, 
         tensors.close()
     if how != "drop":
         for _ in range(2):
-            with pytest.raises(penstock.Cancelled):
+            with pytest.raises(penstock.errors.Cancelled):
                 next(tensors)
-        with pytest.raises(penstock.Cancelled):
+        with pytest.raises(penstock.errors.Cancelled):
             _ = tensors.report
     del tensors
     assert not own_threads()
@@ -150,7 +150,7 @@ def test_what_fails_midway_is_raised_once_and_leaves_nothing(big: Path, monkeypa
         with pytest.raises(SourceUnavailable) as caught:
             names.extend(name for name, _ in tensors)
         assert not own_threads() and caught.value.uri == str(big) and not caught.value.mutated
-        with pytest.raises(penstock.Cancelled):
+        with pytest.raises(penstock.errors.Cancelled):
             next(tensors)
     assert len(names) <= 8
 

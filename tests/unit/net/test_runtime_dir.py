@@ -87,7 +87,7 @@ def test_unusable_directory_is_a_config_error(
 def test_odd_characters_in_the_directory_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="p#%41?{}", dir="/tmp") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-        with ps.Keeper() as keeper:
+        with ps.cache.WeightCache() as keeper:
             assert find_hub() is not None and keeper.models() == []
 
 
@@ -98,7 +98,7 @@ def test_full_file_system_is_a_config_error(tmp_path: Path, monkeypatch: pytest.
     try:
         (tmp_path / "in the way").write_bytes(b"x" * 4096)
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
-        for verb in (lambda: ps.Keeper().__enter__(), lambda: LocalEndpoint().reach(1.0)):
+        for verb in (lambda: ps.cache.WeightCache().__enter__(), lambda: LocalEndpoint().reach(1.0)):
             with pytest.raises(ConfigError, match=r"No space left.*PENSTOCK_RUNTIME_DIR"):
                 verb()
     finally:

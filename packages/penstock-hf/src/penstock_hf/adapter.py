@@ -26,8 +26,9 @@ import msgspec
 import torch
 
 import penstock
-from penstock import ConnectionSettings, Hooks, InspectReport, Publisher, PublishReport, Subscriber, UpdateReport
+from penstock import ConnectionSettings, Hooks, PublishReport, UpdateReport
 from penstock.errors import BaseMismatch, ConfigError, DestinationError, PlanError
+from penstock.reports import InspectReport
 from penstock.spi import (
     ADAPTERS,
     Closing,
@@ -44,6 +45,7 @@ from penstock.spi import (
 from penstock.spi import TensorSpec as Spec
 from penstock.spi import lay_out_tensors as lay_out
 from penstock.spi import wrong_argument as wrong
+from penstock.sync import Publisher, Subscriber
 
 BASE = "adapter.base"
 """The metadata of a version that identifies its base."""
@@ -197,7 +199,7 @@ class AdapterSubscriber(Closing):
         return self.subscriber.metadata.get(BASE, "")
 
     def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
-        """Receive a version and make it live. See `penstock.Subscriber.update`.
+        """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
             BaseMismatch: the version is for another base than this receiver's; no byte of it was read. Or the base has
@@ -217,7 +219,7 @@ class AdapterSubscriber(Closing):
             self._follow_target()
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live. Raises as `penstock.Subscriber.commit`; BaseMismatch as `update`."""
+        """Make the staged version live. Raises as `penstock.sync.Subscriber.commit`; BaseMismatch as `update`."""
         return self.subscriber.commit()
 
     def hooks(self) -> Hooks:

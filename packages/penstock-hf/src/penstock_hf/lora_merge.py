@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import penstock
-from penstock import ConnectionSettings, Hooks, Publisher, PublishReport, Shard, UpdateReport
+from penstock import ConnectionSettings, Hooks, PublishReport, Shard, UpdateReport
 from penstock.errors import BaseMismatch, PlanError
 from penstock.spi import (
     Around,
@@ -47,6 +47,7 @@ from penstock.spi import (
 from penstock.spi import ShardRow as Row
 from penstock.spi import declared_shards as declared
 from penstock.spi import wrong_argument as wrong
+from penstock.sync import Publisher
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_subscriber
 
 _LISTED = 5
@@ -260,11 +261,11 @@ class MergedPublisher(Closing):
         self.tensors = tensors
 
     def publish(self, version: int, *, metadata: Mapping[str, str] | None = None) -> PublishReport:
-        """Merge the adapter's present values, and publish a version. See `penstock.Publisher.publish`.
+        """Merge the adapter's present values, and publish a version. See `penstock.sync.Publisher.publish`.
 
         Raises:
             PlanError, ConfigError: as `MergedTensors.refresh`; nothing is published.
-            Others as `penstock.Publisher.publish`.
+            Others as `penstock.sync.Publisher.publish`.
 
         Order: all ranks call this.
         """
@@ -356,7 +357,7 @@ class MergingSubscriber(Closing):
         Raises:
             BaseMismatch: the version is for another base; or other code changed the merged weights.
             PlanError, ConfigError: the adapter cannot be merged into this model; says why.
-            Others as `penstock.Subscriber.update`. The model is as it was, unless `is_dirty` says otherwise.
+            Others as `penstock.sync.Subscriber.update`. The model is as it was, unless `is_dirty` says otherwise.
         """
         report = self.received.update(version, timeout_s)
         if self.received.version == self.version and not self.is_dirty:

@@ -18,9 +18,10 @@ import peft
 import torch
 
 import penstock
-from penstock import ConnectionSettings, Hooks, Publisher, PublishReport
+from penstock import ConnectionSettings, Hooks, PublishReport
 from penstock.errors import ConfigError, PlanError
 from penstock.spi import Closing, PublishMode, UpdateMode, unwrapped
+from penstock.sync import Publisher
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_metadata, base_identity
 from penstock_hf.adapter import adapter_subscriber as _subscriber
 from penstock_hf.peft_layers import AdapterState
@@ -117,13 +118,13 @@ class AdapterPublisher(Closing):
         return self.publisher.latest
 
     def publish(self, version: int) -> PublishReport:
-        """Publish the adapter's present values, for the present version of the base. See `penstock.Publisher.publish`.
+        """Publish the adapter's present values, for the present version of the base. See `penstock.sync.Publisher.publish`.
 
         Raises:
             ConfigError: also if the base has no version yet.
             PlanError: an adapter is merged into the base; or this adapter's layers have other options, or are scaled
                 otherwise than the configuration says. Nothing is published.
-            Others as `penstock.Publisher.publish`.
+            Others as `penstock.sync.Publisher.publish`.
 
         Order: all ranks call this.
         """
@@ -132,7 +133,7 @@ class AdapterPublisher(Closing):
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this number of subscribers take part. See `penstock.Publisher.wait_subscribers`."""
+        """Wait until this number of subscribers take part. See `penstock.sync.Publisher.wait_subscribers`."""
         self.publisher.wait_subscribers(count, timeout_s)
 
     def close(self) -> None:

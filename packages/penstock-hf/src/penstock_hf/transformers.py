@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from penstock import Loading, Shard
+    from penstock import Shard
+    from penstock.modules import BackgroundLoad as Loading
     from penstock.spi import LoadFunction as Load
     from penstock.spi import TensorTable
     from penstock_compile_cache.key import Key
@@ -91,7 +92,7 @@ def from_pretrained(
         progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
         trace: see `penstock.load`; only where the model is filled in place.
         keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
-            options and versions, without a copy; else load, and hand them over (see `penstock.hand_over`). They are
+            options and versions, without a copy; else load, and hand them over (see `penstock.cache.cache_parameters`). They are
             kept under `NAME.KEY`: a digest of all these is the key; the name is this text, or the model's (True).
         options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
             `token`, `quantization_config` and all others.
@@ -152,18 +153,18 @@ def start_from_pretrained(
 ) -> Loading:
     """Start to load a model, and return at once: the load's `module` is the model that `from_pretrained` returns.
 
-    The model answers while its weights arrive: each layer waits for its own. See `penstock.start_loading`.
+    The model answers while its weights arrive: each layer waits for its own. See `penstock.modules.load_in_background`.
 
     Args:
         model_class, name_or_uri: as for `from_pretrained`; a directory or a prefix of an object store.
-        first: globs of the model's tensors to read before the others; see `penstock.start_loading`.
-        memory_bytes, verify, storage_options, progress, trace: see `penstock.start_loading`.
+        first: globs of the model's tensors to read before the others; see `penstock.modules.load_in_background`.
+        memory_bytes, verify, storage_options, progress, trace: see `penstock.modules.load_in_background`.
         options: `config`, `dtype` and `device_map` (one device).
 
     Raises:
         ConfigError: the checkpoint does not fit the model tensor by tensor on one device, as merged experts and
             quantised weights do not; the message says why. `from_pretrained` loads it.
-        NotFound, MissingExtra: as `from_pretrained`. Else as `penstock.start_loading`.
+        NotFound, MissingExtra: as `from_pretrained`. Else as `penstock.modules.load_in_background`.
     """
     _check_version()
     uri = texts_of(name_or_uri)[0]
@@ -179,7 +180,7 @@ def start_from_pretrained(
     def start(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
         import penstock
 
-        loading = penstock.start_loading(model, uri, rename=targets.__getitem__, first=first, **arguments)
+        loading = penstock.modules.load_in_background(model, uri, rename=targets.__getitem__, first=first, **arguments)
         under_way.append(loading)
 
     why = "it is named as on a hub"
@@ -404,7 +405,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         try:
             with contextlib.ExitStack() as stack:
                 attached = stack.enter_context(
-                    penstock.attach(name, device=device, verify=arguments["verify"] is not False, timeout_s=0)
+                    penstock.cache.attach(name, device=device, verify=arguments["verify"] is not False, timeout_s=0)
                 )
                 with initialization.no_init_weights(), torch.device("meta"):
                     model = concrete._from_config(copy.deepcopy(config), dtype=kind)
@@ -439,7 +440,7 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
         if isinstance(now, str) or (loaded := now.key()) != key:
             changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
             raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
-        report = penstock.hand_over(model, name).report
+        report = penstock.cache.cache_parameters(model, name).report
     # The model is loaded, and a hand-over that fails leaves it as it was. A config.json that is just being replaced may
     # be no JSON: ValueError, or OSError by transformers.
     except (PenstockError, OSError, ValueError) as error:

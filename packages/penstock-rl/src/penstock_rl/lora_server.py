@@ -218,7 +218,7 @@ class ServedAdapter(Closing):
             BaseMismatch: the version is for another base than the engine's; no byte of it was read. Versions of a base
                 that the engine no longer has are unloaded.
             DestinationError: the engine refused it; says why. The engine serves the version before. Call this again.
-            Others as `penstock.Subscriber.update`.
+            Others as `penstock.sync.Subscriber.update`.
         """
         self.check_base()
         report = self.received.update(version, timeout_s)

@@ -208,7 +208,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Publish a version from this rank; return its metrics, which verl logs.
 
         Raises:
-            PenstockError: as `penstock.Publisher.publish`. PeerLost: live, and some rollout workers do not have the
+            PenstockError: as `penstock.sync.Publisher.publish`. PeerLost: live, and some rollout workers do not have the
                 version; gives their reasons.
         """
         why = _why_whole(weights)
@@ -251,7 +251,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         If the engine receives: yield what its workers need for it, `("init_info", {...})` and `("update_info", {...})`.
 
         Raises:
-            PenstockError: as `penstock.Subscriber.update`. PeerLost: another worker of the replica did not receive the
+            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another worker of the replica did not receive the
                 version, or is lost. Nothing was yielded: the engine serves what it served before.
 
         Ownership: the tensors are valid until the next version is received.

@@ -240,7 +240,7 @@ def _operations(device: str) -> dict[str, float]:
                     sources[kind][:count],
                     into,
                     devices=device,
-                    workers=penstock.WorkerSettings(num_workers=1),
+                    workers=penstock.jobs.WorkerSettings(num_workers=1),
                     progress=False,
                     **arguments,
                 )

@@ -179,7 +179,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError: another version is being received.
-            PenstockError: see `penstock.Subscriber.update`; the model still has the version before.
+            PenstockError: see `penstock.sync.Subscriber.update`; the model still has the version before.
         """
         subscriber, _ = self._parts()
         version = update_info.version

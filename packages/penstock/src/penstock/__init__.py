@@ -4,11 +4,11 @@ The public names are in `__all__`; each is imported, and torch with it, when it 
 """
 
 from penstock.entry_points import own_version
-from penstock.exports import PUBLIC, lazily
+from penstock.exports import GUESSES, MODULES, PUBLIC, lazily
 
 __version__ = own_version()
 __all__ = [*PUBLIC, "__version__"]
-__getattr__ = lazily(__name__, PUBLIC)
+__getattr__ = lazily(__name__, PUBLIC, submodules=["errors", *MODULES], guesses=GUESSES)
 
 
 def __dir__() -> list[str]:

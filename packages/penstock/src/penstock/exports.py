@@ -8,96 +8,110 @@ Type checkers read the stubs (`.pyi`), which scripts/stubs.py writes from the sa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from penstock.entry_points import extras_named
 
 PUBLIC = {
-    "AttachReport": "penstock.keeper.attach",
-    "Attached": "penstock.keeper.attach",
-    "BaseMismatch": "penstock.errors",
     "Box": "penstock.types",
-    "BudgetTooSmall": "penstock.errors",
-    "Cancelled": "penstock.errors",
     "ConfigError": "penstock.errors",
     "ConnectionSettings": "penstock.config",
     "ConvertReport": "penstock.jobs.report",
     "DType": "penstock.types",
-    "DestinationError": "penstock.errors",
-    "DeviceOutOfMemory": "penstock.errors",
-    "DiskFull": "penstock.errors",
-    "Emptied": "penstock.loader.emptied",
     "FetchReport": "penstock.fetch.report",
     "Fleet": "penstock.fetch.join",
-    "FormatError": "penstock.errors",
-    "GrantRefused": "penstock.errors",
     "Hooks": "penstock.sync.receive.hooks",
-    "HubReporter": "penstock.hub.job_reporter",
     "HubUnavailable": "penstock.errors",
-    "InspectReport": "penstock.loader.verify",
     "IntegrityError": "penstock.errors",
-    "Keeper": "penstock.keeper.keeper",
     "LoadReport": "penstock.loader.report",
-    "Loading": "penstock.loader.start",
     "Manifest": "penstock.types",
-    "ManifestReport": "penstock.loader.verify",
-    "MetricsEndpoint": "penstock.telemetry.endpoint",
-    "MissingExtra": "penstock.errors",
     "NotFound": "penstock.errors",
-    "OperationFailed": "penstock.errors",
-    "PeerLost": "penstock.errors",
     "PenstockError": "penstock.errors",
-    "PermissionDenied": "penstock.errors",
     "PlanError": "penstock.errors",
     "PublishReport": "penstock.sync.report",
-    "Publisher": "penstock.sync.publish.publisher",
     "Shard": "penstock.sync.shards",
-    "SourceBusy": "penstock.errors",
-    "SourceChanged": "penstock.errors",
     "SourceError": "penstock.errors",
-    "SourceStalled": "penstock.errors",
-    "SourceTruncated": "penstock.errors",
-    "SourceUnavailable": "penstock.errors",
-    "StagedVersion": "penstock.sync.check",
-    "StaleDescriptor": "penstock.errors",
-    "StoredVersion": "penstock.sync.receive.released",
-    "Subscriber": "penstock.sync.receive.subscriber",
     "TensorStream": "penstock.loader.load",
-    "UnknownMember": "penstock.errors",
-    "UnsafeFormat": "penstock.errors",
     "UpdateReport": "penstock.sync.report",
     "Variant": "penstock.fetch.join",
-    "VerifyReport": "penstock.loader.verify",
-    "VersionNotLive": "penstock.errors",
     "VersionRefused": "penstock.errors",
     "Weights": "penstock.loader.load",
-    "WorkerSettings": "penstock.jobs.convert",
-    "attach": "penstock.keeper.attach",
     "convert": "penstock.jobs.convert",
-    "drain": "penstock.hub.client",
-    "empty_module": "penstock.loader.emptied",
-    "hand_over": "penstock.keeper.hand_over",
     "inspect": "penstock.loader.verify",
     "join": "penstock.fetch.join",
     "load": "penstock.loader.load",
     "load_file": "penstock.loader.safe_open",
     "load_into": "penstock.loader.into",
-    "log_prob_check": "penstock.sync.check",
     "manifest": "penstock.loader.verify",
-    "phase": "penstock.phases",
     "publisher": "penstock.sync.publish.publisher",
     "safe_open": "penstock.loader.safe_open",
-    "serve_metrics": "penstock.telemetry.endpoint",
-    "start_loading": "penstock.loader.start",
-    "status": "penstock.hub.client",
     "stream": "penstock.loader.load",
     "subscriber": "penstock.sync.receive.subscribe",
     "tensor_parallel": "penstock.plan.tensor_parallel",
     "verify": "penstock.loader.verify",
-    "why": "penstock.hub.client",
 }
 """Name -> module that defines it, for `penstock`."""
+
+MODULES = {
+    "cache": {
+        "AttachReport": "penstock.cache.attached",
+        "Attached": "penstock.cache.attached",
+        "WeightCache": "penstock.cache.weight_cache",
+        "attach": "penstock.cache.attached",
+        "cache_parameters": "penstock.cache.engine_parameters",
+    },
+    "hub": {
+        "HubReporter": "penstock.hub.job_reporter",
+        "drain": "penstock.hub.client",
+        "status": "penstock.hub.client",
+        "why": "penstock.hub.client",
+    },
+    "jobs": {
+        "WorkerSettings": "penstock.jobs.convert",
+    },
+    "modules": {
+        "BackgroundLoad": "penstock.loader.start",
+        "load_in_background": "penstock.loader.start",
+    },
+    "reports": {
+        "InspectReport": "penstock.loader.verify",
+        "ManifestReport": "penstock.loader.verify",
+        "VerifyReport": "penstock.loader.verify",
+    },
+    "sync": {
+        "Publisher": "penstock.sync.publish.publisher",
+        "StagedVersion": "penstock.sync.check",
+        "StoredVersion": "penstock.sync.receive.released",
+        "Subscriber": "penstock.sync.receive.subscriber",
+    },
+    "telemetry": {
+        "MetricsEndpoint": "penstock.telemetry.endpoint",
+        "phase": "penstock.phases",
+        "serve_metrics": "penstock.telemetry.endpoint",
+    },
+}
+"""Public module below `penstock` -> its names, each with the module that defines it. Errors are in `penstock.errors`."""
+
+GUESSES = {
+    "Keeper": "penstock.cache.WeightCache",
+    "Publisher": "penstock.publisher(name, model)",
+    "Subscriber": "penstock.subscriber(name, model)",
+    "artifacts": "the package penstock_compile_cache (pip install penstock-compile-cache)",
+    "attach": "penstock.cache.attach(name)",
+    "drain": "penstock.hub.drain(member)",
+    "fetch": "penstock.join(name).fetch(model)",
+    "get": "penstock.subscriber(name, model).update()",
+    "load_model": "penstock.load_into(model, uri)",
+    "load_state_dict": "penstock.load_into(model, uri)",
+    "put": "penstock.publisher(name, model).publish()",
+    "save": "penstock.convert(source, destination), or safetensors.torch.save_file(tensors, file)",
+    "save_file": "safetensors.torch.save_file(tensors, file), then penstock.manifest(file)",
+    "start_loading": "penstock.modules.load_in_background(model, uri)",
+    "status": "penstock.hub.status()",
+    "why": "penstock.hub.why(name)",
+}
+"""Names that people look for in `penstock`, and what they need instead: they are in the AttributeError."""
 
 SPI = {
     "ADAPTERS": "penstock.spi.engine_weights",
@@ -118,7 +132,7 @@ SPI = {
     "MalformedAnswer": "penstock.http.control",
     "Memory": "penstock.transport.protocol",
     "MemoryDigests": "penstock.sync.memory_digests",
-    "NOT_USABLE": "penstock.keeper.attach",
+    "NOT_USABLE": "penstock.cache.attached",
     "NetworkFile": "penstock.storage.network_files",
     "Options": "penstock.loader.session",
     "OutputSet": "penstock.storage.output",
@@ -206,21 +220,29 @@ SPI = {
 """Name -> module that defines it, or `module:name` where it has another name there, for `penstock.spi`."""
 
 
-def lazily(module: str, table: Mapping[str, str], *, others: Iterable[str] = ()) -> Callable[[str], Any]:
+def lazily(
+    module: str,
+    table: Mapping[str, str],
+    *,
+    submodules: Collection[str] = (),
+    guesses: Mapping[str, str] | None = None,
+) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module whose names are in a table.
 
     Args:
         module: name of the module, for the error.
         table: name -> the module that defines it, or `module:name`.
-        others: submodules that can be reached as attributes without an import.
+        submodules: modules below it that can be used as attributes without an import.
+        guesses: names that people look for in vain -> what they need instead.
     """
-    submodules = frozenset(others)
 
     def resolve(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f"{module}.{name}")
         if name not in table:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            instead = (guesses or {}).get(name)
+            hint = f"; use {instead}" if instead else ""
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
         place, _, there = table[name].partition(":")
         # Rooms import torch at their head. Here, and not in each verb, a missing package becomes MissingExtra.
         with extras_named():

@@ -49,7 +49,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(max_length=MAX_NAME)]
     """As in the report of its journey: `discover`, `move`; of an engine: `warm up`."""
     journey: Annotated[str, Meta(max_length=16)] = ""
-    """`fetch`, `load`, `attach`; `engine`: reported by the engine or by `penstock.phase`."""
+    """`fetch`, `load`, `attach`; `engine`: reported by the engine or by `penstock.telemetry.phase`."""
     model: Annotated[str, Meta(max_length=256)] = ""
     """The model's name, or the URI of a load; empty for an engine's own phases."""
     start_s: float = 0.0
@@ -334,7 +334,7 @@ class Phases:
 
 
 def phase(name: str) -> Phases:
-    """Report a phase of this process's start that Penstock does not see: `with penstock.phase("warm up"):`.
+    """Report a phase of this process's start that Penstock does not see: `with penstock.telemetry.phase("warm up"):`.
 
     The process is not ready while the block runs, and has failed if it raises. Blocks may be nested: put one around all
     of the start, and the process is ready at its end and not before.

@@ -219,14 +219,14 @@ def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list
     import penstock
 
     with launcher or nullcontext():
-        return penstock.convert(sources, workers=penstock.WorkerSettings(launcher=launcher, **settings), **options)
+        return penstock.convert(sources, workers=penstock.jobs.WorkerSettings(launcher=launcher, **settings), **options)
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
     """Convert into a keeper, and keep the result until SIGTERM."""
     import penstock
 
-    with penstock.Keeper(connection=connection) as keeper:
+    with penstock.cache.WeightCache(connection=connection) as keeper:
         write_report(run(destination=keeper.into(model)), format)
         # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()

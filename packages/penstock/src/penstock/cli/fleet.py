@@ -92,7 +92,7 @@ def status(
 
     connection = connection_of(hub, token_file)
     if watch is None:
-        _show(penstock.status(model, connection=connection), model, format)
+        _show(penstock.hub.status(model, connection=connection), model, format)
         return
     from penstock.hub.client import HubClient, resolve_connection
 
@@ -261,7 +261,7 @@ def why(
 
     import penstock
 
-    answer = penstock.why(model, member=member, connection=connection_of(hub, token_file))
+    answer = penstock.hub.why(model, member=member, connection=connection_of(hub, token_file))
     if format is Format.json:
         write_json(msgspec.to_builtins(answer))
     else:
@@ -281,7 +281,7 @@ def drain(
     """
     import penstock
 
-    name = penstock.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
+    name = penstock.hub.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
     write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
 
 
@@ -340,7 +340,7 @@ def keep(
     # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
     for uri in uris:
         look(uri)
-    with penstock.Keeper(
+    with penstock.cache.WeightCache(
         device=device,
         memory_bytes=memory_bytes,
         host_bytes=host_bytes,
@@ -365,7 +365,7 @@ def keep(
         keeper.serve(drain_s=drain_s, ready=partial(note, text))
 
 
-def _rest(keeper: penstock.Keeper) -> str:
+def _rest(keeper: penstock.cache.WeightCache) -> str:
     """Return the models that are not in the first tier, as text."""
     first = next(iter(keeper.stats().tiers))
     away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]

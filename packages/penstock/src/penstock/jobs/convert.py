@@ -147,7 +147,7 @@ class WorkerSettings:
             return workers
         if workers is None or (isinstance(workers, int) and not isinstance(workers, bool)):
             return cls(num_workers=workers)
-        raise wrong("workers", workers, "a number of workers, a penstock.WorkerSettings, or None")
+        raise wrong("workers", workers, "a number of workers, a penstock.jobs.WorkerSettings, or None")
 
 
 def convert(

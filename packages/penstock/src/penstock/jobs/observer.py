@@ -105,7 +105,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class JobObserver(Protocol):
-    """An object that is shown the states of conversions: `penstock.HubReporter`, or the caller's own."""
+    """An object that is shown the states of conversions: `penstock.hub.HubReporter`, or the caller's own."""
 
     def begin(self) -> Callable[[JobState], None]:
         """Return a function for one conversion, which is called with its states in turn.

@@ -1,6 +1,7 @@
 # Written by scripts/stubs.py.
 from penstock.arguments import require_name as require_name
 from penstock.arguments import wrong as wrong_argument
+from penstock.cache.attached import NOT_USABLE as NOT_USABLE
 from penstock.config import Settings as Settings
 from penstock.config import parse_bytes as parse_bytes
 from penstock.config import runai_settings as runai_settings
@@ -14,7 +15,6 @@ from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
 from penstock.hub.auth import first_token as first_token
 from penstock.jobs.operations.lora import LoraMerge as LoraMerge
-from penstock.keeper.attach import NOT_USABLE as NOT_USABLE
 from penstock.lifecycle import Closing as Closing
 from penstock.lifecycle import deferred as deferred
 from penstock.lifecycle import let_go_in_children as let_go_in_children
@@ -101,13 +101,8 @@ from penstock.transport.protocol import Memory as Memory
 from penstock.transport.storages import RegisteredStorages as RegisteredStorages
 from penstock.types import TensorTable as TensorTable
 from penstock.waits import Threads as Threads
-
 __all__: list[str] = [
     "ADAPTERS",
-    "INDEX_SUFFIX",
-    "MIN_CHUNK_BYTES",
-    "NOT_USABLE",
-    "SUFFIX",
     "Arena",
     "Around",
     "Closing",
@@ -116,13 +111,16 @@ __all__: list[str] = [
     "Digester",
     "Header",
     "HostPlugin",
+    "INDEX_SUFFIX",
     "Laggards",
     "LoadFunction",
     "Log",
     "LoraMerge",
+    "MIN_CHUNK_BYTES",
     "MalformedAnswer",
     "Memory",
     "MemoryDigests",
+    "NOT_USABLE",
     "NetworkFile",
     "Options",
     "OutputSet",
@@ -134,6 +132,7 @@ __all__: list[str] = [
     "Recipe",
     "RegisteredStorages",
     "Requirements",
+    "SUFFIX",
     "SafeSlice",
     "Session",
     "Settings",

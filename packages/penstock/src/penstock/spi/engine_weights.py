@@ -33,8 +33,8 @@ from penstock.waits import start_thread
 if TYPE_CHECKING:
     import torch
 
+    from penstock.cache.attached import Attached
     from penstock.fetch.join import Fleet
-    from penstock.keeper.attach import Attached
 
 _LOOK_S = 0.2
 """Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""
@@ -230,7 +230,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     name = options["keeper"]
     connection = ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file")))
     try:
-        attached = penstock.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
+        attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
     # A slow start is better than none: only a keeper that is away leads to the fleet or storage, and it is logged.
     except (NotFound, HubUnavailable) as error:
         log.warning("penstock: not attached to keeper's %s: %s", name, error)
@@ -267,13 +267,13 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
     name = options.get("fleet") or _name_of(model)
     connection = ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file")))
     try:
-        members = penstock.status(name, connection=connection).members
+        members = penstock.hub.status(name, connection=connection).members
         # Before the headers are read, which takes requests to storage.
         if not any(state.kept for member in members if member.host == host_id() for state in member.holdings):
             return None
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
             revision = revision_of(weights.manifest)
-        return penstock.attach(
+        return penstock.cache.attach(
             name,
             connection=connection,
             device="cpu",

@@ -77,7 +77,7 @@ class ReceivedVersions(Closing):
             timeout_s: how long to wait until it is announced; None: as `Subscriber.wait`.
 
         Raises:
-            PenstockError: as `penstock.Subscriber.update`. PeerLost: another rank did not receive the version, or is
+            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another rank did not receive the version, or is
                 lost. The engine was given nothing.
 
         Ownership: the tensors are valid until the next version is received.

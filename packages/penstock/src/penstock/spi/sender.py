@@ -72,7 +72,7 @@ class VersionSender(Closing):
             num_receivers: wait for this number of subscribers first: a live version is shown to those that are known.
 
         Raises:
-            As `penstock.publisher` and `penstock.Publisher.publish`.
+            As `penstock.publisher` and `penstock.sync.Publisher.publish`.
         """
         self._params.clear()
         self._params.update(params)

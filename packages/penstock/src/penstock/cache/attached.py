@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from penstock.arguments import formerly, require_name, require_text_map, require_type
+from penstock.cache.lease import LeaseOwner, LeaseRenewal, LeaseState
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     ConfigError,
@@ -43,7 +44,6 @@ from penstock.errors import (
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
-from penstock.keeper.lease import LeaseOwner, LeaseRenewal, LeaseState
 from penstock.lifecycle import Closing
 from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device

@@ -26,6 +26,8 @@ from types import TracebackType
 
 import torch
 
+from penstock.cache.engine_parameters import ACCEPTS, HANDLER, HandOver, HandOverHandler
+from penstock.cache.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
@@ -35,8 +37,6 @@ from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.jobs.job import Job
 from penstock.jobs.result import SCHEME, MemoryDestination
-from penstock.keeper.hand_over import ACCEPTS, HANDLER, HandOver, HandOverHandler
-from penstock.keeper.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.lifecycle import is_ending
 from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device

@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from penstock.arguments import require_name, require_type
+from penstock.cache.attached import LAYOUT, Attached, attach, match_parameters
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     MALFORMED,
@@ -38,7 +39,6 @@ from penstock.fetch.join import Variant, join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
-from penstock.keeper.attach import LAYOUT, Attached, attach, match_parameters
 from penstock.loader.into import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault

@@ -1,1 +1,0 @@
-"""Keeper: models that stay in memory, and processes that attach to them."""
