@@ -81,9 +81,9 @@ class _Child:
         if asked.case == "stock":
             model = transformers.AutoModelForCausalLM.from_pretrained(asked.model, **options)
         else:
-            from penstock_hf.patched_libraries import accelerated
+            from penstock_hf.patched_libraries import patched_libraries
 
-            with accelerated():
+            with patched_libraries():
                 model = transformers.AutoModelForCausalLM.from_pretrained(asked.model, **options)
         self.phase("weights")
         forward = torch.compile(model, mode=asked.mode)

@@ -1,4 +1,4 @@
-"""Models by the libraries of Hugging Face inside `accelerated()`, beside the libraries alone.
+"""Models by the libraries of Hugging Face inside `patched_libraries()`, beside the libraries alone.
 
     python -m benchmarks.bench_from_pretrained --gib 0.5 --runs 5 --out benchmarks/results/cpu2_202611
     python -m benchmarks.bench_from_pretrained --device cuda --gib 8 --libraries transformers accelerate
@@ -162,17 +162,17 @@ def run(library: str, kind: str, place: str, adapter: str, device: str) -> None:
     """Load once in this process; print seconds, memory and the sum over all bytes."""
     import torch
 
-    from penstock_hf.patched_libraries import accelerated
+    from penstock_hf.patched_libraries import patched_libraries
 
     # It looks at all modules, which copies the pages that they are in after a fork: both kinds begin with copies.
-    with accelerated():
+    with patched_libraries():
         pass
     if device != "cpu":
         torch.zeros(1, device=device)
     with _Peak() as peak:
         began = time.monotonic()
         if kind == "penstock":
-            with accelerated() as report:
+            with patched_libraries() as report:
                 modules = load(library, place, adapter, device)
         else:
             report, modules = "", load(library, place, adapter, device)

@@ -24,12 +24,12 @@ from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import plan_sync
 from penstock.segments import Rectangles
-from penstock.sync.copy_plan import Copy, StagingCopy
+from penstock.sync.copy_plan import MemoryCopy, StagingCopy
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import Transfer
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.protocol import Memory
 from penstock.types import GB, DType
 
@@ -85,7 +85,7 @@ def digests(nbytes: int) -> None:
             say(f"digest of {kind} runs of {run}", int(strips.nbytes.sum()), seconds, planned_s=round(made, 4))
 
 
-def reads(nbytes: int, links: Links) -> None:
+def reads(nbytes: int, links: PeerLinks) -> None:
     """Runs of a peer device's memory into packed memory of ours."""
     source, into = links.register(arena(nbytes, "cuda:1"))["cuda_ipc"], arena(nbytes // 2, "cuda:0")
     handle, transport = links.register(into)["cuda_ipc"], links.transports["cuda_ipc"]
@@ -117,7 +117,7 @@ def layouts(side: str, nbytes: int, dims: tuple[int, int], world_size: int) -> l
     return found
 
 
-def sources(holdings: list[Layout], links: Links) -> Iterator[LocalVersion]:
+def sources(holdings: list[Layout], links: PeerLinks) -> Iterator[LocalVersion]:
     """Publishers on the second device, of this process."""
     for one in holdings:
         held = LocalVersion(one, [arena(nbytes, "cuda:1") for nbytes in one.regions], links)
@@ -126,7 +126,7 @@ def sources(holdings: list[Layout], links: Links) -> Iterator[LocalVersion]:
         yield held
 
 
-def takes(nbytes: int, links: Links) -> None:
+def takes(nbytes: int, links: PeerLinks) -> None:
     """Two publishers' rows to one of two receivers' columns and rows, digests on; then the flip."""
     holdings, wants = layouts("p", nbytes, (0, 0), 2), layouts("s", nbytes, (0, 1), 2)
     begun = time.perf_counter()
@@ -149,12 +149,12 @@ def takes(nbytes: int, links: Links) -> None:
 def flips(nbytes: int) -> None:
     """Whole regions on one device."""
     dst, src = arena(nbytes, "cuda:0"), arena(nbytes, "cuda:0")
-    copy = Copy([dst], [src])
+    copy = MemoryCopy([dst], [src])
     copy.run()
     say("flip of whole regions", nbytes, [copy.run() for _ in range(REPEATS)])
 
 
-def snapshots(nbytes: int, host_nbytes: int, links: Links) -> None:
+def snapshots(nbytes: int, host_nbytes: int, links: PeerLinks) -> None:
     """A publisher's memory to its own device, and to pinned host memory."""
     for on_host, size in ((False, nbytes), (True, host_nbytes)):
         one = layouts("p", size, (0, 0), 1)[0]

@@ -34,7 +34,7 @@ import penstock as ps
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.engine.place import CudaRegistrar
 from penstock.memory.arena import Arena
-from penstock.memory.tier import PIECE_BYTES, Block, HostRoom, Room
+from penstock.memory.tier import PIECE_BYTES, HostRoom, Room, TierBlock
 from penstock.memory.tier_cuda import CudaRoom, CudaTier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
@@ -114,7 +114,7 @@ def moves(levels: Sequence[Level], nbytes: int, reps: int, pause_s: float) -> It
     """(what, GB/s) of each way a block went between the first two tiers; it comes back after a pause, and at once."""
     down, up = (f"{levels[a].tier.name} -> {levels[b].tier.name}" for a, b in ((0, 1), (1, 0)))
     with Tiers(levels, stall_s=120) as tiers:
-        block = Block("bench", 0, nbytes)
+        block = TierBlock("bench", 0, nbytes)
         tiers.put(block, fill, again=False)
         with tiers.pin(block) as room:
             wanted = digests(room)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from penstock.transform.formats import Format, format_of, outputs
-from penstock.transform.fuse import Job, fuse
+from penstock.transform.fuse import KernelJob, fuse
 from penstock.transform.quantize import quantise, torch_dtype
 from penstock.types import Box, DType
 
@@ -71,17 +71,17 @@ def device_seconds(call: Callable[[], object], samples: int) -> tuple[list[float
     return spent[2:], statistics.median(posts[2:])
 
 
-def jobs_of(form: Format, sources: Sequence[torch.Tensor]) -> list[Job]:
+def jobs_of(form: Format, sources: Sequence[torch.Tensor]) -> list[KernelJob]:
     jobs = []
     for source in sources:
         shape = tuple(source.shape)
         parts = outputs(form, "", DType.BF16, shape, Box.full(shape))
         made = tuple(torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts)
-        jobs.append(Job(source=source, outputs=made))
+        jobs.append(KernelJob(source=source, outputs=made))
     return jobs
 
 
-def plainly(form: Format, jobs: Sequence[Job], compiled: bool, samples: int) -> float | None:
+def plainly(form: Format, jobs: Sequence[KernelJob], compiled: bool, samples: int) -> float | None:
     """GB/s of one tensor after another through `quantise` and copied into place; None where it does not run."""
 
     def step(source: torch.Tensor, *outs: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.sync_model import BLOCK, SCALES, Served, Shape
 
 from penstock.transform.formats import format_of
-from penstock.transform.fuse import Job, fuse
+from penstock.transform.fuse import KernelJob, fuse
 
 BUCKET_BYTES = 1 << 30
 """Of packed broadcasts."""
@@ -120,7 +120,7 @@ class Broadcasts:
             if self._model is not None and pairs and name + SCALES in self._model.places:
                 ((codes, part),) = pairs
                 scales = self._model.part(name + SCALES, -(-len(part) // BLOCK)).detach()
-                jobs.append(Job(source=part, outputs=(codes, scales)))
+                jobs.append(KernelJob(source=part, outputs=(codes, scales)))
             else:
                 steps += [partial(into.copy_, part) for into, part in pairs]
         if jobs:

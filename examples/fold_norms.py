@@ -4,7 +4,7 @@ import torch
 
 from penstock.errors import PlanError
 from penstock.jobs.operations.operation import FLOATS, all_of, copy_recipe, only_source, specs_of, whole
-from penstock.plan.tasks import Output, Recipe
+from penstock.plan.tasks import Recipe, TaskOutput
 
 FOLLOWERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -36,7 +36,7 @@ class FoldNorms:
             return copy_recipe(0, spec)
         # Rows of the weight, whichever a task is given, and all of the norm.
         inputs = (whole(0, spec), all_of(0, norm))
-        return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0])
+        return Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0])
 
     def run(self, recipe, start, stop, inputs):
         if len(inputs) == 2:

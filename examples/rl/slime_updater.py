@@ -24,7 +24,7 @@ import torch
 import penstock
 from penstock import ConnectionSettings
 from penstock.errors import ConfigError
-from penstock.spi import Declarable, PublishMode, VersionSender
+from penstock.spi import Declarable, PublishMode, TrainerPublisher
 from penstock_rl.megatron import Grid, from_megatron
 from penstock_sglang.plugin import SYNC
 
@@ -66,7 +66,7 @@ class PenstockUpdater:
         self._shards = shards or megatron_shards
         self._engines: Sequence[Any] = ()
         self._metrics: dict[str, float] = {}
-        self._sender = VersionSender(
+        self._sender = TrainerPublisher(
             name, connection=connection or ConnectionSettings(), rank=(args.rank, args.world_size)
         )
 
@@ -90,8 +90,8 @@ class PenstockUpdater:
         """Publish a version from every rank; rank 0 has the engines receive it, and returns when they have it.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the engines' own error: an engine that did
-                not receive the version serves what it served before, and stays paused.
+            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the engines' own error: an engine that
+                did not receive the version serves what it served before, and stays paused.
         """
         # The number that slime shows is the sync's: a restarted trainer numbers on from what engines have.
         report = self._sender.publish(self._shards(self._args, self._model), mode=self._mode)

@@ -79,12 +79,12 @@ class Engine:
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
         from penstock.config import ConnectionSettings
-        from penstock.spi.received import ReceivedVersions
+        from penstock.spi.received import VersionReceiver
 
         assert model_path.startswith(SYNC)
         name, _, version = model_path.removeprefix(SYNC).partition("/")
         self.calls.append("update")
-        with ReceivedVersions(name, connection=ConnectionSettings()) as receiver:
+        with VersionReceiver(name, connection=ConnectionSettings()) as receiver:
             self.state = {key: tensor.clone() for key, tensor in receiver.receive(int(version)).items()}
         self.version = weight_version
 

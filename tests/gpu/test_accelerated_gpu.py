@@ -1,4 +1,6 @@
-"""transformers to a GPU inside `accelerated()`: the same model bit for bit, and host memory that stays bounded."""
+"""transformers to a GPU inside `patched_libraries()`: the same model bit for bit, and host memory that stays
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.support.hugging_face import serving  # noqa: E402 - after what it nee
 
 from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
 from penstock.types import MIB  # noqa: E402
-from penstock_hf.patched_libraries import accelerated  # noqa: E402
+from penstock_hf.patched_libraries import patched_libraries  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -59,11 +61,11 @@ def assert_same(mine: Any, true: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float16}])
 def test_a_model_on_a_gpu(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     auto = transformers.AutoModelForCausalLM
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = auto.from_pretrained(name, device_map="cuda", **options)
     assert report.streamed
     assert_same(mine, auto.from_pretrained(models[name], device_map="cuda", **options))
-    with accelerated():
+    with patched_libraries():
         assert_same(auto.from_pretrained(models[name], device_map="cuda", **options), mine)
 
 
@@ -73,7 +75,7 @@ def test_host_memory_is_bounded(hub: HuggingFaceServer, models: dict[str, Path])
     auto.from_pretrained(models["org/mixtral"], device_map="cuda")
     size = sum(os.path.getsize(path) for path in models["org/llama"].glob("*.safetensors"))
     # In a process of its own the hub would not count; here its files were in memory before.
-    with accelerated(memory_bytes=BOUND), _Peak() as peak:
+    with patched_libraries(memory_bytes=BOUND), _Peak() as peak:
         auto.from_pretrained("org/llama", device_map="cuda")
     # Four tensors that are being copied, of 66 MB at most, and the interpreter's own objects.
     assert peak.megabytes * 1e6 < BOUND + 4 * 66e6 + 100e6 < size

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.tiny_models import save_llama, save_mixtral  # noqa: E402
 
 import penstock  # noqa: E402
-from penstock_hf.transformers import accelerated, from_pretrained  # noqa: E402
+from penstock_hf.transformers import from_pretrained, patched_libraries  # noqa: E402
 
 pytestmark = pytest.mark.gpus(2)
 WORLDS = [2, pytest.param(4, marks=pytest.mark.gpus(4))]
@@ -43,7 +43,7 @@ def on_devices(rank: int, world_size: int, cases: list[Case]) -> Any:
         if kind in {"plain", "cast"}:
             options["device_map"] = {"": rank}
         true = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
-        with accelerated(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
+        with patched_libraries(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
             mine = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
         (shared,) = report.shared
         assert_same(mine, true)

@@ -18,12 +18,12 @@ from penstock.digest.strip import Strips, pack_strips, strip_digests
 from penstock.errors import IntegrityError, PeerLost, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.sync import packer
-from penstock.sync.copy_plan import Copy, StagingCopy
+from penstock.sync.copy_plan import MemoryCopy, StagingCopy
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import Transfer
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.protocol import Memory
 from penstock.types import MIB
 
@@ -33,7 +33,7 @@ HOLDER_DEVICE = ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.gpus(2))]
 
 
 @pytest.fixture
-def links() -> Iterator[Links]:
+def links() -> Iterator[PeerLinks]:
     with open_links(only=["cuda_ipc"]) as opened:
         yield opened
 
@@ -95,7 +95,7 @@ def test_rectangles_are_copied_and_nothing_beside() -> None:
 
 
 @pytest.mark.parametrize("device", HOLDER_DEVICE)
-def test_a_part_from_other_processes(links: Links, device: str) -> None:
+def test_a_part_from_other_processes(links: PeerLinks, device: str) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, MIB)[1]
     into = LocalVersion(wants[1], on_device(wants[1], DEVICE), links)
@@ -120,7 +120,7 @@ def test_a_part_from_other_processes(links: Links, device: str) -> None:
             one.close()
 
 
-def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
+def test_bytes_changed_without_a_fence_are_found(links: PeerLinks) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, 1 << 30)[0]
     source = LocalVersion(holdings[0], on_device(holdings[0], DEVICE), links)
@@ -144,7 +144,7 @@ def test_bytes_changed_without_a_fence_are_found(links: Links) -> None:
     assert caught.value.mutated
 
 
-def test_shadow_and_replica(links: Links) -> None:
+def test_shadow_and_replica(links: PeerLinks) -> None:
     with open_links(only=["cuda_ipc", "shm"]) as links:
         holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
         part = parts(holdings, wants, MIB)[1]
@@ -163,7 +163,7 @@ def test_shadow_and_replica(links: Links) -> None:
             pinned.snapshot(3)
             assert np.array_equal(whole(pinned.local_version.regions.memories), expected)
             content(live[0]).zero_()
-            Copy(live, pinned.local_version.regions.memories).run()
+            MemoryCopy(live, pinned.local_version.regions.memories).run()
             assert np.array_equal(whole(live), expected)
             for version in (3, 4):  # of the first the host says them, of the second the device did, as it was copied
                 some = Strips(
@@ -180,7 +180,7 @@ def test_shadow_and_replica(links: Links) -> None:
                 pinned.snapshot(version + 1)
 
 
-def test_a_kernel_packs_strips_as_the_host_does(links: Links) -> None:
+def test_a_kernel_packs_strips_as_the_host_does(links: PeerLinks) -> None:
     strips = random_strips(64 * MIB, 200, 7)
     strips = strips[np.cumsum(strips.nbytes) <= 32 * MIB]
     source, into = (Arena.allocate(nbytes, DEVICE) for nbytes in (64 * MIB, 32 * MIB))

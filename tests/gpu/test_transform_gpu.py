@@ -44,7 +44,7 @@ def test_many_small_tensors_are_few_launches(monkeypatch: pytest.MonkeyPatch) ->
     data = torch.randn(2000, 40, 176, device=DEVICE).bfloat16()
     codes = torch.empty(data.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     scales = torch.empty(2000, 1, 2, device=DEVICE)
-    jobs = [fuse.Job(source=data[i], outputs=(codes[i], scales[i])) for i in range(2000)]
+    jobs = [fuse.KernelJob(source=data[i], outputs=(codes[i], scales[i])) for i in range(2000)]
     fusion = fuse.fuse(form, jobs)
     assert len(fusion.groups) == 1
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The end of `accelerated()` blocks, their tokens and their directories, by threads, contexts and processes."""
+"""The end of `patched_libraries()` blocks, their tokens and their directories, by threads, contexts and processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.hugging_face import files_of, use_cache, use_hub
 
 from penstock.errors import NotFound
 from penstock.testing.hugging_face_server import HuggingFaceServer, _Handler
-from penstock_hf.patched_libraries import accelerated, context
+from penstock_hf.patched_libraries import context, patched_libraries
 
 WEIGHTS = save({"weight": torch.arange(1000.0)})
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "sub/config.json": b"{}"}
@@ -43,7 +43,7 @@ def test_a_call_without_a_token_sends_none(hub: HuggingFaceServer, monkeypatch: 
     sent = []
     answer = _Handler._answer
     monkeypatch.setattr(_Handler, "_answer", lambda self: (sent.append(self.headers["Authorization"]), answer(self)))
-    with accelerated():
+    with patched_libraries():
         load_file(download(token=False))
         assert len(sent) >= 3 and set(sent) == {None}
         load_file(download("org/private"))
@@ -51,8 +51,8 @@ def test_a_call_without_a_token_sends_none(hub: HuggingFaceServer, monkeypatch: 
 
 
 def test_the_token_of_a_block_opens_a_private_repository_in_the_block_alone(hub: HuggingFaceServer) -> None:
-    with accelerated():
-        with accelerated(storage_options={"token": "secret"}):
+    with patched_libraries():
+        with patched_libraries(storage_options={"token": "secret"}):
             assert load_file(download("org/private"))["weight"][-1] == 999
             copied = contextvars.copy_context()
         # A task that was begun inside goes on with a copy of the context.
@@ -62,7 +62,7 @@ def test_the_token_of_a_block_opens_a_private_repository_in_the_block_alone(hub:
 
 def test_a_block_that_ends_in_another_context_is_undone(hub: HuggingFaceServer) -> None:
     stock = huggingface_hub.hf_hub_download
-    block = accelerated()
+    block = patched_libraries()
     contextvars.copy_context().run(block.__enter__)
     assert huggingface_hub.hf_hub_download is not stock
     block.__exit__(None, None, None)
@@ -70,7 +70,7 @@ def test_a_block_that_ends_in_another_context_is_undone(hub: HuggingFaceServer) 
 
 
 def test_a_forked_child_that_ends_the_block_leaves_the_parents_files(hub: HuggingFaceServer) -> None:
-    with accelerated():
+    with patched_libraries():
         path = download()
         child = os.fork()
         if not child:
@@ -86,12 +86,12 @@ def test_a_cache_whose_path_is_longer_than_a_file_name(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cache(tmp_path.joinpath(*["x" * 100] * 3), monkeypatch)
-    with accelerated():
+    with patched_libraries():
         assert load_file(download())["weight"][-1] == 999
 
 
 def test_a_verified_tensor_is_read_in_several_parts(hub: HuggingFaceServer) -> None:
-    with accelerated(verify=True), safetensors.safe_open(download(), "pt") as file:
+    with patched_libraries(verify=True), safetensors.safe_open(download(), "pt") as file:
         part = file.get_slice("weight")
         assert [part[:10].sum(), part[990:].sum()] == [45, 9945]
         # The first part was the caller's own.
@@ -100,12 +100,12 @@ def test_a_verified_tensor_is_read_in_several_parts(hub: HuggingFaceServer) -> N
 
 
 def test_a_verified_file_gives_arrays_to_numpy(hub: HuggingFaceServer) -> None:
-    with accelerated(verify=True), safetensors.safe_open(download(), "np") as file:
+    with patched_libraries(verify=True), safetensors.safe_open(download(), "np") as file:
         assert isinstance(file.get_tensor("weight"), numpy.ndarray)
 
 
 def test_the_causes_of_a_typed_error_end() -> None:
-    with pytest.raises(NotFound) as raised, accelerated():
+    with pytest.raises(NotFound) as raised, patched_libraries():
         try:
             raise NotFound("no such file")
         except NotFound as error:
@@ -122,15 +122,15 @@ def test_blocks_share_one_directory_for_a_commit(hub: HuggingFaceServer) -> None
         assert load_file(directory / "model.safetensors")["weight"][-1] == 999
         return directory
 
-    with accelerated():
+    with patched_libraries():
         first = load()
-        with accelerated():
+        with patched_libraries():
             assert load() == first
         # The inner block's end leaves the outer block's pointer.
         assert load() == first
     # Tokenizers read their files again when they are saved.
     assert sorted(files_of(first)) == ["config.json", "sub/config.json"]
-    with accelerated():
+    with patched_libraries():
         assert load() == first
         path = Path(download("org/open", revision=hub.commit("org/open", FILES, branch="next")))
         assert path.is_file()
@@ -147,6 +147,6 @@ def test_threads_that_ask_for_one_repository_at_once(hub: HuggingFaceServer) -> 
         assert load_file(directory / "model.safetensors")["weight"][-1] == 999
         return files_of(directory)
 
-    with accelerated(), ThreadPoolExecutor(8) as pool:
+    with patched_libraries(), ThreadPoolExecutor(8) as pool:
         for files in pool.map(whole, range(8)):
             assert sorted(files) == sorted(FILES)

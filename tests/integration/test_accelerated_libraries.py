@@ -1,4 +1,6 @@
-"""diffusers, accelerate, PEFT and sentence-transformers inside `accelerated()`, beside themselves, bit for bit."""
+"""diffusers, accelerate, PEFT and sentence-transformers inside `patched_libraries()`, beside themselves, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import transformers
 from tests.support.hugging_face import serving, use_cache
 
 from penstock.testing.hugging_face_server import HuggingFaceServer
-from penstock_hf.patched_libraries import accelerated
+from penstock_hf.patched_libraries import patched_libraries
 
 with warnings.catch_warnings():
     # Deprecations inside the libraries themselves, at import.
@@ -151,7 +153,7 @@ def test_a_pipeline(
     models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = diffusers.DiffusionPipeline.from_pretrained(name, **options)
     assert len(report.streamed) == num_files or (num_files is None and len(report.streamed) > 10)
     assert not [path for path in (tmp_path / "hf").rglob("*.safetensors") if path.stat().st_size]
@@ -166,7 +168,7 @@ def test_a_pipeline(
 
 
 def test_one_component_of_a_pipeline(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = diffusers.UNet2DConditionModel.from_pretrained("org/pieces", subfolder="unet")
     assert all("/unet/" in uri for uri in report.streamed) and len(report.streamed) > 3
     assert_same(mine, diffusers.UNet2DConditionModel.from_pretrained(models["org/pieces"], subfolder="unet"))
@@ -175,7 +177,7 @@ def test_one_component_of_a_pipeline(hub: HuggingFaceServer, models: dict[str, P
 def test_a_single_file(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     name = "unet/diffusion_pytorch_model.safetensors"
     load = diffusers.UNet2DConditionModel.from_single_file
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = load(f"https://huggingface.co/org/pipeline/blob/main/{name}", config="org/pipeline", subfolder="unet")
     assert len(report.streamed) == 1 and report.streamed[0].endswith(name)
     assert_same(mine, load(str(models["org/pipeline"] / name), config=str(models["org/pipeline"]), subfolder="unet"))
@@ -183,7 +185,7 @@ def test_a_single_file(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
 
 def test_a_cached_pipeline_is_not_streamed(hub: HuggingFaceServer) -> None:
     true = diffusers.DiffusionPipeline.from_pretrained("org/pipeline")
-    with accelerated() as report:
+    with patched_libraries() as report:
         assert_same(diffusers.DiffusionPipeline.from_pretrained("org/pipeline").unet, true.unet)
     assert not report.streamed and len(report.local) == 3
 
@@ -191,7 +193,7 @@ def test_a_cached_pipeline_is_not_streamed(hub: HuggingFaceServer) -> None:
 def test_a_sentence_transformer(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]
 ) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = sentence_transformers.SentenceTransformer("org/sentences", device="cpu")
     assert len(report.streamed) == 2, "the transformer and the dense layer"
     true = sentence_transformers.SentenceTransformer(str(models["org/sentences"]), device="cpu")
@@ -202,7 +204,7 @@ def test_a_sentence_transformer(
 
 
 def test_adapters(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         base = transformers.AutoModelForCausalLM.from_pretrained("org/base")
         mine = peft.PeftModel.from_pretrained(base, "org/adapter")
         mine.load_adapter("org/adapter", adapter_name="second")
@@ -230,7 +232,7 @@ def test_accelerates_dispatch(
             model, str(place), device_map=dict(device_map), offload_folder=str(folder), dtype=torch.bfloat16
         )
 
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = dispatched(huggingface_hub.snapshot_download("org/base"), tmp_path / "mine")
     assert len(report.streamed) > 1
     true = dispatched(models["org/base"], tmp_path / "true")

@@ -1,4 +1,4 @@
-"""Kinds of models and of `from_pretrained` inside `accelerated()`, beside transformers alone, bit for bit."""
+"""Kinds of models and of `from_pretrained` inside `patched_libraries()`, beside transformers alone, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.hugging_face import serving
 from tests.support.tiny_models import save_llama
 
 from penstock.testing.hugging_face_server import HuggingFaceServer
-from penstock_hf.patched_libraries import accelerated
+from penstock_hf.patched_libraries import patched_libraries
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -81,7 +81,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ids=str,
 )
 def test_a_model(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = transformers.AutoModelForCausalLM.from_pretrained(f"org/{name}", **options)
         again = transformers.AutoModelForCausalLM.from_pretrained(models[f"org/{name}"], **options)
     assert report.streamed and report.local
@@ -93,7 +93,11 @@ def test_a_model(name: str, options: dict[str, Any], hub: HuggingFaceServer, mod
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"])
 def test_other_heads(auto: str, hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     results = []
-    for block, place in ((accelerated(), "org/bert"), (accelerated(), models["org/bert"]), (None, models["org/bert"])):
+    for block, place in (
+        (patched_libraries(), "org/bert"),
+        (patched_libraries(), models["org/bert"]),
+        (None, models["org/bert"]),
+    ):
         # Heads that the checkpoint lacks are initialised at random.
         torch.manual_seed(1)
         if block is None:
@@ -106,7 +110,7 @@ def test_other_heads(auto: str, hub: HuggingFaceServer, models: dict[str, Path])
 
 
 def test_a_pipeline_of_transformers(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = transformers.pipeline("text-classification", "org/bert", device="cpu")
     assert report.streamed
     true = transformers.pipeline("text-classification", str(models["org/bert"]), device="cpu")
@@ -120,7 +124,7 @@ def test_a_revision(hub: HuggingFaceServer, models: dict[str, Path], tmp_path: P
     }
     commit = hub.commit("org/plain", files, branch="other")
     for revision in ("other", commit):
-        with accelerated() as report:
+        with patched_libraries() as report:
             mine = transformers.AutoModelForCausalLM.from_pretrained("org/plain", revision=revision)
         assert report.streamed == [f"hf://org/plain@{commit}/model.safetensors"]
         assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other"))

@@ -1,4 +1,6 @@
-"""transformers inside `accelerated()`, beside itself: the same models bit for bit, from a hub and from directories."""
+"""transformers inside `patched_libraries()`, beside itself: the same models bit for bit, from a hub and from
+directories.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from penstock.storage.source import glob_pattern
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock_hf.patched_libraries import directory
-from penstock_hf.transformers import accelerated, from_pretrained
+from penstock_hf.transformers import from_pretrained, patched_libraries
 
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
@@ -69,7 +71,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_model_of_a_hub(
     name: str, dtype: Any, hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     commit = hub.files_of(name, "main")[0]
     assert report.streamed and all(uri.startswith(f"hf://{name}@{commit}/") for uri in report.streamed)
@@ -97,7 +99,7 @@ def test_a_uri_names_a_revision_and_a_folder(hub: HuggingFaceServer, models: dic
 def test_files_of_the_cache_are_used(hub: HuggingFaceServer) -> None:
     true = AutoModelForCausalLM.from_pretrained("org/sharded")
     num_bytes = hub.storage.num_bytes_sent
-    with accelerated() as report:
+    with patched_libraries() as report:
         assert_same_model(AutoModelForCausalLM.from_pretrained("org/sharded"), true)
     assert not report.streamed and len(report.local) > 1
     assert hub.storage.num_bytes_sent == num_bytes
@@ -105,10 +107,10 @@ def test_files_of_the_cache_are_used(hub: HuggingFaceServer) -> None:
 
 def test_everything_is_undone(hub: HuggingFaceServer) -> None:
     stock = (huggingface_hub.hf_hub_download, transformers.modeling_utils.safe_open, load_file)
-    with pytest.raises(RuntimeError, match="mine"), accelerated():
+    with pytest.raises(RuntimeError, match="mine"), patched_libraries():
         assert huggingface_hub.hf_hub_download is not stock[0]
         assert transformers.modeling_utils.safe_open is not stock[1]
-        with accelerated():
+        with patched_libraries():
             pass
         assert transformers.utils.hub.hf_hub_download is huggingface_hub.hf_hub_download is not stock[0]
         raise RuntimeError("mine")
@@ -117,11 +119,11 @@ def test_everything_is_undone(hub: HuggingFaceServer) -> None:
 
 
 def test_a_pointer_is_no_file_for_other_readers(hub: HuggingFaceServer) -> None:
-    with accelerated():
+    with patched_libraries():
         path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
         assert os.path.getsize(path) < 4096
     assert not os.path.exists(path)
-    with accelerated():
+    with patched_libraries():
         path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
         data = Path(path).read_bytes()
         with pytest.raises(SafetensorError):
@@ -133,7 +135,7 @@ def test_blocks_of_two_threads(hub: HuggingFaceServer, models: dict[str, Path]) 
     both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
 
     def load(name: str) -> None:
-        with accelerated() as report:
+        with patched_libraries() as report:
             both.wait(30)
             with one_at_a_time:
                 results[name] = AutoModelForCausalLM.from_pretrained(name), report
@@ -150,7 +152,7 @@ def test_blocks_of_two_threads(hub: HuggingFaceServer, models: dict[str, Path]) 
 
 
 def test_streamed_files_can_be_verified(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated(verify=True) as report:
+    with patched_libraries(verify=True) as report:
         mine = AutoModelForCausalLM.from_pretrained("org/sharded")
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
     assert all(file.is_verified for file in report.files) and "verified" in str(report)
@@ -161,16 +163,16 @@ def test_content_that_is_not_the_hubs(hub: HuggingFaceServer, models: dict[str, 
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     hub.storage.replace(hashlib.sha256(shard.read_bytes()).hexdigest(), bytes(data))
-    with pytest.raises(IntegrityError, match=shard.name), accelerated(verify=True):
+    with pytest.raises(IntegrityError, match=shard.name), patched_libraries(verify=True):
         AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
 def test_a_gated_repository(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(models, tmp_path / "hf", monkeypatch, token="secret", gated=("org/one",)):
-        with pytest.raises(PermissionDenied, match=r"org/one.*config\.json") as caught, accelerated():
+        with pytest.raises(PermissionDenied, match=r"org/one.*config\.json") as caught, patched_libraries():
             AutoModelForCausalLM.from_pretrained("org/one")
         assert isinstance(caught.value, OSError), "what transformers raises"
-        with accelerated():
+        with patched_libraries():
             mine = AutoModelForCausalLM.from_pretrained("org/one", token="secret")
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
 
@@ -180,12 +182,12 @@ def test_a_missing_shard(models: dict[str, Path], hub: HuggingFaceServer) -> Non
     missing = sorted(name for name in files if name.endswith(".safetensors"))[1]
     del files[missing]
     commit = hub.commit("org/sharded", files)
-    with pytest.raises(OSError, match=missing), accelerated():
+    with pytest.raises(OSError, match=missing), patched_libraries():
         AutoModelForCausalLM.from_pretrained("org/sharded", revision=commit)
 
 
 def test_a_revision_that_moves_meanwhile(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated() as report:
+    with patched_libraries() as report:
         path = huggingface_hub.snapshot_download("org/one", allow_patterns=["*.safetensors"])
         hub.commit("org/one", files_of(models["org/tied"]))
         mine, true = load_file(Path(path, "model.safetensors")), load_file(models["org/one"] / "model.safetensors")
@@ -196,26 +198,26 @@ def test_a_revision_that_moves_meanwhile(hub: HuggingFaceServer, models: dict[st
 def test_links_that_expire(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     with serving(models, tmp_path / "hf", monkeypatch, signed_s=0.2) as hub:
-        with accelerated():
+        with patched_libraries():
             mine = AutoModelForCausalLM.from_pretrained("org/sharded")
         assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
         # Expired from the start, and every renewal too.
         use_cache(tmp_path / "other", monkeypatch)
         hub.signed_s = -10
-        with pytest.raises(PenstockError, match="safetensors"), accelerated():
+        with pytest.raises(PenstockError, match="safetensors"), patched_libraries():
             AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
 def test_a_storage_that_truncates(hub: HuggingFaceServer) -> None:
     hub.storage.faults = Faults(truncate_after=0)
-    with pytest.raises(SourceError, match="safetensors"), accelerated():
+    with pytest.raises(SourceError, match="safetensors"), patched_libraries():
         AutoModelForCausalLM.from_pretrained("org/one")
 
 
 @pytest.mark.parametrize("dtype", ["no such dtype", {"": "float99"}])
 def test_a_wrong_dtype(dtype: Any, hub: HuggingFaceServer) -> None:
     raised = []
-    for block in (accelerated(), contextlib.nullcontext()):
+    for block in (patched_libraries(), contextlib.nullcontext()):
         with pytest.raises(Exception) as caught, block:
             AutoModelForCausalLM.from_pretrained("org/one", dtype=dtype)
         raised.append((type(caught.value), str(caught.value)))
@@ -242,7 +244,7 @@ def test_a_prefix_of_an_object_store(models: dict[str, Path], monkeypatch: pytes
     bucket = _Bucket()
     bucket.objects = {f"bucket://models/one/{name}": data for name, data in files_of(models["org/one"]).items()}
     monkeypatch.setitem(source._factories, "bucket", lambda: bucket)
-    with accelerated() as report:
+    with patched_libraries() as report:
         mine = AutoModelForCausalLM.from_pretrained(directory("bucket://models/one"))
     assert report.streamed == ["bucket://models/one/model.safetensors"]
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
@@ -251,14 +253,14 @@ def test_a_prefix_of_an_object_store(models: dict[str, Path], monkeypatch: pytes
 
 
 def test_a_directory_of_urls(models: dict[str, Path]) -> None:
-    with RangeServer(models["org/sharded"]) as server, accelerated() as report:
+    with RangeServer(models["org/sharded"]) as server, patched_libraries() as report:
         mine = AutoModelForCausalLM.from_pretrained(directory(server.url))
     assert len(report.streamed) > 1 and all(uri.startswith("http://") for uri in report.streamed)
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
 
 
 def test_a_repository_by_its_uri(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    with accelerated():
+    with patched_libraries():
         mine = AutoModelForCausalLM.from_pretrained(directory("hf://org/sharded"))
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
 

@@ -22,7 +22,7 @@ from tests.support.hubs import IDENTITY, key_state
 from tests.support.processes import listening_ports
 
 from penstock.hub.client import HubClient
-from penstock.hub.messages import Beat, Complaint, Hello, UpstreamsRequest
+from penstock.hub.messages import Beat, FaultReport, Hello, UpstreamsRequest
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 TOKEN = "a-token-0123456789"
@@ -64,7 +64,7 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
             client.hello(Hello(member=client.member, host="0123456789", doors=("unix:///d",), name=name))
         w.beat(w.member, Beat(holdings=(key_state(((0, 100),), num_readers=1, max_readers=8, gb_per_s=2.5),)))
         a.upstreams(UpstreamsRequest(member=a.member, holding=key_state(((0, 25),), path="shm <- w")))
-        a.complain(Complaint(member=a.member, of=w.member, key=IDENTITY.key(), fault="stalled"))
+        a.complain(FaultReport(member=a.member, of=w.member, key=IDENTITY.key(), fault="stalled"))
     done = penstock("status", "llama", *asked)
     assert done.returncode == 0, done.stderr
     head, *rows = [line.split() for line in done.stdout.splitlines()]

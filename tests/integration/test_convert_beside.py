@@ -17,7 +17,7 @@ from tests.truth import by_safetensors
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated
 from penstock.jobs.convert import convert
-from penstock.jobs.operations.operation import Copy
+from penstock.jobs.operations.operation import CopyOperation
 from penstock.jobs.result import Journal
 from penstock.testing.http_server import RangeServer
 
@@ -55,7 +55,7 @@ def test_a_configuration_that_is_none_is_told_before_anything_is_read(config: by
     assert not done and [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-class Configured(Copy):
+class Configured(CopyOperation):
     """A user's operation whose `config` does not do what it should."""
 
     def __init__(self, gives: str) -> None:

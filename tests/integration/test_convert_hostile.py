@@ -26,12 +26,12 @@ from tests.support.tensor_file import write_file
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
 from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.job import Job
-from penstock.jobs.messages import Began, Done, Hello, JobSpec, Ready, Wire, Work
+from penstock.jobs.job import ConversionJob
+from penstock.jobs.messages import Began, JobSpec, Ready, TaskDone, TaskWork, Wire, WorkerHello
 from penstock.jobs.request import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
 
@@ -103,7 +103,7 @@ class Visited(LocalLauncher):
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.guest = connect(address, timeout_s=5.0)
-        self.guest.send(Hello(worker=worker, secret="gu\u00e9ss", device=device))
+        self.guest.send(WorkerHello(worker=worker, secret="gu\u00e9ss", device=device))
         super().spawn(worker, device, address, secret)
 
 
@@ -123,19 +123,19 @@ run.names = "^a"
 """
 
 
-class Lost(Closing):
+class Lost(Closeable):
     """A launcher of workers that begin the operation on one task, copy another one, and are lost."""
 
     listen = None
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ConversionJob) -> None:
         self.job, self.wires, self.threads = job, list[Wire](), dict[str, threading.Thread]()
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """Start a worker: a thread that speaks its part."""
         wire = connect(address, timeout_s=5.0)
         self.wires.append(wire)
-        wire.send(Hello(worker=worker, secret=secret, device=device))
+        wire.send(WorkerHello(worker=worker, secret=secret, device=device))
         self.threads[worker] = threading.Thread(target=self._work, args=(wire,), daemon=True)
         self.threads[worker].start()
 
@@ -145,13 +145,13 @@ class Lost(Closing):
             for message in wire.to_worker():
                 if isinstance(message, JobSpec):
                     wire.send(Ready(key=self.job.key))
-                elif isinstance(message, Work):
+                elif isinstance(message, TaskWork):
                     tasks += message.tasks
         copies = [task for task in tasks if self.is_copy(task)]
         (made,) = set(tasks) - set(copies)
         wire.send(Began(task=made))
         wire.send(Began(task=copies[0]))
-        wire.send(Done(task=copies[0], digests=bytes(8 * self.job.num_pieces(copies[0]))))
+        wire.send(TaskDone(task=copies[0], digests=bytes(8 * self.job.num_pieces(copies[0]))))
         wire.shut_down()
 
     def is_copy(self, task: int) -> bool:

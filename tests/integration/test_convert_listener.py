@@ -132,7 +132,7 @@ class Newer(LocalLauncher):
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.open: list[socket.socket] = []
         for shown in ("not the secret", secret):
-            hello = messages.Hello(worker=worker, secret=shown, device=device, protocol="2.0")
+            hello = messages.WorkerHello(worker=worker, secret=shown, device=device, protocol="2.0")
             self.open.append(sock := socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sock.connect("\0" + address.removeprefix("unix:"))
             messages.Wire(sock).send(hello)

@@ -36,7 +36,7 @@ from penstock.errors import (
 from penstock.segments import Rectangles
 from penstock.testing.transport_suite import segments
 from penstock.transport import cuda_ipc, fd_server
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer, refusal
 from penstock.transport.protocol import Memory, encode
 
@@ -84,7 +84,7 @@ def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
 
 def test_links_map_device_memory_before_there_is_memory_to_read_into(holder) -> None:
     driver = FakeCuda()
-    with Links({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
+    with PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
         links.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}, {"http": b"of another kind"}])
         assert driver.num_opened == 1
         memory = driver.allocate(NBYTES)
@@ -95,7 +95,7 @@ def test_links_map_device_memory_before_there_is_memory_to_read_into(holder) -> 
         transport.wait(transport.post_read(handles["cuda_ipc"], descriptor, segments([(0, 0, NBYTES)])), stall_s=20)
         assert ctypes.string_at(memory.address, NBYTES) == pattern(NBYTES)
         assert driver.num_opened == 1
-    with Links({}) as without:
+    with PeerLinks({}) as without:
         without.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}])
 
 

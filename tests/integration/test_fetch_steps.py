@@ -9,7 +9,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.segments import Segments
 from penstock.transport.http import HttpTransport
-from penstock.transport.protocol import Descriptor, Handle, Pending
+from penstock.transport.protocol import Descriptor, Handle, PendingRead
 from penstock.types import MIB
 
 CHUNK_BYTES = 256 << 10
@@ -31,7 +31,7 @@ def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
     monkeypatch.setattr("penstock.fetch.upstream.MAPPED_STEP_CHUNKS", 8)
     first, honest = list[int](), HttpTransport.post_read
 
-    def post_read(self: HttpTransport, into: Handle, source: Descriptor, segments: Segments) -> Pending:
+    def post_read(self: HttpTransport, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:
         first.append(int(segments.nbytes.sum()))
         return honest(self, into, source, segments)
 

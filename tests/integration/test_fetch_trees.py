@@ -17,8 +17,8 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.fetch.choice import Choice
-from penstock.fetch.run import Fetch
+from penstock.fetch.choice import ChunkChoice
+from penstock.fetch.run import FetchRun
 from penstock.fetch.upstream import UpstreamReader
 from penstock.hub.messages import UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
@@ -89,9 +89,9 @@ class Hosts:
 
     def _note_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         note, lock = UpstreamReader.note_read, threading.Lock()
-        make = Fetch._make_reader
+        make = FetchRun._make_reader
 
-        def make_reader(fetch: Fetch, *args) -> UpstreamReader:
+        def make_reader(fetch: FetchRun, *args) -> UpstreamReader:
             reader = make(fetch, *args)
             self.member_of[reader] = fetch._member.id
             return reader
@@ -101,7 +101,7 @@ class Hosts:
                 self.given[self.member_of[reader], reader.upstream.member].update(chunks.tolist())
             note(reader, chunks, nbytes, seconds)
 
-        monkeypatch.setattr(Fetch, "_make_reader", make_reader)
+        monkeypatch.setattr(FetchRun, "_make_reader", make_reader)
         monkeypatch.setattr(UpstreamReader, "note_read", note_read)
 
     def start(self, **join) -> None:
@@ -165,10 +165,10 @@ def test_receivers_get_even_and_odd_chunks_from_two_parents_and_nobody_sends_mor
 def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    stalled, may_go_on, verify = list[str](), threading.Event(), Fetch.verify
+    stalled, may_go_on, verify = list[str](), threading.Event(), FetchRun.verify
     has_stalled = threading.Event()
 
-    def slow_verify(fetch: Fetch) -> int:
+    def slow_verify(fetch: FetchRun) -> int:
         member = fetch._member.id
         orders = hosts.orders.get(member, ())
         # The first receiver directly below the holder, which half of the chunks of half of the fleet come through.
@@ -179,7 +179,7 @@ def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
             assert may_go_on.wait(60)
         return verify(fetch)
 
-    monkeypatch.setattr(Fetch, "verify", slow_verify)
+    monkeypatch.setattr(FetchRun, "verify", slow_verify)
     hosts.start()
     with ThreadPoolExecutor(NUM_RECEIVERS) as threads:
         fetches = {member: threads.submit(hosts.fetch, member) for member in hosts.receivers}
@@ -206,12 +206,12 @@ def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
 def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes_on_with_the_other(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read, may_go_on, lock = Choice.may_read, threading.Event(), threading.Lock()
+    may_read, may_go_on, lock = ChunkChoice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
     """The member, and the tree that it sends in and is to get no more of."""
     last_s = [0.0]
 
-    def may_read_half(choice: Choice, reader: UpstreamReader, tree: int) -> bool:
+    def may_read_half(choice: ChunkChoice, reader: UpstreamReader, tree: int) -> bool:
         member = hosts.member_of[reader]
         with lock:
             if not half and len(hosts.orders) == NUM_RECEIVERS and len(children(hosts, member, tree)) == 2:
@@ -224,7 +224,7 @@ def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes
         last_s[0] = time.monotonic()
         return True
 
-    monkeypatch.setattr(Choice, "may_read", may_read_half)
+    monkeypatch.setattr(ChunkChoice, "may_read", may_read_half)
     monkeypatch.setattr("penstock.fetch.upstream.MAX_STEP_CHUNKS", 1)
     hosts.is_asked_once = True
     hosts.start(max_readers=NUM_RECEIVERS)

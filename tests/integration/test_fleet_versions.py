@@ -20,11 +20,11 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
 from penstock.http.control import ControlConnection, over_unix
-from penstock.http.server import Exchange
-from penstock.hub.app import OPERATIONS, Operation
+from penstock.http.server import ServerExchange
+from penstock.hub.app import OPERATIONS, HubOperation
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, UPGRADE_HINT, Hello, Lease, Session
+from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, UPGRADE_HINT, Hello, Lease, MemberSession
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
@@ -128,18 +128,18 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
 def test_what_a_newer_member_adds_at_its_door_is_ignored(
     hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, read = peer_server._send, Exchange.read_body
+    send, read = peer_server._send, ServerExchange.read_body
 
-    def newer_answer(exchange: Exchange, code: int, value: Any) -> None:
+    def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:
         raw = msgspec.msgpack.decode(msgspec.msgpack.encode(value)) if value is not None else None
         send(exchange, code, with_more_fields(raw))
 
-    def newer_question(self: Exchange, max_bytes: int) -> bytes:
+    def newer_question(self: ServerExchange, max_bytes: int) -> bytes:
         raw = msgspec.msgpack.decode(read(self, max_bytes))
         return msgspec.msgpack.encode(with_more_fields(raw))
 
     monkeypatch.setattr(peer_server, "_send", newer_answer)
-    monkeypatch.setattr(Exchange, "read_body", newer_question)
+    monkeypatch.setattr(ServerExchange, "read_body", newer_question)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
         holder.fetch({}, fallback=made)
@@ -176,7 +176,7 @@ def test_a_version_that_is_none_is_refused(hub: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_every_request_of_another_major_version_is_refused_by_a_hub(hub: str, operation: Operation, caplog) -> None:
+def test_every_request_of_another_major_version_is_refused_by_a_hub(hub: str, operation: HubOperation, caplog) -> None:
     path = operation.path.replace("{member}", "m")
     with ControlConnection(over_unix(urlsplit(hub).path), "hub") as connection:
         code, raw = connection.request(
@@ -231,8 +231,8 @@ def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have members of this process answer as those of the next major version may."""
     send = peer_server._send
 
-    def newer_answer(exchange: Exchange, code: int, value: Any) -> None:
-        if isinstance(value, Lease | Session):
+    def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:
+        if isinstance(value, Lease | MemberSession):
             value = {"protocol": "3.0", "lease": ["of another shape"], "session": ["too"]}
         send(exchange, code, value)
 

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import save_llama, save_mixtral
 
 from penstock.testing.http_server import RangeServer
-from penstock_hf.transformers import accelerated, from_pretrained
+from penstock_hf.transformers import from_pretrained, patched_libraries
 
 ENVIRON = {
     "PENSTOCK_STALL_S": "60",
@@ -81,7 +81,7 @@ def same_as_stock(rank: int, world_size: int, cases: list[Case]) -> Any:
     for directory, kind, memory_bytes in cases:
         options = options_of(kind, world_size)
         true = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
-        with accelerated(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
+        with patched_libraries(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
             mine = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
         (shared,) = report.shared
         answers.append((assert_same(mine, true), shared.read_bytes, shared.read_again_bytes, shared.nbytes))

@@ -262,7 +262,7 @@ def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pyte
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "h._ask = ask\n"
         "m = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)])\n"
-        "h.hand_over(m, 'finished')\n"
+        "h.cache_parameters(m, 'finished')\n"
     )
     with ps.cache.WeightCache(accept=True) as keeper:
         killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)

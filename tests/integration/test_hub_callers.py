@@ -20,7 +20,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.errors import PermissionDenied, UnknownMember
 from penstock.hub.client import HubClient
-from penstock.hub.messages import Beat, Complaint, Hello, MemberStatus
+from penstock.hub.messages import Beat, FaultReport, Hello, MemberStatus
 
 FLEET, LIAR, OTHER = "fleet-token-0123456789", "liar-token-0123456789", "other-token-0123456789"
 SECOND = "second-token-0123456789"
@@ -88,9 +88,9 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
         key = holder.member.weights[0].key
         for _ in range(5):
             liar = join_as_liar(stack, hub, LIAR)
-            liar.complain(Complaint(member=liar.member, of=holder.member.id, key=key, fault="wrong bytes"))
+            liar.complain(FaultReport(member=liar.member, of=holder.member.id, key=key, fault="wrong bytes"))
         stranger = join_as_liar(stack, hub, OTHER)
-        complaint = Complaint(member=stranger.member, of=holder.member.id, key=key, fault="wrong bytes")
+        complaint = FaultReport(member=stranger.member, of=holder.member.id, key=key, fault="wrong bytes")
         with pytest.raises(PermissionDenied, match="not for m"):
             stranger.complain(complaint)
         assert standing(holder, holder.member.id).complaints == 5

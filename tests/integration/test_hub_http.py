@@ -25,7 +25,7 @@ from penstock.hub.app import MAX_BODY_BYTES, create_app
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
-from penstock.hub.messages import Beat, ClaimRequest, Complaint, Drain, Hello, UpstreamsRequest, WhyRequest
+from penstock.hub.messages import Beat, ClaimRequest, Drain, FaultReport, Hello, UpstreamsRequest, WhyRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 
@@ -75,7 +75,7 @@ def test_every_question(serve, tmp_path, listen) -> None:
         reply = hub.upstreams(UpstreamsRequest(member=a, holding=key_state()))
         assert [upstream.member for upstream in reply.upstreams] == [w.member]
         assert hub.claim(ClaimRequest(member=a, holding=key_state())).ranges == ()
-        hub.complain(Complaint(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
+        hub.complain(FaultReport(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
         # A snapshot of the hub that was slow to make, as on a busy machine, is used for a moment longer.
         deadline = time.monotonic() + 20
         while not (ranges := hub.claim(ClaimRequest(member=a, holding=key_state())).ranges):
@@ -149,7 +149,9 @@ def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
                 lambda: other.leave(of),
                 lambda: other.upstreams(UpstreamsRequest(member=of, holding=key_state())),
                 lambda: other.claim(ClaimRequest(member=of, holding=key_state())),
-                lambda: other.complain(Complaint(member=of, of=other.member, key=IDENTITY.key(), fault="wrong bytes")),
+                lambda: other.complain(
+                    FaultReport(member=of, of=other.member, key=IDENTITY.key(), fault="wrong bytes")
+                ),
             ):
                 with pytest.raises(PermissionDenied, match="not member"):
                     speak()

@@ -19,7 +19,7 @@ from penstock.segments import Rectangles
 from penstock.sync.receive.sources import SourceRead
 from penstock.testing.transport_suite import segments
 from penstock.transport import into_device
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.http import HttpTransport
 from penstock.transport.into_device import PinnedTransport, StagedTransport
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypat
 @pytest.mark.parametrize("can_pin", [True, False])
 def test_a_sync_stages_what_cannot_be_pinned_and_says_why(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
     driver = FakeCuda()
-    with Links({"shm": ShmTransport}) as links:
+    with PeerLinks({"shm": ShmTransport}) as links:
         links.add_device_targets(driver)
         memory = driver.allocate(NBYTES)
         handles = links.register_into(memory, {}, is_repeated=True)
@@ -221,7 +221,7 @@ def test_it_is_chosen_where_a_keeper_on_the_host_feeds_a_device(inner: str, same
     ctypes.memset(arena.address, 7, 100)
     kept = Memory(address=arena.address, nbytes=100, owner=arena)
     makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport}
-    with Links({"shm": ShmTransport, "http": HttpTransport}) as keeper, Links(makers) as engine:
+    with PeerLinks({"shm": ShmTransport, "http": HttpTransport}) as keeper, PeerLinks(makers) as engine:
         engine.add_device_targets(driver)
         offered = {name: encode(handle.descriptor) for name, handle in keeper.register(kept).items()}
         memory = driver.allocate(100)

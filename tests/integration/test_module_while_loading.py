@@ -1,4 +1,4 @@
-"""What users do with a module while `start_loading` fills it: close and load again, pickle, assign, load twice."""
+"""What users do with a module while `load_in_background` fills it: close and load again, pickle, assign, load twice."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
 from penstock.types import MIB  # noqa: E402
 
 LOG = logging.getLogger("engine")
-ALONE = replica.Place(rank=lambda: 0, device=lambda: "cpu", group=lambda: None)
+ALONE = replica.RankInfo(rank=lambda: 0, device=lambda: "cpu", group=lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from tests.support.ranks import Outcome, run_ranks
 import penstock
 from penstock.errors import PeerLost, SourceChanged, SourceUnavailable
 from penstock.storage.files import FileSource
-from penstock_hf.patched_libraries import accelerated
+from penstock_hf.patched_libraries import patched_libraries
 
 STALL_S = 4.0
 ENVIRON = {"PENSTOCK_STALL_S": "60", "PENSTOCK_CHUNK_BYTES": "256K", "OMP_NUM_THREADS": "1"}
@@ -61,7 +61,7 @@ def open_all(directory: str) -> dict[str, Any]:
 
 def everything(rank: int, world_size: int, directory: str, **options: Any) -> Any:
     true = truth(directory)
-    with accelerated(group=dist.group.WORLD, **options) as report:
+    with patched_libraries(group=dist.group.WORLD, **options) as report:
         slices = open_all(directory)
         with ThreadPoolExecutor(4) as pool:
             mine = dict(zip(slices, pool.map(lambda s: s[...], slices.values()), strict=True))
@@ -86,7 +86,7 @@ def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: i
             wanted.append((name, chance.choice([tuple(index), tuple(index), ..., (0, ...)] if len(tensor) else [...])))
     if seed % 2:
         chance.shuffle(wanted)
-    with accelerated(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
+    with patched_libraries(group=dist.group.WORLD, memory_bytes=memory_bytes) as report:
         slices = open_all(directory)
         with ThreadPoolExecutor(4) as pool:
             taken = list(pool.map(lambda pair: slices[pair[0]][pair[1]], wanted))
@@ -97,7 +97,7 @@ def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: i
 
 def reversed_order(rank: int, world_size: int, directory: str) -> Any:
     true = truth(directory)
-    with accelerated(group=dist.group.WORLD, memory_bytes=2 << 20) as report:
+    with patched_libraries(group=dist.group.WORLD, memory_bytes=2 << 20) as report:
         slices = open_all(directory)
         names = sorted(slices, reverse=rank == 1)
         for name in names:
@@ -107,7 +107,7 @@ def reversed_order(rank: int, world_size: int, directory: str) -> Any:
 
 def in_turn(rank: int, world_size: int, directory: str) -> Any:
     true, mine = truth(directory), {}
-    with accelerated(group=dist.group.WORLD) as report:
+    with patched_libraries(group=dist.group.WORLD) as report:
         for path in sorted(Path(directory).glob("*.safetensors")):
             mine |= safetensors.torch.load_file(path)
     assert mine.keys() == true.keys()
@@ -119,7 +119,7 @@ def left_open(rank: int, world_size: int, directory: str) -> Any:
     """Load all files one after the other and close none; then a model with tensors of the same names."""
     true = truth(directory)
     first, *_ = paths = [str(path) for path in sorted(Path(directory).glob("*.safetensors"))]
-    with accelerated(group=dist.group.WORLD) as report:
+    with patched_libraries(group=dist.group.WORLD) as report:
         for path in paths:
             file = safetensors.safe_open(path, framework="pt")
             assert all(torch.equal(file.get_tensor(name), true[name]) for name in file.keys())  # noqa: SIM118
@@ -132,7 +132,7 @@ def left_open(rank: int, world_size: int, directory: str) -> Any:
 
 def other_arguments(rank: int, world_size: int, directory: str) -> Any:
     """Open files with the framework and the device as positional arguments, and for NumPy."""
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         path = f"{directory}/model-0.safetensors"
         with safetensors.safe_open(path, "np") as file:
             assert isinstance(file.get_tensor("small.0"), numpy.ndarray)
@@ -220,7 +220,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
 
     true = truth(directory)["layers.11.0"]
     FileSource.readv, torch.Tensor.clone = late_readv, late_clone  # type: ignore[method-assign]
-    with accelerated(group=dist.group.WORLD), ThreadPoolExecutor(2) as pool:
+    with patched_libraries(group=dist.group.WORLD), ThreadPoolExecutor(2) as pool:
         part = open_all(directory)["layers.11.0"]
         both = [pool.submit(take, part) for _ in range(2)]
         time.sleep(1.0)
@@ -235,7 +235,7 @@ def test_threads_that_take_one_tensor_own_what_they_get(directory: Path) -> None
 
 def pauses(rank: int, world_size: int, directory: str) -> Any:
     began = time.monotonic()
-    with accelerated(group=dist.group.WORLD, memory_bytes=1 << 20) as report:
+    with patched_libraries(group=dist.group.WORLD, memory_bytes=1 << 20) as report:
         slices = open_all(directory)
         names = sorted(slices)
         assert slices[names[0]][...].numel()
@@ -254,7 +254,7 @@ def test_a_rank_that_pauses_does_not_hold_back_the_others(directory: Path) -> No
 
 
 def fails_in_its_program(rank: int, world_size: int, directory: str, victim: int) -> Any:
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         slices = open_all(directory)
         names = sorted(slices)
         slices[names[0]][...]
@@ -265,19 +265,19 @@ def fails_in_its_program(rank: int, world_size: int, directory: str, victim: int
 
 
 def fails_before_it_reads(rank: int, world_size: int, directory: str, victim: int) -> Any:
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         if rank == victim:
             raise ValueError("a wrong option")
         open_all(directory)["small.0"][...]
 
 
 def other_weights(rank: int, world_size: int, directory: str, other: str) -> Any:
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         open_all(other if rank else directory)["small.0"][...]
 
 
 def loads_more(rank: int, world_size: int, directory: str) -> Any:
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         open_all(directory)["small.0"][...]
         if rank == 0:
             open_all(directory)["small.0"][...]
@@ -298,7 +298,7 @@ def patched(rank: int, world_size: int, directory: str, victim: int, act: str = 
 
     if rank == victim:
         FileSource.readv = readv  # type: ignore[method-assign]
-    with accelerated(group=dist.group.WORLD):
+    with patched_libraries(group=dist.group.WORLD):
         for part in open_all(directory).values():
             part[...]
 
@@ -311,7 +311,7 @@ def ends_on_a_changed_file(rank: int, world_size: int, directory: str, victim: i
     if rank == victim:
         FileSource.check_unchanged = check_unchanged  # type: ignore[method-assign]
     try:
-        with accelerated(group=dist.group.WORLD):
+        with patched_libraries(group=dist.group.WORLD):
             open_all(directory)["small.0"][...]
     except PeerLost:
         told.touch()

@@ -31,7 +31,7 @@ from penstock.errors import (
     SourceError,
     SourceTruncated,
 )
-from penstock.loader.pending import PendingTensor
+from penstock.loader.pending import LazyParameter
 from penstock.testing.http_server import Faults, RangeServer, Request
 from penstock_hf.transformers import start_from_pretrained
 
@@ -115,7 +115,7 @@ def test_the_first_answer_comes_before_the_last_byte(true: Model, checkpoint: Pa
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         assert torch.equal(model(x), true(x))
         assert not loading.done
-        assert isinstance(model.images.weight, PendingTensor)
+        assert isinstance(model.images.weight, LazyParameter)
         server.opened.set()
         assert torch.equal(model(x, images=True), true(x, images=True))
         report = loading.wait()
@@ -205,7 +205,7 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
     path.write_bytes(sound)
     ps.load_into(model, str(checkpoint))
     assert torch.equal(model(x, images=True), true(x, images=True))
-    assert not any(isinstance(tensor, PendingTensor) for tensor in model.state_dict(keep_vars=True).values())
+    assert not any(isinstance(tensor, LazyParameter) for tensor in model.state_dict(keep_vars=True).values())
 
 
 @torch.no_grad()
@@ -349,7 +349,7 @@ def test_a_target_that_does_not_fit_is_refused_at_once(checkpoint: Path) -> None
     with pytest.raises(PlanError) as raised:
         ps.modules.load_in_background(model, str(checkpoint))
     assert not raised.value.mutated
-    assert not any(isinstance(tensor, PendingTensor) for tensor in model.parameters())
+    assert not any(isinstance(tensor, LazyParameter) for tensor in model.parameters())
     with pytest.raises(PenstockError, match=r"torch\.nn\.Module"):
         ps.modules.load_in_background({}, str(checkpoint))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="globs"):
@@ -374,7 +374,7 @@ def test_a_model_of_transformers_answers_while_it_loads(tmp_path: Path, options:
         loading.wait()
     mine = loading.module.state_dict(keep_vars=True)
     assert all(torch.equal(mine[name], tensor) for name, tensor in true.state_dict().items())
-    assert not any(isinstance(tensor, PendingTensor) for tensor in mine.values())
+    assert not any(isinstance(tensor, LazyParameter) for tensor in mine.values())
     assert not loading.module.training
 
 

@@ -11,8 +11,8 @@ import torch
 
 import penstock as ps
 from penstock.config import ConnectionSettings
-from penstock.spi.received import ReceivedVersions
-from penstock.spi.sender import VersionSender, WholeTensorShares
+from penstock.spi.received import VersionReceiver
+from penstock.spi.sender import TrainerPublisher, WholeTensorShares
 
 SHAPES = {"up.weight": (7, 4), "norm.weight": (3,), "bias": (1, 4), "scale": ()}
 HERE = ConnectionSettings(stall_s=10.0)
@@ -37,8 +37,8 @@ def whole(version: int) -> dict[str, torch.Tensor]:
 
 def test_shares_of_whole_tensors_arrive_whole(pool: ThreadPoolExecutor) -> None:
     shares = [WholeTensorShares(rank, 2) for rank in range(2)]
-    senders = [VersionSender("policy", connection=HERE, rank=(rank, 2)) for rank in range(2)]
-    with senders[0], senders[1], ReceivedVersions("policy", connection=HERE) as receiver:
+    senders = [TrainerPublisher("policy", connection=HERE, rank=(rank, 2)) for rank in range(2)]
+    with senders[0], senders[1], VersionReceiver("policy", connection=HERE) as receiver:
         for version in range(2):
             for share in shares:
                 share.fill(whole(version).items())
@@ -61,11 +61,11 @@ def test_a_tensor_that_was_not_sent_before_is_refused() -> None:
 
 
 def test_moved_tensors_are_published_anew_and_versions_grow() -> None:
-    with VersionSender("policy", connection=HERE, rank=(0, 1)) as sender:
+    with TrainerPublisher("policy", connection=HERE, rank=(0, 1)) as sender:
         assert sender.publish(whole(0)).version == 0
         # No receiver has version 0, and nobody else knows that it was used.
         assert sender.publish(whole(1)).version == 1
-        with ReceivedVersions("policy", connection=HERE) as receiver:
+        with VersionReceiver("policy", connection=HERE) as receiver:
             received = receiver.receive(1)
             assert all(torch.equal(received[name], tensor) for name, tensor in whole(1).items())
             assert sender.publish(whole(2)).version == 2

@@ -13,17 +13,17 @@ from tests.unit.sync.moved import move
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.sync.shards import Row, Shard, declared
+from penstock.sync.shards import Shard, ShardRow, declared
 
 Told = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 
 
-def told(rows: tuple[Row, ...]) -> Told:
+def told(rows: tuple[ShardRow, ...]) -> Told:
     """Rows as another process can have them."""
     return [(row.name, row.form.shape, row.form.box.start, row.tensor.numpy().copy()) for row in rows]
 
 
-def heard(rank: Told) -> tuple[Row, ...]:
+def heard(rank: Told) -> tuple[ShardRow, ...]:
     held: dict[str, list[Shard]] = {}
     for name, shape, offset, values in rank:
         held.setdefault(name, []).append(Shard(tensor=torch.from_numpy(values), global_shape=shape, offset=offset))

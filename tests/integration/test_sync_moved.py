@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
-from penstock.spi.sender import VersionSender
+from penstock.spi.sender import TrainerPublisher
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def test_ranks_whose_shards_moved_are_followed(stack: ExitStack, mode: str, tran
 
 
 def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
-    sender = stack.enter_context(VersionSender("moved", connection=ps.ConnectionSettings(), rank=(0, 1)))
+    sender = stack.enter_context(TrainerPublisher("moved", connection=ps.ConnectionSettings(), rank=(0, 1)))
     served = {"w": torch.zeros(64)}
     subscriber = stack.enter_context(ps.subscriber("moved", served))
     sources = set()

@@ -26,7 +26,7 @@ from tests.unit.sync.small_models import CONFIGS, make, saved, shuffled  # noqa:
 
 from penstock.sync.recording.layout import fill  # noqa: E402
 from penstock.sync.recording.requirements import record  # noqa: E402
-from penstock.sync.shards import Row, declared  # noqa: E402
+from penstock.sync.shards import ShardRow, declared  # noqa: E402
 from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 
 TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]
@@ -63,7 +63,7 @@ class Models:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._made: dict[tuple[str, str, int, int, int], list[tuple[Any, tuple[Row, ...]]]] = {}
+        self._made: dict[tuple[str, str, int, int, int], list[tuple[Any, tuple[ShardRow, ...]]]] = {}
 
     @functools.cached_property
     def checkpoints(self) -> dict[str, Path]:
@@ -73,14 +73,14 @@ class Models:
             found[which] = self._directory / which
         return found
 
-    def ranks(self, side: str, which: str, fsdp: int, tp: int, ep: int) -> list[tuple[Any, tuple[Row, ...]]]:
+    def ranks(self, side: str, which: str, fsdp: int, tp: int, ep: int) -> list[tuple[Any, tuple[ShardRow, ...]]]:
         """The model of each rank of a side, and what it declares."""
         key = side, which, fsdp, tp, ep
         if key not in self._made:
             self._made[key] = [self._rank(rank, which, fsdp, tp, ep) for rank in range(fsdp * tp)]
         return self._made[key]
 
-    def _rank(self, rank: int, which: str, fsdp: int, tp: int, ep: int) -> tuple[Any, tuple[Row, ...]]:
+    def _rank(self, rank: int, which: str, fsdp: int, tp: int, ep: int) -> tuple[Any, tuple[ShardRow, ...]]:
         with numbered(rank, fsdp * tp):
             model = self._loaded(which, fsdp, tp, ep)
             return model, declared(checkpoint_shards(model, str(self.checkpoints[which])))

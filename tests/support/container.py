@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TOOLS = ("unshare", "nsenter", "setpriv", "chroot", "mount", "ip")
@@ -44,7 +44,7 @@ def missing() -> str | None:
     return f"namespaces or overlays are not allowed: {probe.stderr.strip()}" if probe.returncode else None
 
 
-class Network(Closing):
+class Network(Closeable):
     """A network namespace with a loopback device, in which several containers can be."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Mount:
     read_only: bool = False
 
 
-class Container(Closing):
+class Container(Closeable):
     """An overlay over the host's root, in namespaces of its own; its processes end with it.
 
     Args:

@@ -19,14 +19,14 @@ PIECE_BYTES = 16 << 10
 def throttle_data_port(bytes_per_s: float) -> None:
     """Have readers of this process's memory over HTTP get this many bytes a second, over each connection; 0: none."""
     from penstock.transport.http import HttpTransport
-    from penstock.transport.http_reader import Address
+    from penstock.transport.http_reader import RegionAddress
 
     start = HttpTransport.__init__
 
     def start_behind(self: HttpTransport, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **options)
         port = _Proxy(self.address, bytes_per_s).port
-        self.address = Address(host="127.0.0.1", port=port, is_tls=self.address.is_tls)
+        self.address = RegionAddress(host="127.0.0.1", port=port, is_tls=self.address.is_tls)
 
     HttpTransport.__init__ = start_behind  # type: ignore[method-assign]
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from penstock.jobs.workers import fork_server
 from penstock.jobs.workers import launch as launcher
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 IMPORTS = (
     "torch",
@@ -81,7 +81,7 @@ class Forked:
                 pipe.close()
 
 
-class ForkServer(Closing):
+class ForkServer(Closeable):
     """A process that has imported the slow packages and forks. A context manager: leaving it ends its processes."""
 
     def __init__(self) -> None:

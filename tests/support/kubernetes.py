@@ -25,7 +25,7 @@ from typing import Any
 from tests.support.container import REPOSITORY, Container, Mount, Network
 from tests.support.sources import source_path
 
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 MANIFESTS = REPOSITORY / "deploy" / "kubernetes"
 POD_IP = "127.0.0.1"
@@ -103,7 +103,7 @@ def words_of(container: Object, objects: Sequence[Object] = ()) -> list[str]:
 
 
 @dataclass(slots=True)
-class Node(Closing):
+class Node(Closeable):
     """A node: its directories, Secrets and ConfigMaps that were created by hand, and the network of its pods."""
 
     directory: Path

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from tests.support.sources import source_path
 
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
@@ -95,7 +95,7 @@ class CallFailed(Exception):
         self.error = error
 
 
-class Release(Closing):
+class Release(Closeable):
     """A release that is installed, as a process that has imported it and forks others. A context manager.
 
     Args:
@@ -136,7 +136,7 @@ class Release(Closing):
         self._process.wait(30)
 
 
-class Process(Closing):
+class Process(Closeable):
     """A process of a release. A context manager; killed at its end.
 
     Args:

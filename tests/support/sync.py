@@ -150,9 +150,9 @@ def _slow(pause_s: float) -> None:
     """Have every digesting of strips take this long, on top, in this process."""
     from penstock.sync import local_version
 
-    digest = local_version.Regions.digests
+    digest = local_version.VersionRegions.digests
 
-    def slow(self: local_version.Regions, *args: Any, **kwargs: Any) -> Any:
+    def slow(self: local_version.VersionRegions, *args: Any, **kwargs: Any) -> Any:
         time.sleep(pause_s)
         return digest(self, *args, **kwargs)
 

@@ -1,4 +1,6 @@
-"""SIGINT inside `deferred`, `let_through` and `postponed`; the verbs are in `tests/integration/test_interrupts.py`."""
+"""SIGINT inside `deferred`, `allow_interrupts` and `defer_in_finalizer`; the verbs are in
+`tests/integration/test_interrupts.py`.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +60,16 @@ def test_an_error_gives_way_to_the_signal() -> None:
 def test_a_signal_is_let_through_where_a_library_waits() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
-        with lifecycle.let_through():
+        with lifecycle.allow_interrupts():
             pass
         assert lifecycle.is_deferring()
-        with lifecycle.let_through():
+        with lifecycle.allow_interrupts():
             send()
             reached.append(True)
     assert not reached
     with pytest.raises(KeyboardInterrupt), lifecycle.deferred():
         send()
-        with lifecycle.let_through():  # it came before
+        with lifecycle.allow_interrupts():  # it came before
             reached.append(True)
     assert not reached
 
@@ -91,7 +93,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
 
     class Dropped:
         def __del__(self) -> None:
-            with lifecycle.postponed():
+            with lifecycle.defer_in_finalizer():
                 send()
                 finished.append(True)
 

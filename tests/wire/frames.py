@@ -30,7 +30,7 @@ from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRA
 from penstock.hub import app
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
-from penstock.jobs.messages import JOB_PROTOCOL, Wire, Work
+from penstock.jobs.messages import JOB_PROTOCOL, TaskWork, Wire
 from penstock.loader import group, shared_read
 from penstock.loader.group import LoadGroup
 from penstock.peer.local_weights import tabulate
@@ -62,7 +62,7 @@ MEMBER, KEY = "a1b2c3d4e5f60718293a4b5c6d7e8f90", "0f" * 16
 
 def _write_job_frame() -> bytes:
     with _pair() as (ours, theirs):
-        Wire(ours).send(Work(tasks=(3, 5), revoked=(2,)))
+        Wire(ours).send(TaskWork(tasks=(3, 5), revoked=(2,)))
         return theirs.recv(4096)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli.convert import write_report
 from penstock.cli.main import run
-from penstock.cli.terminal import Format
+from penstock.cli.terminal import OutputFormat
 from penstock.errors import ConfigError
 from penstock.jobs.operations.spec import operation_spec
 from penstock.jobs.report import ConvertReport, WorkerStats
@@ -46,18 +46,18 @@ def report(**more: Any) -> ConvertReport:
 def test_healthy_report_hides_moved_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     healthy = WorkerStats(worker="0", device="cpu")
     told = {"num_tasks": 9, "num_stolen": 2, "num_twice": 1, "fetched_bytes": 4_000_000, "workers": (healthy,)}
-    write_report(report(**told), Format.human)
+    write_report(report(**told), OutputFormat.human)
     text = capsys.readouterr().out
     assert "reassigned" not in text and "duplicated" not in text
     assert "3.00 MB are needed: idle workers ran 1 task a second time, to end sooner" in text
     lost = WorkerStats(worker="1", device="cpu", end="signal 9")
-    write_report(report(**{**told, "workers": (healthy, lost)}), Format.human)
+    write_report(report(**{**told, "workers": (healthy, lost)}), OutputFormat.human)
     assert "2 reassigned, 1 duplicated, 1 worker was lost" in capsys.readouterr().out
 
 
 def test_left_out_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     why = {f"m/onnx/{i}": "another format" for i in range(7)} | {"m/x.bin": "weights"}
-    write_report(report(left_out=tuple(why), why_left_out=why), Format.human)
+    write_report(report(left_out=tuple(why), why_left_out=why), OutputFormat.human)
     lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(lines) == 2 and "m/onnx/4 and 2 more: another format" in lines[0] and "m/x.bin: weights" in lines[1]
 
@@ -96,12 +96,12 @@ def test_what_is_no_operation_is_refused(text: str) -> None:
     ],
 )
 def test_the_report_says_how_wrong_the_prediction_was_and_what_was_verified(told, says, capsys) -> None:
-    write_report(report(**told), Format.human)
+    write_report(report(**told), OutputFormat.human)
     assert says in capsys.readouterr().out
 
 
 def test_the_report_in_json_has_all_of_it(capsys) -> None:
-    write_report(report(predicted_s=10.0), Format.json)
+    write_report(report(predicted_s=10.0), OutputFormat.json)
     found = json.loads(capsys.readouterr().out)
     assert found["off_by"] == pytest.approx(0.3) and found["why"] == "no manifest at m"
     assert report().off_by is None and report(predicted_s=1.0, moving_s=0.0).off_by is None

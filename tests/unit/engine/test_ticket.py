@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.engine import run as ticket_module
-from penstock.engine.run import Ticket
+from penstock.engine.run import RunState
 from penstock.errors import Cancelled, IntegrityError, SourceStalled, SourceUnavailable
 
 
@@ -20,7 +20,7 @@ def idle() -> bool:
 
 
 def test_a_finished_ticket_lets_its_waiter_go() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     assert not ticket.done and not ticket.stopped
     threading.Timer(0.02, ticket.finish).start()
     ticket.wait(stall_s=10)
@@ -29,7 +29,7 @@ def test_a_finished_ticket_lets_its_waiter_go() -> None:
 
 
 def test_the_first_error_wins() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     first = SourceUnavailable("first")
     ticket.fail(first)
     ticket.fail(IntegrityError("second"))
@@ -40,7 +40,7 @@ def test_the_first_error_wins() -> None:
 
 
 def test_an_error_after_the_end_changes_nothing() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     ticket.finish()
     ticket.fail(SourceUnavailable("late"))
     assert ticket.done and not ticket.stopped
@@ -48,7 +48,7 @@ def test_an_error_after_the_end_changes_nothing() -> None:
 
 
 def test_cancel_is_heard_by_every_waiter() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     heard: list[type[BaseException]] = []
 
     def wait() -> None:
@@ -67,7 +67,7 @@ def test_cancel_is_heard_by_every_waiter() -> None:
 
 
 def test_a_stranger_among_errors_is_a_bug_and_says_what_it_was() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     ticket.fail(ZeroDivisionError("oops"))
     with pytest.raises(RuntimeError, match="bug") as caught:
         ticket.wait(stall_s=10)
@@ -75,14 +75,14 @@ def test_a_stranger_among_errors_is_a_bug_and_says_what_it_was() -> None:
 
 
 def test_silence_is_a_stall() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     with pytest.raises(SourceStalled, match="at 0 of 10 bytes"):
         ticket.wait(stall_s=0.05)
     assert ticket.stopped, "a stall stops the work, so that it can be drained"
 
 
 def test_progress_puts_the_deadline_off() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
 
     def move() -> None:
         for _ in range(10):
@@ -99,7 +99,7 @@ def test_progress_puts_the_deadline_off() -> None:
 def test_a_process_that_was_stopped_itself_has_waited_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.5, 61.5, 62.0, 62.25])
     monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     assert [ticket.look() for _ in range(4)] == [0.0, 0.5, 0.5 + ticket_module.LOOK_S, 2.0]
     ticket.moved_bytes = 1
     assert ticket.look() == 0.0
@@ -109,7 +109,7 @@ def test_a_step_under_way_pauses_the_silence_and_bytes_of_it_end_it(monkeypatch:
     clock = iter(range(20))
     monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     busy, received = [False], [0]
-    ticket = Ticket(10, lambda: busy[0], received=lambda: received[0])
+    ticket = RunState(10, lambda: busy[0], received=lambda: received[0])
     assert [ticket.look() for _ in range(3)] == [0.0, 1.0, 2.0]
     busy[0] = True
     assert [ticket.look() for _ in range(3)] == [2.0] * 3, "a step that gives nothing does not begin it anew"
@@ -121,7 +121,7 @@ def test_a_step_under_way_pauses_the_silence_and_bytes_of_it_end_it(monkeypatch:
 
 
 def test_a_busy_step_has_its_own_deadline() -> None:
-    ticket = Ticket(10, lambda: True)
+    ticket = RunState(10, lambda: True)
     threading.Timer(0.3, ticket.finish).start()
     begin = time.monotonic()
     ticket.wait(stall_s=0.05)
@@ -129,7 +129,7 @@ def test_a_busy_step_has_its_own_deadline() -> None:
 
 
 def test_reached_is_enough_while_work_goes_on() -> None:
-    ticket = Ticket(10, idle)
+    ticket = RunState(10, idle)
     seen = [False]
 
     def reach() -> None:
@@ -149,7 +149,7 @@ def test_a_released_ticket_holds_neither_error_nor_work() -> None:
     gc.disable()
     try:
         work = Work()
-        ticket = Ticket(10, work.busy)
+        ticket = RunState(10, work.busy)
         error: SourceUnavailable | None = SourceUnavailable("gone")
         assert error is not None
         ticket.fail(error)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.trace import Trace
 from penstock.errors import HubUnavailable, PermissionDenied
-from penstock.fetch.run import Fetch
+from penstock.fetch.run import FetchRun
 from penstock.hub.messages import ClaimReply, Identity, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
 from penstock.types import I64, DType
@@ -76,7 +76,7 @@ def run(
     weights = LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
     member, storage = Member(answer), Storage(on_read)
     traced = Trace(enabled=False)
-    with Fetch(
+    with FetchRun(
         member,  # type: ignore[arg-type]
         weights,
         storage=storage,  # type: ignore[arg-type]
@@ -130,15 +130,15 @@ def test_a_refused_member_reads_storage_without_a_claim() -> None:
 
 def test_a_first_claim_that_comes_late_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, storage would be read without a claim at that moment: no byte came for too long."""
-    skips = Fetch._should_skip_claims
+    skips = FetchRun._should_skip_claims
     asked = list[bool]()
 
-    def should_skip(fetch: Fetch) -> bool:
+    def should_skip(fetch: FetchRun) -> bool:
         # As if the silence began to count when the answer came.
         asked.append(fetch._hub_answered.is_set())
         return asked[-1] or skips(fetch)
 
-    monkeypatch.setattr(Fetch, "_should_skip_claims", should_skip)
+    monkeypatch.setattr(FetchRun, "_should_skip_claims", should_skip)
     _, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
     assert storage.reads[0] == [0, 1, 2, 3]
 

@@ -15,7 +15,7 @@ import torch
 from penstock.engine.trace import Trace
 from penstock.errors import PeerLost, PenstockError, SourceBusy
 from penstock.fetch import retries, run
-from penstock.fetch.run import Fetch
+from penstock.fetch.run import FetchRun
 from penstock.fetch.upstream import UNNAMED
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
@@ -87,13 +87,13 @@ class Member:
 
 
 @pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FetchRun]:
     """A fetch whose readers have no threads."""
-    monkeypatch.setattr(Fetch, "_make_reader", lambda fetch, upstream, ranks: Reader(upstream.member, ranks))
+    monkeypatch.setattr(FetchRun, "_make_reader", lambda fetch, upstream, ranks: Reader(upstream.member, ranks))
     tensors = {"t": torch.zeros(NUM_CHUNKS * 32, dtype=torch.uint8)}
     layout = WeightLayout.of(tabulate(["t"], [DType.U8], [(NUM_CHUNKS * 32,)]), leaf_bytes=16, chunk_bytes=32)
     weights = LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
-    with Fetch(
+    with FetchRun(
         Member(), weights, storage=None, stall_s=30.0, trace=Trace(enabled=False), on_first=lambda: None
     ) as fetch:
         yield fetch
@@ -114,22 +114,22 @@ def reply_of(*orders: str, is_placed: bool = True, ask_again_s: float = 1.0) -> 
     )
 
 
-def readers(fetch: Fetch) -> dict[str, Reader]:
+def readers(fetch: FetchRun) -> dict[str, Reader]:
     return {reader.upstream.member: reader for reader in fetch._choice.readers}
 
 
-def fail(fetch: Fetch, name: str, error: PenstockError) -> None:
+def fail(fetch: FetchRun, name: str, error: PenstockError) -> None:
     """Let a reader end with an error."""
     readers(fetch)[name].error = error
     fetch._drop_failed()
 
 
-def parents(fetch: Fetch) -> tuple[str, str]:
+def parents(fetch: FetchRun) -> tuple[str, str]:
     return fetch._weights.parent, fetch._weights.second_parent
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: Fetch, orders: tuple[str, ...]) -> None:
+def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: FetchRun, orders: tuple[str, ...]) -> None:
     expected = ("P", "" if len(orders) == 1 else "Q")
     fetch._follow(reply_of(*orders))
     assert parents(fetch) == expected
@@ -140,7 +140,7 @@ def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: Fet
 
 
 def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
-    fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "BUSY_S", 0.0)
     monkeypatch.setattr(Reader, "connects_at_once", False)
@@ -157,7 +157,7 @@ def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
         assert parents(fetch) == ("P", "")
 
 
-def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: Fetch) -> None:
+def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: FetchRun) -> None:
     fetch._follow(reply_of("PG", "QG"))
     fail(fetch, "P", PeerLost("gone"))
     fetch._follow(reply_of("PG", "QG"))
@@ -165,26 +165,26 @@ def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: F
 
 
 def test_a_full_parent_is_tried_again_before_the_hub_wants_to_be_asked(
-    fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "BUSY_S", 0.05)
     fetch._member.reply = reply_of("PG", ask_again_s=600.0)
     fetch._follow(fetch._member.reply)
     readers(fetch)["P"].error = SourceBusy("all readers' places are taken")
-    has_again, make = threading.Event(), Fetch._make_reader
+    has_again, make = threading.Event(), FetchRun._make_reader
 
-    def make_reader(fetch: Fetch, upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
+    def make_reader(fetch: FetchRun, upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
         has_again.set()
         return make(fetch, upstream, ranks)
 
-    monkeypatch.setattr(Fetch, "_make_reader", make_reader)
+    monkeypatch.setattr(FetchRun, "_make_reader", make_reader)
     fetch._start(fetch._poll_upstreams, "polls")
     assert has_again.wait(30)
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
 def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
-    fetch: Fetch, orders: tuple[str, ...]
+    fetch: FetchRun, orders: tuple[str, ...]
 ) -> None:
     fetch._follow(reply_of(*orders))
     before = {name: reader.ranks for name, reader in readers(fetch).items()}
@@ -197,14 +197,14 @@ def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
     assert readers(fetch)["X"].ranks == (0,)
 
 
-def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Fetch) -> None:
+def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: FetchRun) -> None:
     fetch._follow(reply_of("XY", is_placed=False))
     fetch._follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
     assert parents(fetch) == ("", "")
 
 
-def asked(fetch: Fetch) -> set[str]:
+def asked(fetch: FetchRun) -> set[str]:
     """Return the upstreams that the fetch asks for news now."""
     for reader in fetch._choice.readers:
         reader.is_asked = False
@@ -212,7 +212,7 @@ def asked(fetch: Fetch) -> set[str]:
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
 
 
-def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: Fetch) -> None:
+def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: FetchRun) -> None:
     fetch._follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}
@@ -223,7 +223,7 @@ def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_othe
     assert asked(fetch) == {"A", "D", "G"}
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: Fetch) -> None:
+def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: FetchRun) -> None:
     fetch._follow(reply_of("AZ", "DZ"))
     readers(fetch)["A"].is_connected = False
     fetch._follow(reply_of("AG", "DG"))
@@ -233,7 +233,7 @@ def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(f
     assert "Z" in asked(fetch)
 
 
-def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Fetch) -> None:
+def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: FetchRun) -> None:
     fetch._follow(reply_of("PGH", "QGH"))
     spare = readers(fetch)["G"]
     for changes, is_left in [
@@ -248,7 +248,7 @@ def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Fetch) 
     assert set(readers(fetch)) == {"P", "Q", "H"}
 
 
-def test_a_spare_stays_while_a_parent_does_not_give(fetch: Fetch) -> None:
+def test_a_spare_stays_while_a_parent_does_not_give(fetch: FetchRun) -> None:
     fetch._follow(reply_of("PG", "QG"))
     readers(fetch)["G"].is_measured = True
     readers(fetch)["Q"].is_connected = False
@@ -261,21 +261,23 @@ def test_a_spare_stays_while_a_parent_does_not_give(fetch: Fetch) -> None:
     assert "G" in readers(fetch)
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: Fetch) -> None:
+def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: FetchRun) -> None:
     fetch._follow(reply_of("PZ", "QZ"))
     fetch._follow(reply_of("PG", "QG"))
     fetch._leave_unneeded()
     assert set(readers(fetch)) == {"P", "Q", "G"}
 
 
-def test_a_spare_gets_the_newest_grant(fetch: Fetch) -> None:
+def test_a_spare_gets_the_newest_grant(fetch: FetchRun) -> None:
     fetch._follow(reply_of("ab"))
     newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
     fetch._follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
     assert [reader.upstream.grant for reader in fetch._choice.readers] == [b"newer", b"newer"]
 
 
-def test_few_chunks_wait_for_a_full_read_while_storage_is_read(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_chunks_wait_for_a_full_read_while_storage_is_read(
+    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy, posted = [True], list[list[int]]()
     monkeypatch.setattr(fetch._storage_reads, "is_busy", lambda: busy[0])
     monkeypatch.setattr(fetch._peer_reads, "post", lambda *items: posted.extend(one._chunks.tolist() for one in items))

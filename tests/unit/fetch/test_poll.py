@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from penstock.fetch.run import TURN_S, Fetch
+from penstock.fetch.run import TURN_S, FetchRun
 
 
 def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float:
@@ -18,7 +18,7 @@ def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float
     if wanted:
         hub_now.set()
     fetch = SimpleNamespace(_is_idle=lambda: time.monotonic() - begun >= idle_after_s, _hub_now=hub_now)
-    Fetch._wait_while_fed(cast(Fetch, fetch), wait_s)
+    FetchRun._wait_while_fed(cast(FetchRun, fetch), wait_s)
     return time.monotonic() - begun
 
 

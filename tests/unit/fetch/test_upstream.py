@@ -33,7 +33,7 @@ class Peer:
         raise PeerLost("no lease")
 
 
-class Ticket:
+class RunState:
     def wake(self) -> None:
         pass
 
@@ -41,7 +41,7 @@ class Ticket:
 def follow(peer: Peer, ranks: tuple[int, ...]) -> UpstreamReader:
     chunks = SimpleNamespace(num_chunks=8, chunk_bytes=1)
     weights = SimpleNamespace(layout=SimpleNamespace(chunks=chunks))
-    return UpstreamReader(peer, ranks, weights, None, Ticket())
+    return UpstreamReader(peer, ranks, weights, None, RunState())
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (0, 1), (1, 1), (1, 2), (UNNAMED, 1)])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.http.client import ClientConnection, Reply
+from penstock.http.client import ClientConnection, HttpReply
 from penstock.http.head import MalformedMessage
 
 BODY = bytes(range(256)) * 1000
@@ -24,7 +24,7 @@ class Server:
         mine, self.sock = socket.socketpair()
         self.connection = ClientConnection(mine, pace_s=20)
 
-    def get(self, said: bytes, method: str = "GET", *, ends: bool = False) -> Reply:
+    def get(self, said: bytes, method: str = "GET", *, ends: bool = False) -> HttpReply:
         def say() -> None:
             self.sock.recv(65536)
             with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def chunked(body: bytes, nbytes: int) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def received(reply: Reply, nbytes: int) -> bytes:
+def received(reply: HttpReply, nbytes: int) -> bytes:
     body, view = b"", memoryview(bytearray(nbytes))
     while count := reply.readinto(view):
         body += view[:count]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.http import compression
-from penstock.http.compression import AGAIN_S, MARGIN, Choice, Planes
+from penstock.http.compression import AGAIN_S, MARGIN, CompressionChoice, Planes
 from penstock.types import GB, MIB
 
 RATIO = 1.5
@@ -42,7 +42,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def read(choice: Choice, clock: Clock, mb: int, *, raw: float, coded: float, codec: float = 1.0, idle_s: float = 0.5):
+def read(
+    choice: CompressionChoice,
+    clock: Clock,
+    mb: int,
+    *,
+    raw: float,
+    coded: float,
+    codec: float = 1.0,
+    idle_s: float = 0.5,
+):
     """Requests of 4 MiB, one after the other, over a link of these rates; which of them were coded."""
     asked, planes, piece = [], Slow(clock, codec), memoryview(np.zeros(MIB, np.uint8))
     for _ in range(mb // 4):
@@ -61,7 +70,7 @@ def read(choice: Choice, clock: Clock, mb: int, *, raw: float, coded: float, cod
 
 
 def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     assert "too little" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
     assert asked == [False] * asked.count(False) + [True] * asked.count(True)
@@ -72,18 +81,18 @@ def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
 
 
 def test_a_link_faster_than_the_codec_is_never_coded(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
     assert choice.decision() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
 
 
 def test_the_gain_must_be_worth_it(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.0, coded=2.0, codec=MARGIN - 0.01))
 
 
 def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
     assert 0 < asked.count(True) * 4 <= 60
     assert not asked[-1]
@@ -91,7 +100,7 @@ def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None
 
 
 def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
     assert 0 < asked.count(True) * 4 <= 68
@@ -99,7 +108,7 @@ def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
 
 
 def test_a_link_is_measured_anew(clock: Clock) -> None:
-    choice = Choice()
+    choice = CompressionChoice()
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
     clock.now += AGAIN_S
     assert read(choice, clock, 120, raw=0.1, coded=0.15)[-1]
@@ -108,7 +117,7 @@ def test_a_link_is_measured_anew(clock: Clock) -> None:
 
 
 def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
-    choice = Choice(always=True)
+    choice = CompressionChoice(always=True)
     is_coded = choice.begin()
     assert is_coded
     choice.declined()
@@ -119,7 +128,7 @@ def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
 
 def test_answers_of_the_other_kind_do_not_count(clock: Clock) -> None:
     """A connection still brings what it was asked raw for: the rate is of both, and says nothing of coding."""
-    choice = Choice()
+    choice = CompressionChoice()
     straggler = choice.begin()
     assert straggler is False
     read(choice, clock, 60, raw=0.1, coded=0.01, idle_s=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import FormatError
-from penstock.http.server import Exchange, HttpServer, Refused
+from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.net.admission import ConnectionLimits
 from penstock.net.listener import bound_socket
 
@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 1 << 20
 THREAD = "test-http-server"
 
 
-def handle(exchange: Exchange) -> None:
+def handle(exchange: ServerExchange) -> None:
     """Answer with what the target names."""
     target = exchange.head.target
     if target == "/echo":
@@ -39,9 +39,9 @@ def handle(exchange: Exchange) -> None:
     elif target == "/malformed":
         raise FormatError("no")
     elif target == "/gone":
-        raise Refused(410, closes=False)
+        raise RequestRefused(410, closes=False)
     else:
-        raise Refused(404)
+        raise RequestRefused(404)
 
 
 @pytest.fixture

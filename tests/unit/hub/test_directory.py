@@ -21,8 +21,8 @@ from penstock.hub.failures import FAILURE_TTL_S
 from penstock.hub.grants import Grant, GrantChecker
 from penstock.hub.messages import (
     Beat,
-    Complaint,
     FailureReport,
+    FaultReport,
     Hello,
     HoldingState,
     LogReply,
@@ -52,7 +52,7 @@ def hub(bench) -> Directory:
 
 
 def complain(hub: Directory, member: str, of: str, fault: str = "unreachable", *, caller: str = "") -> None:
-    hub.complain(Complaint(member=member, of=of, key=IDENTITY.key(), fault=fault), Caller(name=caller or member))
+    hub.complain(FaultReport(member=member, of=of, key=IDENTITY.key(), fault=fault), Caller(name=caller or member))
 
 
 def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str, set[int]]:
@@ -482,14 +482,14 @@ class Stated:
             grant_epoch=7,
         )
 
-    def complaint(self, member: str, of: str, *, wrong: int) -> Complaint:
+    def complaint(self, member: str, of: str, *, wrong: int) -> FaultReport:
         said = self.leaves.copy()
         said[:wrong] += np.uint64(1)
         chunks = np.arange(self.layout.chunks.num_chunks).astype("<u4").tobytes()
         reply = LogReply(generation=0, serial=9, state="whole", chunks=chunks, leaves=said.tobytes())
         signed = self.signer.sign(reply, self.identity.key(), self.layout.chunks)
         proof = make_proof(signed, self.layout.table, self.layout.chunks, self.leaves)
-        return Complaint(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
+        return FaultReport(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
 
 
 def test_one_proof_of_wrong_digests_moves_all_at_once(bench, hub) -> None:
@@ -541,7 +541,7 @@ def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, 
 def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
-    complaint = Complaint(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
+    complaint = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
     with pytest.raises(PermissionDenied, match="not for llama"):
         hub.complain(complaint, Caller(models=("qwen*",), name="token:q"))
     hub.complain(msgspec.structs.replace(complaint, key="0" * 32), Caller(models=("qwen*",)))  # nobody holds that

@@ -25,7 +25,7 @@ from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.messages import (
     Beat,
-    Complaint,
+    FaultReport,
     FleetFailure,
     Hello,
     HoldingState,
@@ -381,7 +381,7 @@ def test_complaint_does_not_tell_who_holds_hidden_model(hub: HubThread, two_mode
         refusals = []
         for of in (holder, "f" * 32):
             with pytest.raises(PermissionDenied) as caught:
-                client.complain(Complaint(member=client.member, of=of, key=key, fault="unreachable"))
+                client.complain(FaultReport(member=client.member, of=of, key=key, fault="unreachable"))
             refusals.append(str(caught.value))
         assert refusals[0] == refusals[1] and "secret" not in refusals[0]
         assert not any(member.complaints for member in all_models.status().members)

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub.messages import Fault
-from penstock.hub.routes import HubApp, Refused
+from penstock.hub.routes import HubApp, RouteRefused
 
 COUNTED: list[int] = []
 
@@ -117,8 +117,8 @@ def test_a_slash_too_many_is_redirected(app) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "header"),
     [
-        (Refused(401, "no token", "give one"), 401, ("www-authenticate", "Bearer")),
-        (Refused(413, "too large", "give one"), 413, None),
+        (RouteRefused(401, "no token", "give one"), 401, ("www-authenticate", "Bearer")),
+        (RouteRefused(413, "too large", "give one"), 413, None),
         (UnknownMember("m", hint="give one"), 410, None),
         (PermissionDenied("m", hint="give one"), 403, None),
         (PlanError("m", hint="give one"), 409, None),

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.dcp.checkpoint import Row
-from penstock.dcp.parts import Part
+from penstock.dcp.checkpoint import CheckpointRow
+from penstock.dcp.parts import FilePart
 from penstock.types import Box, DType
 
 
@@ -16,15 +16,15 @@ from penstock.types import Box, DType
 def test_the_span_of_every_box_is_that_of_its_bytes(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     numbers = np.arange(size).reshape(shape)
-    row = Row(name="w", file=0, offset=100, nbytes=4 * size, dtype=DType.F32, shape=shape)
+    row = CheckpointRow(name="w", file=0, offset=100, nbytes=4 * size, dtype=DType.F32, shape=shape)
     for bounds in itertools.product(*(itertools.combinations(range(n + 1), 2) for n in shape)):
         start, stop = zip(*bounds, strict=True)
         inside = numbers[tuple(map(slice, start, stop))].reshape(-1)
-        offset, nbytes, is_run = Part(row=row, box=Box(start=start, stop=stop), items=[], targets=[]).span()
+        offset, nbytes, is_run = FilePart(row=row, box=Box(start=start, stop=stop), items=[], targets=[]).span()
         first, last = int(inside[0]), int(inside[-1]) + 1
         assert (offset, nbytes, is_run) == (100 + 4 * first, 4 * (last - first), last - first == len(inside)), bounds
 
 
 def test_an_empty_box_has_no_bytes() -> None:
-    row = Row(name="w", file=0, offset=8, nbytes=48, dtype=DType.F32, shape=(4, 3))
-    assert Part(row=row, box=Box(start=(2, 0), stop=(2, 3)), items=[], targets=[]).span()[1] == 0
+    row = CheckpointRow(name="w", file=0, offset=8, nbytes=48, dtype=DType.F32, shape=(4, 3))
+    assert FilePart(row=row, box=Box(start=(2, 0), stop=(2, 3)), items=[], targets=[]).span()[1] == 0

@@ -10,8 +10,8 @@ import torch
 from tests.unit.sync.moved import move
 
 from penstock.errors import PlanError
-from penstock.sync.shards import Row, declared
-from penstock_rl.megatron import GPT, Grid, Rule, from_megatron, whole
+from penstock.sync.shards import ShardRow, declared
+from penstock_rl.megatron import GPT, Grid, NameRule, from_megatron, whole
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER = 8, 4, 4, 16, 24, 21, 32, 4, 4, 8
 Q_RANK, KV_RANK, ROPE = 6, 5, 2
@@ -145,7 +145,7 @@ class Converted:
 
 def ranks(
     hf: Mapping[str, torch.Tensor], tp: int, pp: int, ep: int, *, expert_tp: int | None = None, local: bool = False
-) -> list[tuple[Row, ...]]:
+) -> list[tuple[ShardRow, ...]]:
     found, depth = [], LAYERS // pp
     for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
         grid = Grid(
@@ -204,7 +204,7 @@ def test_parameters_that_no_rule_knows_are_listed_and_can_be_given_one() -> None
     held = {"decoder.layers.0.mixer.weight": made(2, 2), "decoder.layers.1.other": made(2)}
     with pytest.raises(PlanError, match=r"no rule for 2 parameters: decoder.layers.0.mixer.weight, .*other"):
         from_megatron(held, GRID)
-    rules = {**GPT, "decoder.layers.{layer}.mixer.weight": Rule(cut=whole, names=("model.{layer}.mix",))}
+    rules = {**GPT, "decoder.layers.{layer}.mixer.weight": NameRule(cut=whole, names=("model.{layer}.mix",))}
     assert list(from_megatron({"decoder.layers.0.mixer.weight": made(2, 2)}, GRID, rules=rules)) == ["model.0.mix"]
 
 

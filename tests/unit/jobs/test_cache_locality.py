@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.jobs import job
-from penstock.jobs.job import Job, bytes_read, cached_tasks, plan_job, shared_as
+from penstock.jobs.job import ConversionJob, bytes_read, cached_tasks, plan_job, shared_as
 from penstock.jobs.operations.spec import operation_of
 from penstock.storage import cache
 from penstock.storage.cache import CachedSource, open_cached
@@ -31,7 +31,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightSet:
     return replace(found, sources=tuple(open_cached(one, settings=settings) for one in found.sources))
 
 
-def job_of(source: WeightSet) -> Job:
+def job_of(source: WeightSet) -> ConversionJob:
     return plan_job(operation_of(()), [source.manifest], task_bytes=256 << 10)
 
 

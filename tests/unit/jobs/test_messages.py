@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from penstock.errors import FormatError, PeerLost, PlanError
-from penstock.jobs.messages import HELLO_BYTES, JOB_PROTOCOL, Began, Done, Failure, Hello, JobSpec, Stop, Wire, Work
+from penstock.jobs.messages import (
+    HELLO_BYTES,
+    JOB_PROTOCOL,
+    Began,
+    JobSpec,
+    Stop,
+    TaskDone,
+    TaskFailure,
+    TaskWork,
+    Wire,
+    WorkerHello,
+)
 from penstock.jobs.workers.process import serve
 
 Pair = tuple[socket.socket, Wire]
@@ -34,7 +45,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 def test_messages_are_whole_however_their_bytes_come(pair: Pair):
     here, wire = pair
-    messages = [Hello(worker="w", secret="s", device="cpu"), Began(task=3), Done(task=3, digests=bytes(16))]
+    messages = [WorkerHello(worker="w", secret="s", device="cpu"), Began(task=3), TaskDone(task=3, digests=bytes(16))]
     raw = b"".join(map(framed, messages))
     found = []
     for at in range(0, len(raw), 7):
@@ -45,7 +56,9 @@ def test_messages_are_whole_however_their_bytes_come(pair: Pair):
     assert wire.from_worker() == messages
 
 
-@pytest.mark.parametrize("raw", [(HELLO_BYTES + 1).to_bytes(4, "little"), b"\x01\0\0\0\xc1", framed(Work(tasks=(1,)))])
+@pytest.mark.parametrize(
+    "raw", [(HELLO_BYTES + 1).to_bytes(4, "little"), b"\x01\0\0\0\xc1", framed(TaskWork(tasks=(1,)))]
+)
 def test_what_is_no_message_of_a_worker_is_refused(pair: Pair, raw: bytes):
     pair[0].sendall(raw)
     with pytest.raises(FormatError):
@@ -60,7 +73,7 @@ def test_an_end_within_a_message_is_an_end(pair: Pair):
     with pytest.raises(PeerLost):
         wire.from_worker()
     with pytest.raises(PeerLost):
-        wire.send(Work(revoked=(1,)))
+        wire.send(TaskWork(revoked=(1,)))
 
 
 def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
@@ -79,7 +92,7 @@ def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
     here.sendall(framed(words) + framed(Stop()))
     with here, there:
         serve(Wire(there), "w0", "s", torch.device("cpu"))
-        assert here.recv(1 << 16) == framed(Hello(worker="w0", secret="s", device="cpu"))
+        assert here.recv(1 << 16) == framed(WorkerHello(worker="w0", secret="s", device="cpu"))
 
 
 def test_a_worker_names_a_coordinator_of_another_major_version():
@@ -90,7 +103,7 @@ def test_a_worker_names_a_coordinator_of_another_major_version():
         with pytest.raises(PlanError, match=f"speaks job protocol 2.0, .* speaks {JOB_PROTOCOL}: their major"):
             serve(Wire(there), "w", "s", torch.device("cpu"))
         hello, failure = Wire(coordinator).from_worker()
-    assert isinstance(hello, Hello) and isinstance(failure, Failure)
+    assert isinstance(hello, WorkerHello) and isinstance(failure, TaskFailure)
     # The coordinator learns it too, by an error of its own.
     assert failure.kind == "PlanError" and "speaks job protocol 2.0" in failure.message
 
@@ -104,4 +117,6 @@ def test_what_a_newer_minor_version_adds_is_ignored(pair: Pair):
 
 def test_the_version_is_not_sent_while_it_is_the_first():
     """The first release refuses unknown fields."""
-    assert "protocol" not in msgspec.msgpack.decode(msgspec.msgpack.encode(Hello(worker="w", secret="s", device="d")))
+    assert "protocol" not in msgspec.msgpack.decode(
+        msgspec.msgpack.encode(WorkerHello(worker="w", secret="s", device="d"))
+    )

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.jobs import report as module
-from penstock.jobs.job import Job, plan_job
-from penstock.jobs.operations.formats import Store
+from penstock.jobs.job import ConversionJob, plan_job
+from penstock.jobs.operations.formats import StoreOperation
 from penstock.jobs.operations.operation import Chain
 from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.report import predict
@@ -25,7 +25,7 @@ URIS = ["/weights/model.safetensors", "/out"]
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job() -> ConversionJob:
     """A copy of 4 GB."""
     table = lay_out([Spec(name=f"t{i}", dtype=DType.U8, shape=(1000, MIB)) for i in range(4)], shard_bytes=8 * GB).table
     source = Manifest(files=(), tensors=table, leaf_bytes=1, leaves=None, revision="h1-")
@@ -37,18 +37,18 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def test_measured_rates_say_how_long_the_slowest_stage_takes(job: Job) -> None:
+def test_measured_rates_say_how_long_the_slowest_stage_takes(job: ConversionJob) -> None:
     seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
     assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
     assert why == "the rates of here, a disk that keeps up"
 
 
-def test_each_operation_has_its_own_rate(job: Job) -> None:
+def test_each_operation_has_its_own_rate(job: ConversionJob) -> None:
     rates = msgspec.structs.replace(RATES, operation_gb_per_s={"co": 9.0, "copy": 0.5, "to fp8-block128": 0.25})
     nbytes = int(job.read_bytes.sum()) / GB
     assert predict(job, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes / 0.5, rel=0.05)
     # The steps of a chain follow each other.
-    quantise = Store("fp8-block128")
+    quantise = StoreOperation("fp8-block128")
     for operation, expected in ((quantise, 4.0), (Chain(job.operation, quantise), 6.0)):
         other = dataclasses.replace(job, operation=operation)
         assert predict(other, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes * expected, rel=0.05)
@@ -59,12 +59,12 @@ def test_a_rate_of_zero_is_refused() -> None:
         msgspec.structs.replace(RATES, operation_gb_per_s={"copy": 0.0}).check()
 
 
-def test_workers_share_the_work_and_the_cores(job: Job) -> None:
+def test_workers_share_the_work_and_the_cores(job: ConversionJob) -> None:
     one, two, four = (predict(job, frozenset(), URIS, ["cpu"] * count, RATES)[0] for count in (1, 2, 4))
     assert one is not None and two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(two, rel=0.1)
 
 
-def test_what_is_done_is_not_counted(job: Job) -> None:
+def test_what_is_done_is_not_counted(job: ConversionJob) -> None:
     half = frozenset(range(len(job.tasks) // 2))
     whole, left = (predict(job, kept, URIS, ["cpu"], RATES)[0] for kept in (frozenset[int](), half))
     assert whole is not None and left == pytest.approx(whole / 2, rel=0.05)
@@ -81,14 +81,14 @@ def test_what_is_done_is_not_counted(job: Job) -> None:
     ],
 )
 def test_where_nothing_is_known_that_is_said(
-    job: Job, uris: list[str], devices: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+    job: ConversionJob, uris: list[str], devices: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_gpus", lambda: {"NVIDIA A10"})
     assert predict(job, frozenset(), uris, devices, None) == (None, why)
 
 
 def test_gpus_are_known_by_what_the_driver_calls_them(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: ConversionJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(2):
         (tmp_path / f"0000:{i}").mkdir()

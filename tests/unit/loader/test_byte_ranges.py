@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loader.byte_ranges import Blocks, RangeSet
+from penstock.loader.byte_ranges import ByteBlocks, RangeSet
 
 SIZE = 60
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=12)
@@ -36,7 +36,7 @@ class Piece:
 
 @given(RANGES)
 def test_blocks_answer_as_a_list_would(ranges: list[tuple[int, int]]) -> None:
-    blocks, pieces = Blocks[Piece](), list[Piece]()
+    blocks, pieces = ByteBlocks[Piece](), list[Piece]()
     for start, stop in ranges:
         if all(stop <= piece.start or piece.stop <= start for piece in pieces):
             pieces.append(Piece(start, stop))

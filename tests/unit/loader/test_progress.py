@@ -6,21 +6,21 @@ import threading
 
 import pytest
 
-from penstock.engine.run import Ticket
+from penstock.engine.run import RunState
 from penstock.errors import SourceStalled, SourceTruncated
 from penstock.loader import progress
 from penstock.loader.progress import Progress
 
 
 def test_a_drawn_wait_has_a_deadline() -> None:
-    ticket = Ticket(100, is_busy=lambda: False)
+    ticket = RunState(100, is_busy=lambda: False)
     with Progress(True, "weights") as progress, pytest.raises(SourceStalled):
         progress.follow(ticket, stall_s=0.3)
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
 def test_a_wait_ends_once_something_is_reached_and_shows_no_end(is_drawn: bool) -> None:
-    ticket, calls = Ticket(100, is_busy=lambda: False), list[tuple[int, int]]()
+    ticket, calls = RunState(100, is_busy=lambda: False), list[tuple[int, int]]()
     wanted = (lambda done, total: calls.append((done, total))) if is_drawn else False
     with Progress(wanted, "weights") as shown:
         timer = threading.Timer(0.02, lambda: (setattr(ticket, "moved_bytes", 60), ticket.wake()))
@@ -31,7 +31,7 @@ def test_a_wait_ends_once_something_is_reached_and_shows_no_end(is_drawn: bool) 
 
 
 def test_a_wait_for_what_is_never_reached_ends_with_the_tickets_error() -> None:
-    ticket = Ticket(100, is_busy=lambda: False)
+    ticket = RunState(100, is_busy=lambda: False)
     timer = threading.Timer(0.02, ticket.fail, [SourceTruncated("the file ended")])
     timer.start()
     with Progress(True, "weights") as shown, pytest.raises(SourceTruncated):

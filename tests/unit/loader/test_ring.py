@@ -17,7 +17,7 @@ from tests.support.ring import ring_refused
 
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import HostPlace, Segment
-from penstock.engine.run import Pending
+from penstock.engine.run import PendingItem
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated, SourceUnavailable
 from penstock.loader.run import LoadRun
@@ -62,7 +62,7 @@ class DevicePlace(HostPlace):
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
         return None
 
-    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
         self.num_copies += 1
         self.on_copy(self.num_copies)
         copy = super().copy

@@ -16,7 +16,7 @@ from tests.support.shards import shard_box
 
 from penstock.engine.check import Expected, HostChecker
 from penstock.engine.place import Bytes, HostPlace, Segment
-from penstock.engine.run import Pending, Ticket
+from penstock.engine.run import PendingItem, RunState
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
 from penstock.loader.run import LoadRun
@@ -83,7 +83,7 @@ class DevicePlace(HostPlace):
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
         return None
 
-    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
         if self.fault is not None:
             raise self.fault
         copy = super().copy
@@ -366,7 +366,7 @@ def test_a_checker_that_breaks_is_told(make: Make) -> None:
         def prepare(self) -> None:
             pass
 
-        def check(self, slabs: Sequence[int]) -> Pending | None:
+        def check(self, slabs: Sequence[int]) -> PendingItem | None:
             raise ZeroDivisionError
 
     run = make(*[CHUNK] * 8).start(checker=Broken())
@@ -387,7 +387,7 @@ def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, mo
         def prepare(self) -> None:
             self.called.append(0)
 
-        def check(self, slabs: Sequence[int]) -> Pending | None:
+        def check(self, slabs: Sequence[int]) -> PendingItem | None:
             self.called.append(len(slabs))
             return None
 
@@ -424,7 +424,7 @@ class Preparing:
         self.num_prepared += 1
         self.is_prepared.set()
 
-    def check(self, slabs: Sequence[int]) -> Pending | None:
+    def check(self, slabs: Sequence[int]) -> PendingItem | None:
         return None
 
 
@@ -485,7 +485,7 @@ def test_a_closed_run_holds_nothing_even_before_the_collector_runs(how: str) -> 
                 run.ticket.wait(stall_s=10)
         except PenstockError:
             assert how == "failed"
-        ticket: Ticket = run.ticket
+        ticket: RunState = run.ticket
         bench.close()
         del bench.place
         assert [ref() for ref in refs] == [None, None], "although the run and the ticket live"

@@ -1,4 +1,4 @@
-"""`start_loading` on a GPU, without one: the stream on which its thread works."""
+"""`load_in_background` on a GPU, without one: the stream on which its thread works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.loader import start
-from penstock.loader.session import Options, Session
+from penstock.loader.session import LoadSession, ReadOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -31,12 +31,12 @@ def test_the_thread_works_on_the_callers_stream(tmp_path: Path, monkeypatch: pyt
         yield
         del streams[threading.get_ident()]
 
-    def open_for_cuda(uri: Any, options: Options, *args: Any) -> Session:
+    def open_for_cuda(uri: Any, options: ReadOptions, *args: Any) -> LoadSession:
         session = open_session(uri, options, *args)
         session.options = dataclasses.replace(options, device=CUDA)
         return session
 
-    def on_cpu(session: Session, *args: Any) -> int:
+    def on_cpu(session: LoadSession, *args: Any) -> int:
         used.append(current_stream(CUDA))
         session.options = dataclasses.replace(session.options, device=CPU)
         return fill(session, *args)
@@ -49,6 +49,6 @@ def test_the_thread_works_on_the_callers_stream(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "stream", stream)
     module = torch.nn.Linear(4, 4)
     save_file(dict(module.state_dict()), tmp_path / "model.safetensors")
-    with start.start_loading(module, str(tmp_path)) as loading:
+    with start.load_in_background(module, str(tmp_path)) as loading:
         loading.wait()
     assert used == ["the caller's"]

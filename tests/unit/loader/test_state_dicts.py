@@ -43,7 +43,7 @@ def load_into(module: torch.nn.Module, path: Path) -> None:
     penstock.load_into(module, path, strict=False)
 
 
-def start_loading(module: torch.nn.Module, path: Path) -> None:
+def load_in_background(module: torch.nn.Module, path: Path) -> None:
     with penstock.modules.load_in_background(module, path, strict=False) as loading:
         loading.wait()
 
@@ -72,14 +72,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("verb", [load_into, start_loading, reload_failed, refill])
+@pytest.mark.parametrize("verb", [load_into, load_in_background, reload_failed, refill])
 def test_views_in_state_dict_are_filled(path: Path, verb: Verb) -> None:
     module = Stacked()
     verb(module, path)
     assert module.stack[:, 0, 0].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("verb", [load_into, start_loading, penstock.empty_module])
+@pytest.mark.parametrize("verb", [load_into, load_in_background, penstock.empty_module])
 def test_copies_in_state_dict_are_refused(path: Path, verb: Callable[..., object]) -> None:
     def copies(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name in list(state):
@@ -99,7 +99,7 @@ def test_plain_attribute_is_filled(path: Path) -> None:
     assert module.codes.eq(1).all()
 
 
-@pytest.mark.parametrize("verb", [start_loading, penstock.empty_module])
+@pytest.mark.parametrize("verb", [load_in_background, penstock.empty_module])
 def test_plain_attribute_cannot_be_kept(path: Path, verb: Callable[..., object]) -> None:
     module = Attribute()
     with pytest.raises(PlanError, match="no parameter or buffer"):
@@ -107,7 +107,7 @@ def test_plain_attribute_cannot_be_kept(path: Path, verb: Callable[..., object])
     assert not module.codes.any()
 
 
-@pytest.mark.parametrize("verb", [load_into, start_loading])
+@pytest.mark.parametrize("verb", [load_into, load_in_background])
 def test_copy_that_nothing_fills_is_accepted(path: Path, verb: Verb) -> None:
     def count(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         state[f"{prefix}count"] = torch.tensor([2])

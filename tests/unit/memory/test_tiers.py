@@ -24,24 +24,24 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.memory.tier import Block, Room
+from penstock.memory.tier import Room, TierBlock
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import HeapTier
 from penstock.memory.tiers import SOURCE, Level, Tiers
 from penstock.testing.tier_suite import filled
 
 
-def block(number: int, nbytes: int = 100) -> Block:
-    return Block(f"w1-{number}", 0, nbytes)
+def block(number: int, nbytes: int = 100) -> TierBlock:
+    return TierBlock(f"w1-{number}", 0, nbytes)
 
 
 class Source:
     """Gives a block's bytes, and counts."""
 
     def __init__(self) -> None:
-        self.reads: Counter[Block] = Counter()
+        self.reads: Counter[TierBlock] = Counter()
 
-    def of(self, one: Block):
+    def of(self, one: TierBlock):
         def fill(room: Room) -> None:
             self.reads[one] += 1
             room.write(0, content(one))
@@ -49,7 +49,7 @@ class Source:
         return fill
 
 
-def content(one: Block) -> memoryview:
+def content(one: TierBlock) -> memoryview:
     return filled(one.nbytes, hash(one)).views()[0]
 
 
@@ -79,13 +79,13 @@ class TiersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.tiers = Source(), make(*self.BUDGETS.values(), keeps_copies=self.KEEPS_COPIES)
-        self.there: set[Block] = set()
-        self.pins: list[tuple[Block, Room, ExitStack]] = []
+        self.there: set[TierBlock] = set()
+        self.pins: list[tuple[TierBlock, Room, ExitStack]] = []
 
     blocks, places = st.sampled_from(BLOCKS), st.sampled_from([None, "gpu", "host", "disk"])
 
     @rule(one=blocks, tier=places)
-    def put(self, one: Block, tier: str | None) -> None:
+    def put(self, one: TierBlock, tier: str | None) -> None:
         try:
             self.tiers.put(one, self.source.of(one), tier=tier, again=self.BLOCKS.index(one) < 5)
         except ConfigError:
@@ -97,7 +97,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.there.add(one)
 
     @rule(one=blocks, tier=places)
-    def pin(self, one: Block, tier: str | None) -> None:
+    def pin(self, one: TierBlock, tier: str | None) -> None:
         with ExitStack() as stack:
             try:
                 room = stack.enter_context(self.tiers.pin(one, tier))
@@ -116,12 +116,12 @@ class TiersMachine(RuleBasedStateMachine):
         self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[2].close()
 
     @rule(one=blocks)
-    def demote(self, one: Block) -> None:
+    def demote(self, one: TierBlock) -> None:
         with suppress(SourceBusy, NotFound, BudgetTooSmall):
             self.tiers.demote(one)
 
     @rule(one=blocks)
-    def drop(self, one: Block) -> None:
+    def drop(self, one: TierBlock) -> None:
         try:
             self.tiers.drop(one)
         except NotFound:
@@ -132,7 +132,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.there.discard(one)
 
     @rule(one=blocks, tier=places)
-    def prefetch(self, one: Block, tier: str | None) -> None:
+    def prefetch(self, one: TierBlock, tier: str | None) -> None:
         if one in self.there:
             done = self.tiers.prefetch(one, tier)
             assert isinstance(done.exception(timeout=20), BudgetTooSmall | None)

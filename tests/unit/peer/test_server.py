@@ -31,7 +31,7 @@ from penstock.peer import client
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, from_message
 from penstock.peer.server import PeerServer
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.loopback import LoopbackTransport
 
 
@@ -61,7 +61,7 @@ def door(tmp_path: Path):
 def holding(door: PeerServer) -> LocalWeights:
     holding = make()
     holding.max_readers = 2
-    with Links({"loopback": LoopbackTransport}) as links:
+    with PeerLinks({"loopback": LoopbackTransport}) as links:
         holding.register(links)
         door.show(holding)
         yield holding

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.plan.schedule import Pieces, chunk_table, to_ranges
+from penstock.plan.schedule import ReadPieces, chunk_table, to_ranges
 from penstock.types import I64
 
 # Some rows of many chunks, which are cut in one step.
 sizes = st.lists(st.integers(0, 70) | st.integers(0, 500), max_size=30)
 
 
-def _columns(pieces: Pieces) -> tuple[I64, I64, I64]:
+def _columns(pieces: ReadPieces) -> tuple[I64, I64, I64]:
     return pieces.row, pieces.start, pieces.nbytes
 
 
-def _bytes(pieces: Pieces) -> list[list[tuple[int, int]]]:
+def _bytes(pieces: ReadPieces) -> list[list[tuple[int, int]]]:
     """The bytes of each piece, as rows and offsets."""
     columns = zip(*(column.tolist() for column in _columns(pieces)), strict=True)
     return [[(row, byte) for byte in range(start, start + nbytes)] for row, start, nbytes in columns]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.cluster import CLUSTERS, Cluster, Links, Rates, from_json, slowdowns, to_json
+from penstock.plan.cluster import CLUSTERS, Cluster, ClusterLinks, Rates, from_json, slowdowns, to_json
 from penstock.types import GB
 
 H200 = CLUSTERS["h200"][0]
@@ -54,7 +54,7 @@ def test_rates_that_are_none_are_refused() -> None:
 
 def test_gpus_of_a_node_meet_over_nvlink_and_others_over_nics() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=2, nics_per_node=4)
-    links = Links(cluster, np.ones(16))
+    links = ClusterLinks(cluster, np.ones(16))
     near, far, beside = links.between(np.array([0, 0, 1]), np.array([1, 8, 9]))
     assert links.capacity[near].tolist() == [392 * GB, 392 * GB, np.inf]
     assert links.capacity[far].tolist() == [50 * GB, 50 * GB, np.inf]
@@ -66,4 +66,4 @@ def test_stragglers_are_as_many_as_said_and_the_seeds() -> None:
     slow = slowdowns(cluster, 7)
     assert (slow == 3.0).sum() == 8
     assert (slow == slowdowns(cluster, 7)).all() and (slow != slowdowns(cluster, 8)).any()
-    assert Links(cluster, slow).capacity[:80] == pytest.approx(392 * GB / slow)
+    assert ClusterLinks(cluster, slow).capacity[:80] == pytest.approx(392 * GB / slow)

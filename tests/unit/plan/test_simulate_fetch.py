@@ -15,7 +15,7 @@ from penstock.plan.relay_parents import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB
 from penstock_tools import simulate_fetch as module
-from penstock_tools.simulate_fetch import Fleet, simulate_fetch, step_bytes
+from penstock_tools.simulate_fetch import SimulatedFleet, simulate_fetch, step_bytes
 
 RATES = H200_RATES
 NBYTES = 50 * GB
@@ -51,7 +51,7 @@ def near(value: float, copies: float = 1.0) -> object:
 
 
 def test_one_copy_to_one_other() -> None:
-    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(2), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(2), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.limit_s == pytest.approx(1.0)
     assert found.moved_bytes == NBYTES
@@ -59,33 +59,33 @@ def test_one_copy_to_one_other() -> None:
 
 @pytest.mark.parametrize("nodes", [3, 8])
 def test_a_chain_takes_one_copy_and_its_hops(nodes: int) -> None:
-    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(nodes), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(nodes), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50) + (nodes - 2) * hop_s(RATES, 50))
     assert found.moved_bytes == (nodes - 1) * NBYTES
 
 
 def test_within_a_node_the_copy_goes_by_nvlink() -> None:
-    found = simulate_fetch(Fleet(nbytes=NBYTES), cluster(1, 8), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(1, 8), RATES)
     assert found.predicted_s == pytest.approx(NBYTES / 400e9 + first_s(RATES, 400) + 6 * hop_s(RATES, 400), rel=0.02)
     assert {load.name for load in found.links} == {"nvlink out", "nvlink in"}
 
 
 def test_holders_fill_the_rest_side_by_side() -> None:
-    alone = simulate_fetch(Fleet(nbytes=NBYTES), cluster(20), RATES)
-    four = simulate_fetch(Fleet(nbytes=NBYTES, holders=4), cluster(20), RATES)
+    alone = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(20), RATES)
+    four = simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=4), cluster(20), RATES)
     assert four.predicted_s < alone.predicted_s
     assert four.num_receivers == 16
 
 
 def test_parts_of_a_replica_travel_side_by_side() -> None:
-    found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(2, 8), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=8 * NBYTES, parts=8), cluster(2, 8), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.moved_bytes == 8 * NBYTES
 
 
 def test_from_storage_each_byte_is_read_once() -> None:
     one = cluster(4, node_storage_gb_per_s=2.0)
-    found = simulate_fetch(Fleet(nbytes=NBYTES, holders=0), one, RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=0), one, RATES)
     storage = next(load for load in found.links if load.name == "storage of a node")
     assert storage.total_bytes == pytest.approx(NBYTES, rel=1e-6)
     assert found.predicted_s == pytest.approx(NBYTES / 8e9 + 3 * chunk_hop_s(RATES, 50), rel=0.01)
@@ -93,13 +93,13 @@ def test_from_storage_each_byte_is_read_once() -> None:
 
 def test_a_slow_member_slows_those_below_it() -> None:
     slow = cluster(20, straggler_share=0.1, straggler_slowdown=4.0)
-    found = simulate_fetch(Fleet(nbytes=NBYTES), slow, RATES, seed=1)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), slow, RATES, seed=1)
     assert found.predicted_s > 3.5
 
 
 def test_the_dead_are_gone_round() -> None:
     one = msgspec.structs.replace(cluster(40), failures_per_gpu_hour=400.0)
-    found = simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=3)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), one, RATES, seed=3)
     assert found.failed
     assert found.num_receivers == 39 - len(found.failed)
     assert found.moved_bytes == found.num_receivers * NBYTES
@@ -108,11 +108,11 @@ def test_the_dead_are_gone_round() -> None:
 
 def test_who_cannot_be_filled_is_told() -> None:
     with pytest.raises(PlanError, match="no storage"):
-        simulate_fetch(Fleet(nbytes=NBYTES, holders=0), cluster(4), RATES)
+        simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=0), cluster(4), RATES)
     with pytest.raises(PlanError, match="replicas of 3"):
-        simulate_fetch(Fleet(nbytes=NBYTES, parts=3), cluster(4), RATES)
+        simulate_fetch(SimulatedFleet(nbytes=NBYTES, parts=3), cluster(4), RATES)
     with pytest.raises(PlanError, match="5 holders"):
-        simulate_fetch(Fleet(nbytes=NBYTES, holders=5), cluster(4), RATES)
+        simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=5), cluster(4), RATES)
 
 
 fleets = st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(0, 9), st.sampled_from([0.0, 0.2]))
@@ -123,7 +123,7 @@ fleets = st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(0,
 def test_equal_seeds_give_equal_predictions_and_every_byte_arrives(given) -> None:
     nodes, gpus, seed, slow = given
     one = cluster(nodes, gpus, straggler_share=slow)
-    first, again = (simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=seed) for _ in range(2))
+    first, again = (simulate_fetch(SimulatedFleet(nbytes=NBYTES), one, RATES, seed=seed) for _ in range(2))
     assert first == again
     assert first.moved_bytes == (one.num_gpus - 1) * NBYTES
     assert first.predicted_s >= first.limit_s * (1 - 1e-6)
@@ -137,12 +137,14 @@ def test_faster_links_are_never_slower(given, factor: float) -> None:
     fast = msgspec.structs.replace(
         one, nic_gb_per_s=one.nic_gb_per_s * factor, nvlink_gb_per_s=one.nvlink_gb_per_s * factor
     )
-    before, after = (simulate_fetch(Fleet(nbytes=NBYTES), each, RATES, seed=seed).predicted_s for each in (one, fast))
+    before, after = (
+        simulate_fetch(SimulatedFleet(nbytes=NBYTES), each, RATES, seed=seed).predicted_s for each in (one, fast)
+    )
     assert after <= before * 1.01
 
 
 def test_a_thousand_nodes_of_eight_are_simulated() -> None:
-    found = simulate_fetch(Fleet(nbytes=8 * NBYTES, parts=8), cluster(1024, 8), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=8 * NBYTES, parts=8), cluster(1024, 8), RATES)
     assert found.num_receivers == 8184
     assert found.moved_bytes == 1023 * 8 * NBYTES
     # One member of a key on each host: two trees, where chains of hosts take more than two copies.
@@ -151,7 +153,7 @@ def test_a_thousand_nodes_of_eight_are_simulated() -> None:
 
 @pytest.mark.parametrize(("gpus", "nics"), [(1, 1), (8, 1), (8, 4)])
 def test_many_hosts_take_little_more_than_a_copy(gpus: int, nics: int) -> None:
-    found = simulate_fetch(Fleet(nbytes=2 * NBYTES), cluster(200, gpus, nics_per_node=nics), RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=2 * NBYTES), cluster(200, gpus, nics_per_node=nics), RATES)
     assert found.moved_bytes == 2 * NBYTES * (200 * gpus - 1)
     assert found.predicted_s < 1.2 * 2.0
     most = max(load.most_bytes for load in found.links if load.name == "nic out")
@@ -160,7 +162,7 @@ def test_many_hosts_take_little_more_than_a_copy(gpus: int, nics: int) -> None:
 
 def test_the_dead_of_two_trees_are_gone_round() -> None:
     one = msgspec.structs.replace(cluster(100), failures_per_gpu_hour=200.0)
-    found = simulate_fetch(Fleet(nbytes=NBYTES), one, RATES, seed=3)
+    found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), one, RATES, seed=3)
     assert "2 trees" in found.what and found.failed
     assert found.num_receivers == 99 - len(found.failed)
     assert found.moved_bytes == found.num_receivers * NBYTES
@@ -169,7 +171,7 @@ def test_the_dead_of_two_trees_are_gone_round() -> None:
 def test_a_measured_fetch_is_predicted_within_a_tenth() -> None:
     """Three receivers on four H200, which no figure was taken from. Source: results/h200x4_202611/fetch.md, payload."""
     host = msgspec.structs.replace(CLUSTERS["h200"][0], num_nodes=1, gpus_per_node=4)
-    found = simulate_fetch(Fleet(nbytes=60 * GB), host, RATES)
+    found = simulate_fetch(SimulatedFleet(nbytes=60 * GB), host, RATES)
     assert abs(found.off_by(measured_s=0.187)) < 0.1
 
 

@@ -18,7 +18,7 @@ from penstock.plan.simulate import fair_rates, svg
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
 from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
-from penstock_tools.simulate_sync import BATCH_BYTES, Work, queued, simulate_sync, transformed_bytes
+from penstock_tools.simulate_sync import BATCH_BYTES, StageWork, queued, simulate_sync, transformed_bytes
 
 ROWS = 1024
 FREE = Rates(
@@ -99,7 +99,7 @@ def test_transform_and_flip_add_what_cannot_overlap() -> None:
     source = np.full((1, one.num_buckets), 2 * GB)  # a batch or two each
     found = simulate_sync(one, CLUSTER, rates, transformed=source, staged=False)
     whole_s = one.num_buckets * 0.01
-    assert found.predicted_s == pytest.approx(whole_s + Work.of(one, rates).nbytes[-1] / 50e9, rel=0.05)
+    assert found.predicted_s == pytest.approx(whole_s + StageWork.of(one, rates).nbytes[-1] / 50e9, rel=0.05)
     assert found.bottleneck.startswith("transform")
     staged = simulate_sync(one, CLUSTER, rates, transformed=source)
     assert staged.predicted_s == pytest.approx(found.predicted_s + NBYTES / 1e9)
@@ -110,7 +110,7 @@ def test_transform_and_flip_add_what_cannot_overlap() -> None:
 def test_posts_are_made_one_by_one() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5)
     one = plan(4, 2)
-    reads = len(Work.of(one, rates).receiver) // 2
+    reads = len(StageWork.of(one, rates).receiver) // 2
     found = simulate_sync(one, CLUSTER, rates)
     assert found.predicted_s == pytest.approx(reads * 0.5, rel=0.1)
     assert found.bottleneck.startswith("posting reads")
@@ -140,7 +140,7 @@ def columns(sources: int) -> SyncPlan:
 
 def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
     one = plan(2, 1)  # a read of 512 MiB from each source: 16 copies
-    work = Work.of(one, FREE)
+    work = StageWork.of(one, FREE)
     assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
     slow = msgspec.structs.replace(FREE, copy_s=0.01, near_post_s=0.1)
     found = simulate_sync(one, NODE, slow, one_node=True, staged=False)
@@ -199,7 +199,7 @@ def test_digests_that_are_asked_for_hold_up_a_transform() -> None:
 
 def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
     one = columns(1)
-    work = Work.of(one, FREE)
+    work = StageWork.of(one, FREE)
     assert not work.num_copies.any() and work.short_bytes.tolist() == work.nbytes.tolist()
     slow = msgspec.structs.replace(FREE, gather_gb_per_s=200.0)
     assert simulate_sync(one, NODE, slow, one_node=True).predicted_s == near(NBYTES / 200e9)
@@ -237,7 +237,7 @@ def test_short_runs_between_nodes_are_packed_where_the_source_can() -> None:
     one = narrow_columns(1 << 20, 1)  # 256 MiB: a million runs, or four buffers
     assert simulate_sync(one, CLUSTER, SLOW_RUNS, staged=False).predicted_s == near(1e-3 * (1 << 20))
     packing = msgspec.structs.replace(SLOW_RUNS, pack_gb_per_s=100.0)
-    work = Work.of(one, packing)
+    work = StageWork.of(one, packing)
     assert work.packed_bytes.tolist() == work.nbytes.tolist() == [256 * MIB] and not work.far_s.any()
     found = simulate_sync(one, CLUSTER, packing, staged=False)
     # One buffer after the other: packed, then read; and one run instead of a million.
@@ -263,14 +263,14 @@ def test_readers_wait_for_the_buffers_of_a_source() -> None:
 def test_within_a_node_and_in_long_runs_nothing_is_packed() -> None:
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e-3)
     assert simulate_sync(narrow_columns(1 << 20, 1), NODE, rates, one_node=True, staged=False).predicted_s < 0.1
-    assert not Work.of(columns(1), rates).packed_bytes.any()  # runs of 32 KiB
-    assert not Work.of(plan(2, 2), rates).packed_bytes.any()
+    assert not StageWork.of(columns(1), rates).packed_bytes.any()  # runs of 32 KiB
+    assert not StageWork.of(plan(2, 2), rates).packed_bytes.any()
 
 
 def test_what_python_does_for_a_receiver_is_done_in_turn() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5, step_s=0.5)
     one = plan(4, 1)
-    reads = len(Work.of(one, rates).receiver)
+    reads = len(StageWork.of(one, rates).receiver)
     assert simulate_sync(one, CLUSTER, rates, staged=False).predicted_s == pytest.approx(reads * 1.0, rel=0.1)
 
 
@@ -475,7 +475,7 @@ def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) 
         first = [np.array([0, NBYTES // 4])] * 4
         window_bytes, piece_bytes = watermark // AHEAD_WINDOWS, watermark // 16
         windows = cut(part, first, np.array([0, NBYTES]), window_bytes=window_bytes, piece_bytes=piece_bytes)
-        work = Work.of(one, FREE, watermark_bytes=watermark)
+        work = StageWork.of(one, FREE, watermark_bytes=watermark)
         mine = work.receiver == receiver
         assert part.windows(window_bytes) == list(windows.bucket_first)
         assert (work.window[mine] - work.window[mine][0]).tolist() == [step.window for step in windows.steps]

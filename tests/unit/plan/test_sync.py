@@ -16,7 +16,7 @@ from tests.support.shards import shard_box
 
 from penstock.errors import PlanError
 from penstock.plan.layout import Form, Layout, decode, encode
-from penstock.plan.sync import Part, SyncPlan, plan_key, plan_sync
+from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_key, plan_sync
 from penstock.types import Box, DType
 
 Row = tuple[str, Form]
@@ -65,7 +65,7 @@ def fill(one: Layout, tensors: dict[str, np.ndarray]) -> np.ndarray:
     return memory
 
 
-def carry_out(part: Part, memories: Sequence[np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+def carry_out(part: ReceiverPlan, memories: Sequence[np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     """The receiver's memory, and how often each of its bytes was written."""
     mine, times = np.full(nbytes, 0xEE, np.uint8), np.zeros(nbytes, int)
     for i in range(len(part.row)):
@@ -87,7 +87,7 @@ def prove_by_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[L
     memories = [fill(one, tensors) for one in holdings]
     for r, want in enumerate(wants):
         part = plan.part(r)
-        heard = decode(encode(part), Part)
+        heard = decode(encode(part), ReceiverPlan)
         heard.check(src_nbytes=[sum(one.regions) for one in holdings], dst_nbytes=sum(want.regions))
         assert encode(heard) == encode(part)
         mine, times = carry_out(part, memories, sum(want.regions))

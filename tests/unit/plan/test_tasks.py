@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.tasks import Input, Output, Recipe, Spec, cut, lay_out, read_bytes, spread, task_bytes_of
+from penstock.plan.tasks import Input, Recipe, Spec, TaskOutput, cut, lay_out, read_bytes, spread, task_bytes_of
 from penstock.types import GB, MIB, Box, DType
 
 
@@ -19,7 +19,7 @@ def spec(name: str, shape: tuple[int, ...], dtype: DType = DType.BF16) -> Spec:
 def cast(name: str, shape: tuple[int, ...], align: int = 1, to: DType = DType.F32) -> Recipe:
     source = spec(name, shape)
     return Recipe(
-        outputs=(Output(spec=spec(name, shape, to)),),
+        outputs=(TaskOutput(spec=spec(name, shape, to)),),
         inputs=(Input(source=0, spec=source, box=Box.full(shape)),),
         num_rows=shape[0] if shape else 1,
         align=align,
@@ -31,8 +31,8 @@ def block(name: str, shape: tuple[int, int]) -> Recipe:
     scales = (-(-rows // 128), -(-columns // 128))
     return Recipe(
         outputs=(
-            Output(spec=spec(name, shape, DType.F8_E4M3)),
-            Output(spec=spec(f"{name}_scale_inv", scales, DType.F32), per=128),
+            TaskOutput(spec=spec(name, shape, DType.F8_E4M3)),
+            TaskOutput(spec=spec(f"{name}_scale_inv", scales, DType.F32), per=128),
         ),
         inputs=(Input(source=0, spec=spec(name, shape), box=Box.full(shape)),),
         num_rows=rows,

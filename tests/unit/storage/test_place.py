@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.fetch.pull import pull_model
 from penstock.fetch.storage_initializer import initialize
-from penstock.storage.place import Claim, Place, clear, fill, remove_dead, require_apart, unlock
+from penstock.storage.place import DestinationClaim, OutputPlace, clear, fill, remove_dead, require_apart, unlock
 from penstock.storage.write import new_file
 
 torch = pytest.importorskip("torch")
@@ -70,7 +70,7 @@ def test_destination_with_the_source_is_refused(source: Path, tmp_path: Path, ho
         with pytest.raises(ConfigError, match=APART):
             convert(read, to, replace=replace)
         with pytest.raises(ConfigError, match=APART):
-            require_apart([str(read)], Place.at(to).path, replace=replace)
+            require_apart([str(read)], OutputPlace.at(to).path, replace=replace)
     with pytest.raises(ConfigError, match=APART):
         initialize(str(read), to)
     assert contents(tmp_path) == before
@@ -185,7 +185,7 @@ def test_killed_filling_is_undone_by_the_next_claim(tmp_path: Path) -> None:
     staging.mkdir()
     (place / "c").rename(staging / "c")
     (staging / ".penstock-moving").write_text('["a", "b", "c", "../x"]')
-    with Claim(place, staging):
+    with DestinationClaim(place, staging):
         assert [path.name for path in place.iterdir()] == [staging.name]
         assert {path.name for path in staging.iterdir()} >= {"a", "b", "c"}
 
@@ -194,38 +194,38 @@ def test_killed_filling_is_undone_by_the_next_claim(tmp_path: Path) -> None:
 
 
 def test_second_writer_of_a_place_is_refused(tmp_path: Path) -> None:
-    place = Place.at(tmp_path / "out")
-    with Claim(place.path, place.staging("1")):
+    place = OutputPlace.at(tmp_path / "out")
+    with DestinationClaim(place.path, place.staging("1")):
         for token in ("1", "2"):
             with pytest.raises(DestinationError, match="another process writes to this place"):
-                Claim(place.path, place.staging(token))
-        Claim(tmp_path / "elsewhere", Place.at(tmp_path / "elsewhere").staging("1")).close()
-    Claim(place.path, place.staging("2")).close()
+                DestinationClaim(place.path, place.staging(token))
+        DestinationClaim(tmp_path / "elsewhere", OutputPlace.at(tmp_path / "elsewhere").staging("1")).close()
+    DestinationClaim(place.path, place.staging("2")).close()
 
 
 def test_killed_writer_leaves_no_lock(tmp_path: Path) -> None:
-    place = Place.at(tmp_path / "out")
+    place = OutputPlace.at(tmp_path / "out")
     ready, done = os.pipe()
     if not (child := os.fork()):
-        claim = Claim(place.path, place.staging("dead-1"))
+        claim = DestinationClaim(place.path, place.staging("dead-1"))
         (claim.staging / "file").write_text("half")
         os.write(done, b"x")
         signal.pause()
     os.read(ready, 1)
     with pytest.raises(DestinationError):
-        Claim(place.path, place.staging("2"))
+        DestinationClaim(place.path, place.staging("2"))
     remove_dead(place, "dead-")
     assert place.staging("dead-1").exists()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with Claim(place.path, place.staging("2")):
+    with DestinationClaim(place.path, place.staging("2")):
         remove_dead(place, "dead-")
         assert not place.staging("dead-1").exists()
 
 
 def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
-    place = Place.at(tmp_path / "out")
-    claim = Claim(place.path, place.staging("1"))
+    place = OutputPlace.at(tmp_path / "out")
+    claim = DestinationClaim(place.path, place.staging("1"))
     (hold, go), (is_forked, forked) = os.pipe(), os.pipe()
     if not (child := os.fork()):
         os.close(go)
@@ -234,7 +234,7 @@ def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
         os._exit(0)
     os.read(is_forked, 1)
     claim.close()
-    Claim(place.path, place.staging("1")).close()
+    DestinationClaim(place.path, place.staging("1")).close()
     for fd in (hold, go, is_forked, forked):
         os.close(fd)
     os.waitpid(child, 0)
@@ -261,11 +261,11 @@ def test_two_conversions_to_one_place_do_not_mix(source: Path, tmp_path: Path) -
 def test_planted_staging_directory_is_refused(source: Path, tmp_path: Path, what: str) -> None:
     victim = checkpoint(tmp_path / "victim", 2.0)
     before = contents(victim)
-    place = Place.at(tmp_path / "out")
+    place = OutputPlace.at(tmp_path / "out")
     planted = place.staging("key")
     plant(planted, what, victim)
     with pytest.raises(DestinationError, match="no directory of this user"):
-        Claim(place.path, planted)
+        DestinationClaim(place.path, planted)
     assert contents(victim) == before and os.path.lexists(planted)
 
 
@@ -312,8 +312,8 @@ def test_new_file_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
 
 
 def test_clear_and_unlock_leave_a_directory_without_a_lock(tmp_path: Path) -> None:
-    place = Place.at(tmp_path / "out")
-    with Claim(place.path, place.staging("1")) as claim:
+    place = OutputPlace.at(tmp_path / "out")
+    with DestinationClaim(place.path, place.staging("1")) as claim:
         (claim.staging / "sub").mkdir()
         (claim.staging / "link").symlink_to(tmp_path)
         clear(claim.staging)
@@ -327,7 +327,7 @@ def test_clear_and_unlock_leave_a_directory_without_a_lock(tmp_path: Path) -> No
 _WRITERS: dict[str, Callable[[Path, str], object]] = {
     "convert": convert,
     "initialize": lambda source, to: initialize(str(source), to),
-    "place": lambda source, to: Place.at(to).require_free(),
+    "place": lambda source, to: OutputPlace.at(to).require_free(),
     "pull": lambda source, to: pull_model(
         "m", connection=ps.ConnectionSettings(), to=to, fallback=str(source), timeout_s=0.1
     ),

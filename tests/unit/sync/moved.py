@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.plan.sync import SyncPlan, plan_sync
-from penstock.sync.shards import Row, layout_of, regions_of
+from penstock.sync.shards import ShardRow, layout_of, regions_of
 from penstock.transport.protocol import Memory
 
 SPOILED = 0xA5
@@ -47,7 +47,9 @@ class Memories:
         return self.arrays[region][at : at + nbytes]
 
 
-def move(holders: Sequence[Sequence[Row]], wants: Sequence[Sequence[Row]], *, bucket_bytes: int = 4096) -> SyncPlan:
+def move(
+    holders: Sequence[Sequence[ShardRow]], wants: Sequence[Sequence[ShardRow]], *, bucket_bytes: int = 4096
+) -> SyncPlan:
     """From live memory to live memory."""
     sources, sinks = [regions_of(rows) for rows in holders], [regions_of(rows) for rows in wants]
     holdings = [layout_of(rows, f"p{i}", "", mine) for i, (rows, mine) in enumerate(zip(holders, sources, strict=True))]

@@ -9,9 +9,9 @@ from tests.support.shards import shard_box
 
 from penstock.memory.arena import Arena
 from penstock.plan.layout import Form, Layout
-from penstock.plan.sync import Part, plan_sync
+from penstock.plan.sync import ReceiverPlan, plan_sync
 from penstock.sync.local_version import LocalVersion
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
 
@@ -59,7 +59,7 @@ def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: 
     ]
 
 
-def held(one: Layout, links: Links, seed: int = 0, pack_bytes: int = 0) -> LocalVersion:
+def held(one: Layout, links: PeerLinks, seed: int = 0, pack_bytes: int = 0) -> LocalVersion:
     """A rank with random bytes in memory; of no version yet."""
     memories = [arena(nbytes) for nbytes in one.regions]
     chance = np.random.default_rng([seed, sum(one.member.encode())])
@@ -68,7 +68,7 @@ def held(one: Layout, links: Links, seed: int = 0, pack_bytes: int = 0) -> Local
     return LocalVersion(one, memories, links, pack_bytes=pack_bytes)
 
 
-def naive(part: Part, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
+def naive(part: ReceiverPlan, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
     """What the receiver's memory is to be, run by run."""
     for i in range(len(part.source)):
         for row in range(int(part.num_rows[i])):
@@ -84,7 +84,7 @@ def whole(one: LocalVersion) -> np.ndarray:
     return np.concatenate([content(memory) for memory in one.regions.memories])
 
 
-def parts(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int) -> list[Part]:
+def parts(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int) -> list[ReceiverPlan]:
     """What each receiver does."""
     plan = plan_sync(holdings, wants, bucket_bytes=bucket_bytes)
     return [plan.part(i) for i in range(len(wants))]

@@ -11,7 +11,7 @@ import torch
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
 from penstock.hub.messages import FleetDecision, SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.sync.local_version import VersionStatus
 from penstock.sync.messages import PartReply, PartRequest
 from penstock.sync.planner import Planner
@@ -93,7 +93,7 @@ def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Gro
     assert first.needs_layout and first.part is None
     reply = ask(planner, want)
     assert (reply.version, reply.run) == (3, "p0")
-    part = decode(reply.part, Part)
+    part = decode(reply.part, ReceiverPlan)
     assert part.nbytes == 128 and [part.sources[i] for i in part.source] == ["p0", "p1"]
     again = planner.part("s0", PartRequest(version=3, digest=want.digest(), have_key=reply.key))
     assert again.part is None and again.key == reply.key
@@ -108,7 +108,7 @@ def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
     assert ask(planner, want).not_yet
     ahead = ask(planner, want, is_ahead=True)
     assert (ahead.version, ahead.run, ahead.not_yet) == (-1, "p0", "")
-    assert decode(ahead.part, Part).nbytes == 128
+    assert decode(ahead.part, ReceiverPlan).nbytes == 128
     # The version's own part is the same, and is not sent again.
     planner._version_status.post("p0", 3, is_open=True)
     reply = ask(planner, want, 3, have_key=ahead.key)
@@ -144,7 +144,7 @@ def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: G
         keys.append(ask(planner, want).key)
     again = ask(planner, wants[0], have_key=keys[0])
     assert again.key == keys[1] != keys[0]
-    assert decode(again.part, Part).nbytes == 128
+    assert decode(again.part, ReceiverPlan).nbytes == 128
 
 
 def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Group) -> None:
@@ -155,7 +155,7 @@ def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Gr
         ask(planner, good)
         with pytest.raises(PlanError, match="BF16"):
             ask(planner, bad)
-        assert decode(ask(planner, other).part, Part).nbytes == 128
+        assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
 
 
 def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
@@ -171,7 +171,7 @@ def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
     joins = layout("s0")
     group.add(joins, side="subscriber")
     reply = ask(planner, joins)
-    assert (reply.version, reply.refused) == (3, None) and decode(reply.part, Part).nbytes == 128
+    assert (reply.version, reply.refused) == (3, None) and decode(reply.part, ReceiverPlan).nbytes == 128
     # Requested by its number, it is refused.
     assert ask(planner, joins, 4).refused == decision
 
@@ -190,7 +190,7 @@ def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_
     group.add(joins, side="subscriber")
     assert ask(planner, joins, without=("p0",)).not_yet == "version 4 is not published yet"
     reply = ask(planner, joins, without=("p0",), refused=(4,))
-    assert reply.version == 3 and decode(reply.part, Part).nbytes == 128
+    assert reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # A version that this receiver has is live here, whatever the other says: it is committed, or for each by itself.
     assert ask(planner, joins, without=("p0",), refused=(3, 4)).version == 3
 
@@ -218,7 +218,7 @@ def test_a_version_that_is_past_is_of_receivers_that_have_it(
     group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
     group.add(layout("s2"), side="subscriber", run="p0", version=2, state="open")
     group.add(layout("s3"), side="subscriber", run="other", version=3, state="open")
-    part = decode(ask(planner, layout("s0")).part, Part)
+    part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}
     with pytest.raises(StaleDescriptor):
         ask(planner, layout("s0"), without=("s1",))
@@ -228,7 +228,7 @@ def test_a_version_that_is_past_is_of_receivers_that_have_it(
     del group.members["s5"]
     group.gone.add("s4")
     group.add(layout("s4"), side="subscriber", run="p0", version=3, state="open")
-    part = decode(ask(planner, layout("s0")).part, Part)
+    part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
 
 
@@ -240,7 +240,7 @@ def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, ver
 
 def test_a_lost_publisher_is_made_up_for_by_receivers(planner: Planner, group: Group) -> None:
     group.add(layout("s1", start=4), side="subscriber", run="p0", version=3, state="open")
-    part = decode(ask(planner, layout("s0"), without=("p1",)).part, Part)
+    part = decode(ask(planner, layout("s0"), without=("p1",)).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"p0", "s1"}
 
 

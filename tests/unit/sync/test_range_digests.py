@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.digest.strip import Strips, strip_digests
-from penstock.sync.digester import Digester, Foreseen
+from penstock.sync.digester import Digester, PrecomputedDigests
 from penstock.transport.protocol import Memory
 
 
@@ -26,7 +26,7 @@ def memories() -> tuple[np.ndarray, np.ndarray]:
 
 def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
     live, copy = memories
-    foreseen, first, other = Foreseen(of(live), Digester("cpu")), strips(0), strips(100)
+    foreseen, first, other = PrecomputedDigests(of(live), Digester("cpu")), strips(0), strips(100)
     assert (foreseen.digests(of(copy), first) == strip_digests(copy, first)).all()
     live += 1
     foreseen.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
@@ -38,7 +38,7 @@ def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
 
 def test_what_nobody_asked_for_any_more_is_forgotten(memories) -> None:
     live, copy = memories
-    foreseen, asked = Foreseen(of(live), Digester("cpu")), strips(0)
+    foreseen, asked = PrecomputedDigests(of(live), Digester("cpu")), strips(0)
     foreseen.digests(of(copy), asked)
     for _ in range(2):
         foreseen.look(5.0)

@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision, SyncState
 from penstock.hub.snapshot import standing
-from penstock.sync.together import Ballot, Reply, Undecided, learn, refusal
+from penstock.sync.together import Ballot, DecisionReply, Undecided, learn, refusal
 
 RUN, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
@@ -84,7 +84,7 @@ COMMITTED = FleetDecision(run=RUN, version=VERSION, outcome="committed")
 WITHDRAWN = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn")
 
 
-def ends(replies: list[Reply]) -> tuple[list[str], FleetDecision | Undecided | None]:
+def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undecided | None]:
     """Return the questions asked, and the end."""
     asking = learn(0.0, limit_s=10.0, stall_s=5.0)
     questions = [next(asking)]
@@ -97,29 +97,32 @@ def ends(replies: list[Reply]) -> tuple[list[str], FleetDecision | Undecided | N
 
 
 def test_a_subscriber_asks_rank_0_while_that_answers() -> None:
-    replies = [Reply(at=at) for at in (1.0, 2.0, 3.0)]
-    assert ends([*replies, Reply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
+    replies = [DecisionReply(at=at) for at in (1.0, 2.0, 3.0)]
+    assert ends([*replies, DecisionReply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
 
 
 def test_a_silent_rank_0_has_the_stall_deadline_and_a_dead_one_has_none() -> None:
-    silent = [Reply(at=2.0), Reply(at=6.9, kind="silent"), Reply(at=7.1, kind="silent")]
+    silent = [DecisionReply(at=2.0), DecisionReply(at=6.9, kind="silent"), DecisionReply(at=7.1, kind="silent")]
     assert ends(silent)[0] == ["coordinator"] * 3 + ["hub"]
-    assert ends([*silent, Reply(at=7.2, decision=WITHDRAWN)])[1] == WITHDRAWN
-    assert ends([Reply(at=1.0, kind="gone"), Reply(at=1.1, decision=COMMITTED)]) == (["coordinator", "hub"], COMMITTED)
+    assert ends([*silent, DecisionReply(at=7.2, decision=WITHDRAWN)])[1] == WITHDRAWN
+    assert ends([DecisionReply(at=1.0, kind="gone"), DecisionReply(at=1.1, decision=COMMITTED)]) == (
+        ["coordinator", "hub"],
+        COMMITTED,
+    )
 
 
 def test_a_rank_0_that_never_decides_is_asked_no_longer_than_its_limit() -> None:
-    questions, end = ends([Reply(at=9.0), Reply(at=10.5), Reply(at=10.6, decision=WITHDRAWN)])
+    questions, end = ends([DecisionReply(at=9.0), DecisionReply(at=10.5), DecisionReply(at=10.6, decision=WITHDRAWN)])
     assert (questions[-1], end) == ("hub", WITHDRAWN)
 
 
 def test_without_any_answer_the_wait_ends_by_the_stall_deadline() -> None:
     replies = []
     for at in range(1, 8):
-        replies += [Reply(at=float(at), kind="gone"), Reply(at=at + 0.5, kind="silent")]
+        replies += [DecisionReply(at=float(at), kind="gone"), DecisionReply(at=at + 0.5, kind="silent")]
     questions, end = ends(replies)
     assert end == Undecided(is_past=False) and len(questions) == 10, "at 5.5 s"
-    assert ends([Reply(at=1.0, kind="gone"), Reply(at=1.1, kind="past")])[1] == Undecided(is_past=True)
+    assert ends([DecisionReply(at=1.0, kind="gone"), DecisionReply(at=1.1, kind="past")])[1] == Undecided(is_past=True)
 
 
 # -- The whole protocol: all that can happen, in every order, of a coordinator, a hub and subscribers.

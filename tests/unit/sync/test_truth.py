@@ -13,7 +13,7 @@ from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
 from penstock.memory.local_shards import local_runs
 from penstock.sync.recording.requirements import Requirements, record, wanted
-from penstock.sync.shards import Row, Shard, declared
+from penstock.sync.shards import Shard, ShardRow, declared
 
 TRAINERS = [
     (1, 1, 1),
@@ -46,7 +46,7 @@ COLUMN = (
 ROW = ("o.weight", "mlp.down", ".w2")
 
 
-def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) -> list[tuple[Row, ...]]:
+def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) -> list[tuple[ShardRow, ...]]:
     """The rows of each rank: tensor parallelism by columns and rows, FSDP over it by dim 0, experts on their ranks."""
     ranks = []
     for f, t, e in itertools.product(range(fsdp), range(tp), range(ep)):

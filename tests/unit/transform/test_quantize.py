@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from penstock.errors import PlanError  # noqa: E402
 from penstock.transform.formats import FORMATS, foreign, format_of, outputs, owned  # noqa: E402  # noqa: E402
-from penstock.transform.fuse import Job, fuse  # noqa: E402
+from penstock.transform.fuse import KernelJob, fuse  # noqa: E402
 from penstock.transform.quantize import dequantise, quantise, torch_dtype  # noqa: E402
 from penstock.types import Box, DType  # noqa: E402
 
@@ -138,7 +138,7 @@ def test_shards_that_straddle_blocks_give_the_whole(tag: str) -> None:
         given = amax if tag == "nvfp4" else None
         if not all(place.numel() for place in places):
             places = places[:2]
-        fuse(form, [Job(source=scratch[at], outputs=tuple(places), amax=given)]).run()
+        fuse(form, [KernelJob(source=scratch[at], outputs=tuple(places), amax=given)]).run()
     for got, part in zip(outs, whole, strict=True):
         assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
 
@@ -187,10 +187,10 @@ def test_casts_are_torchs_where_the_number_fits(dtype: str) -> None:
 def test_jobs_that_do_not_fit_are_refused() -> None:
     form, x = format_of("fp8-block128"), torch.zeros(130, 64)
     codes, scales = torch.zeros(130, 64).to(torch.float8_e4m3fn), torch.zeros(2, 1)
-    fuse(form, [Job(source=x, outputs=(codes, scales))]).run()
+    fuse(form, [KernelJob(source=x, outputs=(codes, scales))]).run()
     for outs in ((codes,), (codes, scales[:1]), (codes.float(), scales), (codes.t().contiguous().t(), scales)):
         with pytest.raises(PlanError, match="job 0"):
-            fuse(form, [Job(source=x, outputs=outs)])
+            fuse(form, [KernelJob(source=x, outputs=outs)])
     with pytest.raises(PlanError, match="not the tensors of"):
         dequantise(form, (codes, scales[:1]), DType.BF16)
     with pytest.raises(PlanError, match="none of"):

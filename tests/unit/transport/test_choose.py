@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import Cancelled, ConfigError, DestinationError, PlanError
 from penstock.transport import choose
-from penstock.transport.choose import Links, TransportKind, open_links, register_transport
+from penstock.transport.choose import PeerLinks, TransportKind, open_links, register_transport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Handle, Memory, Transport, decode, encode
 
@@ -17,7 +17,7 @@ def _fail(error: Exception) -> Transport:
 
 
 def test_what_is_not_to_be_had_here_is_left_out_and_said() -> None:
-    with Links({"loopback": LoopbackTransport, "shm": lambda: _fail(ConfigError("no memfds"))}) as links:
+    with PeerLinks({"loopback": LoopbackTransport, "shm": lambda: _fail(ConfigError("no memfds"))}) as links:
         assert list(links.transports) == ["loopback"] and links.refused == {"shm": "no memfds"}
 
 
@@ -29,7 +29,7 @@ def test_where_opening_them_fails_none_is_left_open() -> None:
         return opened[0]
 
     with pytest.raises(DestinationError):
-        Links({"loopback": loopback, "shm": lambda: _fail(DestinationError("no descriptor is left"))})
+        PeerLinks({"loopback": loopback, "shm": lambda: _fail(DestinationError("no descriptor is left"))})
     with pytest.raises(Cancelled):
         opened[0].register(Memory.of_buffer(bytearray(8)))
 
@@ -43,10 +43,10 @@ class _Far(LoopbackTransport):
 
 
 @pytest.fixture
-def by_rack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Links]]:
+def by_rack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PeerLinks]]:
     """Open two registered transports across hosts, of which the nearer one refuses the endpoints it is given."""
 
-    def open_by_rack(*refused: str, also_far: bool = False) -> Links:
+    def open_by_rack(*refused: str, also_far: bool = False) -> PeerLinks:
         def unless_peer(into: Handle, source: Descriptor) -> str:
             assert into.memory.nbytes == 8
             return f"{source.endpoint} is in another rack" if source.endpoint in refused else ""
@@ -62,12 +62,14 @@ def by_rack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Links]]:
         yield open_by_rack
 
 
-def _offered(links: Links) -> dict[str, bytes]:
+def _offered(links: PeerLinks) -> dict[str, bytes]:
     handles = links.register(Memory.of_buffer(bytearray(8)))
     return {name: encode(handle.descriptor) for name, handle in handles.items()}
 
 
-def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(by_rack: Callable[..., Links]) -> None:
+def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(
+    by_rack: Callable[..., PeerLinks],
+) -> None:
     offered = _offered(by_rack())
     endpoint = decode(offered["near"]).endpoint
     links = by_rack(endpoint)
@@ -79,7 +81,7 @@ def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(by
     assert links.choose(ours, _offered(by_rack()), same_host=False, same_process=False)[0].name == "near"
 
 
-def test_where_every_transport_refuses_the_peer_the_error_has_each_reason(by_rack: Callable[..., Links]) -> None:
+def test_where_every_transport_refuses_the_peer_the_error_has_each_reason(by_rack: Callable[..., PeerLinks]) -> None:
     offered = _offered(by_rack())
     links = by_rack(decode(offered["near"]).endpoint, also_far=True)
     ours = links.register(Memory.of_buffer(bytearray(8)))

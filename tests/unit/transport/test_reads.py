@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import DestinationError, PenstockError, SourceStalled, StaleDescriptor
 from penstock.testing.transport_suite import segments
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.protocol import LATE_S, Memory, Pending, Transport, wait_all
+from penstock.transport.protocol import LATE_S, Memory, PendingRead, Transport, wait_all
 
 
 class Ending(LoopbackTransport):
@@ -20,12 +20,12 @@ class Ending(LoopbackTransport):
         self.name, self._error = name, error
         self.given_s: list[float] = []
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         self.given_s.append(stall_s)
         raise self._error
 
 
-def read(transport: LoopbackTransport) -> tuple[Transport, Pending]:
+def read(transport: LoopbackTransport) -> tuple[Transport, PendingRead]:
     source, into = (transport.register(Memory.of_buffer(bytearray(100))) for _ in range(2))
     return transport, LoopbackTransport.post_read(transport, into, source.descriptor, segments([(0, 0, 100)]))
 
@@ -52,7 +52,7 @@ def test_a_post_that_fails_ends_the_posting_and_those_before_are_waited_for(whol
     old = source.descriptor
     source.fence()
 
-    def posting() -> Iterator[tuple[Transport, Pending]]:
+    def posting() -> Iterator[tuple[Transport, PendingRead]]:
         yield read(whole)
         yield whole, whole.post_read(into, old, segments([(0, 0, 100)]))
         raise AssertionError("it goes on after a failure")

@@ -18,10 +18,10 @@ import typer
 from penstock.cli.terminal import (
     DataPort,
     Device,
-    Format,
     FormatOption,
     Hub,
     Listen,
+    OutputFormat,
     TokenFile,
     Uri,
     connection_of,
@@ -62,7 +62,7 @@ def restore(
     listen: Listen = None,
     data_port: DataPort = 0,
     token_file: TokenFile = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Fill compilers' caches from a bundle.
 
@@ -86,7 +86,7 @@ def restore(
             public_keys=public_key,
             connection=None if hub is None else connection_of(hub, token_file, listen, data_port),
         )
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**restored.to_dict(), "id": restored.key.id, "variables": caches.variables(restored.directory)})
         return
     note(str(restored))
@@ -114,7 +114,7 @@ def save(
     key: Annotated[str, typer.Argument(metavar="ID", help="Of the restore before, as its report has it.")],
     at: At = None,
     sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM).")] = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Write what an engine compiled to a bundle.
 
@@ -123,14 +123,14 @@ def save(
     import penstock_compile_cache
 
     saved = penstock_compile_cache.save(uri, key, at=at, private_key=sign)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**saved.to_dict(), "id": saved.key.id})
     else:
         write_lines(str(saved))
 
 
 @app.command("list", epilog=examples("penstock artifacts list s3://bucket/llama/ --public-key key.pub.pem"))
-def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: FormatOption = Format.human) -> None:
+def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: FormatOption = OutputFormat.human) -> None:
     """List the bundles beside a model.
 
     Each with its key; with a public key, also whether its signature holds.
@@ -140,7 +140,7 @@ def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: For
     from penstock_compile_cache.store import bundles_place
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json([bundle.to_dict() for bundle in bundles])
     elif bundles:
         write_lines(*(str(bundle) for bundle in bundles))

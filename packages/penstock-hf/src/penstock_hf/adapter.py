@@ -31,7 +31,7 @@ from penstock.errors import BaseMismatch, ConfigError, DestinationError, PlanErr
 from penstock.reports import InspectReport
 from penstock.spi import (
     ADAPTERS,
-    Closing,
+    Closeable,
     OutputSet,
     Target,
     UpdateMode,
@@ -150,7 +150,7 @@ def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str
     return read_object(metadata[CONFIG].encode(), f"the configuration of version {version} of the adapter {name!r}")
 
 
-class AdapterSubscriber(Closing):
+class AdapterSubscriber(Closeable):
     """A receiver of an adapter's versions. Made by `adapter_subscriber`; a context manager. One thread at a time.
 
     Attributes:
@@ -316,7 +316,7 @@ def adapter_subscriber(
     return received
 
 
-class AdapterDirectory(Closing):
+class AdapterDirectory(Closeable):
     """Directories with versions of an adapter, as `save_pretrained` of PEFT writes them, each complete when it appears.
 
     A directory's name has the run of the trainer and the version, and its content never changes: engines key their

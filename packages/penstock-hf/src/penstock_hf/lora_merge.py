@@ -26,7 +26,7 @@ from penstock import ConnectionSettings, Hooks, PublishReport, Shard, UpdateRepo
 from penstock.errors import BaseMismatch, PlanError
 from penstock.spi import (
     Around,
-    Closing,
+    Closeable,
     Declarable,
     Digester,
     LoraMerge,
@@ -248,7 +248,7 @@ class MergedTensors:
             made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
 
 
-class MergedPublisher(Closing):
+class MergedPublisher(Closeable):
     """A trainer rank that publishes its base with an adapter merged. Made by `merged_publisher`; a context manager.
 
     Attributes:
@@ -325,7 +325,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if gather is None else gather()
 
 
-class MergingSubscriber(Closing):
+class MergingSubscriber(Closeable):
     """A model whose weights are its base with the newest version of an adapter merged. Made by `merging_subscriber`.
 
     Attributes:

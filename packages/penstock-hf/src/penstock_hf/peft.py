@@ -20,7 +20,7 @@ import torch
 import penstock
 from penstock import ConnectionSettings, Hooks, PublishReport
 from penstock.errors import ConfigError, PlanError
-from penstock.spi import Closing, PublishMode, UpdateMode, unwrapped
+from penstock.spi import Closeable, PublishMode, UpdateMode, unwrapped
 from penstock.sync import Publisher
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_metadata, base_identity
 from penstock_hf.adapter import adapter_subscriber as _subscriber
@@ -89,7 +89,7 @@ def _config(model: torch.nn.Module, adapter: str) -> Any:
     return configs[adapter]
 
 
-class AdapterPublisher(Closing):
+class AdapterPublisher(Closeable):
     """A trainer rank that publishes an adapter. Made by `adapter_publisher`; a context manager.
 
     Attributes:
@@ -118,7 +118,8 @@ class AdapterPublisher(Closing):
         return self.publisher.latest
 
     def publish(self, version: int) -> PublishReport:
-        """Publish the adapter's present values, for the present version of the base. See `penstock.sync.Publisher.publish`.
+        """Publish the adapter's present values, for the present version of the base. See
+        `penstock.sync.Publisher.publish`.
 
         Raises:
             ConfigError: also if the base has no version yet.

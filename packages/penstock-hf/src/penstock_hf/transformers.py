@@ -3,10 +3,10 @@
 In: a model class, the name or URI of a model, options of transformers; a group of ranks. Out: the model that the
 class's own from_pretrained returns, or that model while its weights arrive (`start_from_pretrained`). For a live model:
 `weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank publishes.
-Not here: what is replaced in the libraries (`accelerated`), the exchange between ranks (`loader.shared_read`).
+Not here: what is replaced in the libraries (`patched_libraries`), the exchange between ranks (`loader.shared_read`).
 
     one process, the checkpoint fits the model tensor by tensor:   empty model on the device -> load_into
-    all else:                                                      its own from_pretrained, inside `accelerated()`
+    all else:                                                      its own from_pretrained, inside `patched_libraries()`
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from penstock.spi import (
 )
 from penstock.spi import parse_repository as parse
 from penstock_hf.patched_libraries import (
-    accelerated,  # its name for users of transformers
     directory,
+    patched_libraries,  # its name for users of transformers
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from penstock import Shard
-    from penstock.modules import BackgroundLoad as Loading
+    from penstock.modules import BackgroundLoad as BackgroundLoad
     from penstock.spi import LoadFunction as Load
     from penstock.spi import TensorTable
     from penstock_compile_cache.key import Key
@@ -92,8 +92,9 @@ def from_pretrained(
         progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
         trace: see `penstock.load`; only where the model is filled in place.
         keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
-            options and versions, without a copy; else load, and hand them over (see `penstock.cache.cache_parameters`). They are
-            kept under `NAME.KEY`: a digest of all these is the key; the name is this text, or the model's (True).
+            options and versions, without a copy; else load, and hand them over (see
+            `penstock.cache.cache_parameters`). They are kept under `NAME.KEY`: a digest of all these is the key; the
+            name is this text, or the model's (True).
         options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
             `token`, `quantization_config` and all others.
 
@@ -101,7 +102,7 @@ def from_pretrained(
         NotFound: there is no `config.json`. MissingExtra: transformers 5 is not installed.
         ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place; or
             `keeper` with options or a model whose parameters cannot be kept (the message says which).
-        PeerLost: another rank of the group failed. Else as `accelerated`, `penstock.load_into` and transformers.
+        PeerLost: another rank of the group failed. Else as `patched_libraries`, `penstock.load_into` and transformers.
 
     In one process, weights that fit the model tensor by tensor are read straight into the empty model on its one
     device. All others are given to transformers' own loading, which merges, splits, casts, quantises and shards; so is
@@ -150,7 +151,7 @@ def start_from_pretrained(
     progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
     **options: Any,
-) -> Loading:
+) -> BackgroundLoad:
     """Start to load a model, and return at once: the load's `module` is the model that `from_pretrained` returns.
 
     The model answers while its weights arrive: each layer waits for its own. See `penstock.modules.load_in_background`.
@@ -175,7 +176,7 @@ def start_from_pretrained(
         "progress": progress,
         "trace": trace,
     }
-    under_way: list[Loading] = []
+    under_way: list[BackgroundLoad] = []
 
     def start(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
         import penstock
@@ -460,7 +461,7 @@ def _by_transformers(
     """Return the model by transformers' own loading, reading through Penstock."""
     storage_options = arguments["storage_options"]
     memory_bytes = arguments["memory_bytes"]
-    block = accelerated(
+    block = patched_libraries(
         group=group,
         memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes),
         verify=bool(arguments["verify"]),

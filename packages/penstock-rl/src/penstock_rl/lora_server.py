@@ -27,7 +27,7 @@ import msgspec
 
 from penstock import ConnectionSettings, UpdateReport
 from penstock.errors import MALFORMED, BaseMismatch, ConfigError, DestinationError
-from penstock.spi import Closing, ControlConnection, MalformedAnswer, Settings, over_tcp
+from penstock.spi import Closeable, ControlConnection, MalformedAnswer, Settings, over_tcp
 from penstock_hf.adapter import (
     AdapterDirectory,
     AdapterSubscriber,
@@ -175,7 +175,7 @@ class VllmEngine:
         self._llm.llm_engine.remove_lora(self.requests.pop(name).lora_int_id)
 
 
-class ServedAdapter(Closing):
+class ServedAdapter(Closeable):
     """An adapter's versions in an engine. Made by `serve_adapter`; a context manager. One thread at a time updates.
 
     Attributes:

@@ -50,7 +50,7 @@ Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class NameRule:
     """The cut of a parameter, and the Hugging Face names of the tensors in it, in their order."""
 
     cut: Cut
@@ -117,14 +117,14 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
     return Shard(tensor=tensor, global_shape=shape, offset=offset)
 
 
-def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, Rule]:
+def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, NameRule]:
     """Return rules by Megatron name, with a prefix before the names of both sides."""
-    return {at + name: Rule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
+    return {at + name: NameRule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
 _GATE_UP = ("gate_proj.weight", "up_proj.weight")
 
-GPT: Mapping[str, Rule] = {
+GPT: Mapping[str, NameRule] = {
     **_rules(
         "",
         "",
@@ -184,7 +184,7 @@ GPT: Mapping[str, Rule] = {
 }
 """Rules of GPTModel, dense and with experts, grouped by Transformer Engine or one by one."""
 
-MLA: Mapping[str, Rule] = {
+MLA: Mapping[str, NameRule] = {
     **GPT,
     **_rules(
         "decoder.layers.{layer}.self_attention.",
@@ -206,7 +206,7 @@ MLA: Mapping[str, Rule] = {
 
 
 def from_megatron(
-    params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, Rule] | None = None
+    params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, NameRule] | None = None
 ) -> dict[str, Sequence[Shard]]:
     """Return the shards of one rank of a Megatron-Core model, by Hugging Face names.
 
@@ -250,7 +250,7 @@ def _pattern(name: str) -> str:
 
 
 def _add(
-    shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: Rule, grid: Grid, at: Mapping[str, str]
+    shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
     """Cut one parameter and add its shards; a tied parameter that the rank has twice gives two."""
     # Both number from 0 in each pipeline stage and on each expert rank; a checkpoint numbers the whole model.

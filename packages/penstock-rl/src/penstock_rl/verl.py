@@ -38,8 +38,8 @@ from penstock.errors import ConfigError, PeerLost
 from penstock.spi import (
     Declarable,
     PublishMode,
-    ReceivedVersions,
-    VersionSender,
+    TrainerPublisher,
+    VersionReceiver,
     WholeTensorShares,
     first_token,
     group_of_all,
@@ -146,9 +146,9 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._version = -1
         self._rank, self._world_size, self._num_receivers = 0, 1, 0
-        self._sender: VersionSender | None = None
+        self._sender: TrainerPublisher | None = None
         self._shares: WholeTensorShares | None = None
-        self._receiver: ReceivedVersions | None = None
+        self._receiver: VersionReceiver | None = None
 
     # -- called by verl before each version
 
@@ -186,7 +186,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._rank, self._world_size = rank, world_size
         self._version, self._num_receivers = version, num_receivers
         if receives and self._receiver is None and self.wire_format != WIRE_FORMAT:
-            self._receiver = ReceivedVersions(
+            self._receiver = VersionReceiver(
                 self.name,
                 connection=self._connection,
                 device=self._device,
@@ -208,8 +208,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Publish a version from this rank; return its metrics, which verl logs.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. PeerLost: live, and some rollout workers do not have the
-                version; gives their reasons.
+            PenstockError: as `penstock.sync.Publisher.publish`. PeerLost: live, and some rollout workers do not have
+                the version; gives their reasons.
         """
         why = _why_whole(weights)
         if why is None:
@@ -223,7 +223,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             # The shares are copies already.
             params, mode = self._shares.params, "live"
         if self._sender is None:
-            self._sender = VersionSender(
+            self._sender = TrainerPublisher(
                 self.name,
                 connection=self._connection,
                 transforms=self._transforms,
@@ -251,8 +251,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         If the engine receives: yield what its workers need for it, `("init_info", {...})` and `("update_info", {...})`.
 
         Raises:
-            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another worker of the replica did not receive the
-                version, or is lost. Nothing was yielded: the engine serves what it served before.
+            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another worker of the replica did not
+                receive the version, or is lost. Nothing was yielded: the engine serves what it served before.
 
         Ownership: the tensors are valid until the next version is received.
         """

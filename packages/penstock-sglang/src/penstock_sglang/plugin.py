@@ -39,7 +39,7 @@ from penstock_sglang import sleep as sglang_sleep
 if TYPE_CHECKING:
     import torch
 
-    from penstock.spi import ReceivedVersions
+    from penstock.spi import VersionReceiver
 
 LOAD_FORMAT = "penstock"
 LOGGER = "penstock.sglang"
@@ -165,7 +165,7 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
+class StreamedModel:
     """A model whose directory, as SGLang is given it, was made by `model_directory`."""
 
     weights: str
@@ -174,7 +174,7 @@ class Streamed:
     """URI of the model as its user gave it."""
 
     @classmethod
-    def find(cls, path: str) -> Streamed | None:
+    def find(cls, path: str) -> StreamedModel | None:
         """Read the URIs in the directory's note; return None for an ordinary directory.
 
         Raises:
@@ -218,7 +218,7 @@ def _loader_class() -> type[Any]:
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
-    class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    class PenstockSglangLoader(DefaultModelLoader):  # type: ignore[misc]
         """SGLang's default loader, reading through Penstock.
 
         It is given a configuration of format `safetensors`, so that finding a local model's files, downloading a name
@@ -233,7 +233,7 @@ def _loader_class() -> type[Any]:
 
         def download_model(self, model_config: Any) -> None:
             """Download a model of Hugging Face; one at another URI is read from there when it is loaded."""
-            if Streamed.find(model_config.model_path) is None:
+            if StreamedModel.find(model_config.model_path) is None:
                 super().download_model(model_config)
 
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
@@ -277,20 +277,20 @@ def _loader_class() -> type[Any]:
             self, source: Any, resolved_source: Any, options: Mapping[str, Any]
         ) -> Iterator[tuple[str, torch.Tensor]]:
             """Return the tensors of a checkpoint, the first of which has arrived."""
-            streamed = Streamed.find(source.model_or_path)
+            streamed = StreamedModel.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
                 # An update's path. At the start, URIs were replaced by directories.
                 stores = options.get("storage_options")
                 weights = pinned(source.model_or_path, settings=Settings.read(), storage_options=stores)
-                streamed = Streamed(weights=weights, model=source.model_or_path)
+                streamed = StreamedModel(weights=weights, model=source.model_or_path)
             files = self._local_files(source, resolved_source) if streamed is None else self._uri(source, streamed)
-            place = replica.Place(rank=_rank, device=_device, group=_group)
+            place = replica.RankInfo(rank=_rank, device=_device, group=_group)
             model = source.model_or_path if streamed is None else streamed.model
             log = sglang_logger()
             # With its first tensor, so that an update from a path with nothing in it fails before the model is changed.
             return _begun(replica.checkpoint(files, None, options, place, model=model, log=log, progress=None))
 
-        def _uri(self, source: Any, streamed: Streamed) -> str:
+        def _uri(self, source: Any, streamed: StreamedModel) -> str:
             """Return the URI of a source's weights."""
             if source.allow_patterns_overrides is not None:
                 hint, uri = "give a local directory", display(streamed.model)
@@ -313,7 +313,7 @@ def _loader_class() -> type[Any]:
                 raise ConfigError("the model has no safetensors files", uri=source.model_or_path, hint=hint)
             return sorted(files)
 
-    return PenstockModelLoader
+    return PenstockSglangLoader
 
 
 def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -321,7 +321,7 @@ def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
     return chain(list(islice(tensors, 1)), tensors)
 
 
-_receivers: dict[str, ReceivedVersions] = {}
+_receivers: dict[str, VersionReceiver] = {}
 """This process's subscriptions, by name: they keep their memory, and serve other receivers, until the process ends."""
 
 
@@ -330,9 +330,9 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
 
     Raises:
         ConfigError: the path names no sync, or no version: all ranks must receive the same one.
-        PenstockError: as `ReceivedVersions.receive`.
+        PenstockError: as `VersionReceiver.receive`.
     """
-    from penstock.spi import ReceivedVersions
+    from penstock.spi import VersionReceiver
 
     name, _, version = path.removeprefix(SYNC).partition("/")
     if not name or not version.isdecimal():
@@ -340,7 +340,7 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
     if name not in _receivers:
         rank = _rank()
         group = _parallel_group()
-        _receivers[name] = ReceivedVersions(
+        _receivers[name] = VersionReceiver(
             name,
             connection=ConnectionSettings(
                 hub=options.get("hub"),

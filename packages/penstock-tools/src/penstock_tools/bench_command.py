@@ -30,10 +30,10 @@ import typer
 
 from penstock.cli.terminal import (
     Device,
-    Format,
     FormatOption,
     MemoryBytes,
     Names,
+    OutputFormat,
     Uri,
     examples,
     importable,
@@ -89,7 +89,7 @@ def bench_load(
     memory_bytes: MemoryBytes = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Loads of each loader.")] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Ask the kernel to drop local files from memory first.")] = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Measure loads, next to those of safetensors.
 
@@ -135,7 +135,7 @@ def bench_load(
             unverified = partial(penstock_load, verify=False)
             rates.append(_measure("penstock, verify=False", unverified, repeat=repeat, before=before))
         rates.append(_measure("safetensors", safetensors_load, repeat=repeat, before=before))
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(rates)
         return
     header = ["loader", "GB/s", "median s", "best s", "worst s", "verified", "path"]
@@ -232,7 +232,7 @@ def bench_fetch(
     total_gb: Annotated[float, typer.Option("--total-gb", min=0.001, help="Weights, in decimal GB.")] = 1.0,
     receivers: Annotated[int, typer.Option("--receivers", min=1, help="Processes that fetch at once.")] = 2,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Fetches of each receiver.")] = 3,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Measure fetches between processes of this host.
 
@@ -268,7 +268,7 @@ def bench_fetch(
         for i, turns in enumerate(zip(*rounds, strict=True))
     ]
     rates.append(_limit(device, nbytes, repeat))
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(rates)
         return
     header = ["who", "device", "GB/s", "median s", "best s", "worst s", "path"]

@@ -189,7 +189,7 @@ def _quantise(on_device: bool) -> float | None:
     import torch
 
     from penstock.transform.formats import format_of
-    from penstock.transform.fuse import Job, fuse
+    from penstock.transform.fuse import KernelJob, fuse
 
     form = format_of("fp8-block128")
     rows, cols = (8192, 8192) if on_device else (1024, 2048)
@@ -197,7 +197,7 @@ def _quantise(on_device: bool) -> float | None:
     source = torch.ones(rows, cols, dtype=torch.bfloat16, device=device)
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(rows // 128, cols // 128, device=device)
-    fusion = fuse(form, [Job(source=source, outputs=(codes, scales))])
+    fusion = fuse(form, [KernelJob(source=source, outputs=(codes, scales))])
 
     def run() -> None:
         fusion.run()

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
+from penstock.cli.terminal import FormatOption, OutputFormat, examples, write_fields, write_json
 from penstock.errors import ConfigError
 
 
 def calibrate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where the rates are written.")],
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Measure the stages that a simulation needs.
 
@@ -31,7 +31,7 @@ def calibrate(
         path.write_bytes(to_json(rates))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({name: getattr(rates, name) for name in rates.__struct_fields__})
         return
     source = dict(rates.source)

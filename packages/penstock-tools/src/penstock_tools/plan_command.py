@@ -19,11 +19,11 @@ import typer
 
 from penstock.cli.convert import RatesOption, read_file, read_rates
 from penstock.cli.terminal import (
-    Format,
     FormatOption,
     MemoryBytes,
     Names,
     Operations,
+    OutputFormat,
     TaskBytes,
     To,
     Uri,
@@ -98,7 +98,7 @@ def plan_load(
     names: Names = None,
     memory_bytes: MemoryBytes = None,
     explain: Explain = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Show the reads of a load, from the headers."""
     from penstock.plan import schedule
@@ -143,7 +143,7 @@ def plan_sync(
     fp8: Fp8 = False,
     bucket_bytes: BucketBytes = "256M",
     explain: Explain = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Show what each rank would send and receive."""
     from penstock.plan import sync
@@ -182,7 +182,7 @@ def plan_convert(
     rates: RatesOption = None,
     seed: SeedOption = 0,
     picture: PictureOption = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Predict a conversion from its headers.
 
@@ -210,8 +210,8 @@ def plan_convert(
     write_prediction(prediction, described.name, format, picture)
 
 
-def _write(facts: dict[str, object], human: dict[str, object], explained: str, format: Format) -> None:
-    if format is Format.json:
+def _write(facts: dict[str, object], human: dict[str, object], explained: str, format: OutputFormat) -> None:
+    if format is OutputFormat.json:
         write_json(facts | ({"explain": explained} if explained else {}))
         return
     write_fields(human)
@@ -258,7 +258,7 @@ def simulate_sync(
     python_slowdown: PythonOption = 1.0,
     seed: SeedOption = 0,
     picture: PictureOption = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Predict a sync of described ranks.
 
@@ -320,7 +320,7 @@ def simulate_fetch(
     python_slowdown: PythonOption = 1.0,
     seed: SeedOption = 0,
     picture: PictureOption = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Predict how long a fleet takes to fill.
 
@@ -331,7 +331,7 @@ def simulate_fetch(
     described, speeds = read_cluster(cluster, rates)
     speeds = speeds.slowed(python_slowdown)
     described = msgspec.structs.replace(described, num_nodes=nodes)
-    fleet = simulation.Fleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
+    fleet = simulation.SimulatedFleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
     is_assumed = storage_gb_per_s is None and not (described.node_storage_gb_per_s or described.storage_gb_per_s)
     if storage_gb_per_s is not None or is_assumed:
         described = msgspec.structs.replace(described, node_storage_gb_per_s=storage_gb_per_s or STORAGE_GB_PER_S)
@@ -356,7 +356,7 @@ def simulate_convert(
     rates: RatesOption = None,
     seed: SeedOption = 0,
     picture: PictureOption = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Predict how long a conversion takes.
 
@@ -435,7 +435,7 @@ def read_shapes(model: str) -> list[Shape]:
 _LISTED = 8
 
 
-def write_prediction(prediction: Prediction, cluster: str, format: Format, picture: Path | None) -> None:
+def write_prediction(prediction: Prediction, cluster: str, format: OutputFormat, picture: Path | None) -> None:
     """Write a prediction to stdout, and its picture to a file."""
     if picture is not None:
         from penstock.plan.simulate import svg
@@ -444,7 +444,7 @@ def write_prediction(prediction: Prediction, cluster: str, format: Format, pictu
             picture.write_text(svg(prediction), encoding="utf-8")
         except OSError as error:
             raise DestinationError(f"the picture cannot be written: {error.strerror}", uri=str(picture)) from error
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**plain(prediction), "of_limit": prediction.of_limit, "cluster": cluster})
         return
     times = f"first {prediction.first_s:.3f} s, median {prediction.median_s:.3f} s, last {prediction.predicted_s:.3f} s"

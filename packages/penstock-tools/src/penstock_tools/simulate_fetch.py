@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.cluster import Cluster, Links, Rates, slowdowns
+from penstock.plan.cluster import Cluster, ClusterLinks, Rates, slowdowns
 from penstock.plan.relay import Relay
 from penstock.plan.relay_parents import NUM_TREES, Node
 from penstock.plan.schedule import CHUNK_BYTES
@@ -42,7 +42,7 @@ _UNBOUND = np.finfo(np.float64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class SimulatedFleet:
     """The members and their wants: GPU g of every node has part `g % parts`, and exchanges with those of its part."""
 
     nbytes: int
@@ -53,7 +53,7 @@ class Fleet:
     """Replicas that are whole at the start, on the first GPUs; 0: all read storage, each a part."""
 
 
-def simulate_fetch(fleet: Fleet, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
+def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
     """Fill every GPU of the cluster.
 
     Args:
@@ -92,12 +92,12 @@ class _Run:
     Arrays of streams have one row for each GPU, then one for each again if there are two trees.
     """
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, rates: Rates, seed: int) -> None:
+    def __init__(self, fleet: SimulatedFleet, cluster: Cluster, rates: Rates, seed: int) -> None:
         self.fleet = fleet
         self.cluster = cluster
         self.rates = rates
-        self._links = Links(cluster, slowdowns(cluster, seed))
-        self.nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
+        self._links = ClusterLinks(cluster, slowdowns(cluster, seed))
+        self.nominal = ClusterLinks(cluster, np.ones(cluster.num_gpus)).capacity
         self.meter = Meter(self._links)
         count = cluster.num_gpus
         self.line = -(-fleet.nbytes // fleet.parts)

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import SHORT_RUN_BYTES, SLAB_BYTES, Cluster, Links, Rates, slowdowns
+from penstock.plan.cluster import SHORT_RUN_BYTES, SLAB_BYTES, Cluster, ClusterLinks, Rates, slowdowns
 from penstock.plan.layout import Layout
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, packable
 from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed, bottleneck, fair_rates
@@ -33,7 +33,7 @@ from penstock.plan.sync import (
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
-    Part,
+    ReceiverPlan,
     SyncPlan,
     step_bytes,
 )
@@ -53,7 +53,7 @@ _STEPS = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StageWork:
     """The reads of a sync as its receivers make them, in columns: by receiver, then by window; within a window the
     sources take turns.
     """
@@ -80,7 +80,7 @@ class Work:
     """Within the node: bytes of short runs, which a kernel of the reader copies."""
 
     @classmethod
-    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> Work:
+    def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> StageWork:
         """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
         names = ("window", "source", "turn", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
@@ -100,8 +100,8 @@ class Work:
         return cls(**{name: np.concatenate(columns) for name, columns in collected.items()})
 
 
-def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
-    """Return the columns of `Work` for each step of a part, in the order in which they are posted."""
+def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
+    """Return the columns of `StageWork` for each step of a part, in the order in which they are posted."""
     edges = np.array(part.windows(watermark_bytes // AHEAD_WINDOWS), np.int64)
     bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
     window = np.searchsorted(edges, bucket, side="right") - 1
@@ -153,7 +153,7 @@ def _steps(part: Part, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarr
     return {name: column[order] for name, column in columns.items()}
 
 
-def _rectangles(part: Part) -> Rectangles:
+def _rectangles(part: ReceiverPlan) -> Rectangles:
     """Return the segments of a part, of all sources, as one table."""
     return Rectangles(
         src=part.src,
@@ -214,8 +214,8 @@ def simulate_sync(
     per_node = 1 if one_node else cluster.gpus_per_node
     first = -(-len(plan.sources) // per_node) * per_node
     cluster = cluster.with_gpus(first + len(plan.receivers))
-    links = Links(cluster, slowdowns(cluster, seed))
-    work = Work.of(plan, rates, watermark_bytes=watermark_bytes)
+    links = ClusterLinks(cluster, slowdowns(cluster, seed))
+    work = StageWork.of(plan, rates, watermark_bytes=watermark_bytes)
     ready = _ready(plan, rates, transformed)
     run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
     # Nothing is transformed: all digests are there from the start, and are requested ahead of the reads.
@@ -226,7 +226,7 @@ def simulate_sync(
     flip_s = run.nbytes_of / flip_gb_per_s / GB if staged else np.zeros(len(plan.receivers))
     done = np.where(run.nbytes_of > 0, run.done + ANSWERS_AFTER * rates.answer_s, 0.0) + flip_s
     total_s = float(done.max(initial=0.0))
-    nominal = Links(cluster, np.ones(cluster.num_gpus)).capacity
+    nominal = ClusterLinks(cluster, np.ones(cluster.num_gpus)).capacity
     stages = _stages(run, ready[:, -1] - ready[:, 0], flip_s, plan)
     loads = run.meter.loads(total_s)
     return Prediction(
@@ -280,7 +280,7 @@ def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
     return ready
 
 
-def _answered(work: Work, rates: Rates) -> F64:
+def _answered(work: StageWork, rates: Rates) -> F64:
     """Return [num_reads] when digests arrive from sources that are ready: requested for many reads at once."""
     pair = work.source * (int(work.receiver.max(initial=0)) + 1) + work.receiver
     order = np.argsort(pair, kind="stable")
@@ -298,7 +298,7 @@ def _answered(work: Work, rates: Rates) -> F64:
     return answered_s
 
 
-def queued(work: Work, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
+def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
     """Return each receiver's reads within the node and those from beyond, in the order in which it asks for them.
 
     Args:
@@ -317,9 +317,9 @@ class _Run:
 
     def __init__(
         self,
-        work: Work,
+        work: StageWork,
         num_receivers: int,
-        links: Links,
+        links: ClusterLinks,
         first: int,
         rates: Rates,
         ready: F64,

@@ -163,7 +163,7 @@ def _loader_class() -> type[Any]:
     # Defined inside a function, because this module must be importable without vLLM.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    class PenstockVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, reading through Penstock.
 
         It is given a configuration of format `safetensors`, so that finding a local model's files, filters, secondary
@@ -218,14 +218,14 @@ def _loader_class() -> type[Any]:
                 files: str | list[str] = f"{uri.rstrip('/')}/{subfolder}" if subfolder else uri
             else:
                 files = _hub_uri(self, source, self._options) or _files(self, source)
-            place = replica.Place(rank=_local_rank, device=partial(_device, self.load_config), group=_group)
+            place = replica.RankInfo(rank=_local_rank, device=partial(_device, self.load_config), group=_group)
             progress = None if getattr(self.load_config, "use_tqdm_on_load", True) else False
             tensors = replica.checkpoint(
                 files, _wanted(self, source), self._options, place, model=uri, log=vllm_logger(), progress=progress
             )
             return ((source.prefix + name, tensor) for name, tensor in tensors)
 
-    return PenstockModelLoader
+    return PenstockVllmLoader
 
 
 def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None:

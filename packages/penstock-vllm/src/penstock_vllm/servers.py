@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from penstock.errors import ConfigError, VersionRefused
-from penstock.spi import Laggards
+from penstock.spi import Stragglers
 from penstock.spi import wrong_argument as wrong
 
 
@@ -42,7 +42,7 @@ class FleetClient:
         self,
         clients: Mapping[str, Any],
         *,
-        laggards: Laggards = "withdraw",
+        laggards: Stragglers = "withdraw",
         init_info: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if not clients:

@@ -175,8 +175,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             version: above all before it; None: the next number. The same on all ranks.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the client's own error, with vLLM's answer as
-                a note: a worker did not receive the version. The engine serves what it served before.
+            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the client's own error, with vLLM's
+                answer as a note: a worker did not receive the version. The engine serves what it served before.
 
         Order: all ranks call this; the weights may change when it returns.
         """

@@ -2,9 +2,9 @@
 
 In / Out: nothing. Not here: what an object releases (each class), signals other than SIGINT.
 
-- `Closing`: a context manager for classes that have a `close`.
+- `Closeable`: a context manager for classes that have a `close`.
 - `is_ending`: the interpreter ends, so nothing may wait for a thread.
-- `let_go_in_children`: in a forked child, release of locks, sockets, pages and transports that belong to its parent.
+- `release_after_fork`: in a forked child, release of locks, sockets, pages and transports that belong to its parent.
 - `deferred` and its kin: Ctrl-C only at moments when the program can act on it. Python raises KeyboardInterrupt between
   any two steps of the main thread: after a descriptor was opened and before it was stored, after a thread was started
   and before it was noted, or in a finalizer, where it is printed and lost. So the verbs run inside `deferred`: the
@@ -45,7 +45,7 @@ def is_ending() -> bool:
     return sys.is_finalizing()
 
 
-class Closing:
+class Closeable:
     """A context manager for classes that have a `close`. Does nothing while the interpreter ends."""
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Closing:
 T = TypeVar("T")
 
 
-def let_go_in_children(let_go: Callable[[T], object]) -> WeakSet[T]:
+def release_after_fork(let_go: Callable[[T], object]) -> WeakSet[T]:
     """Return a set of live objects; `let_go` is called for each in every child that is forked from now on."""
     # Weak: the set must not keep alive what its owner has dropped.
     alive: WeakSet[T] = WeakSet()
@@ -137,7 +137,7 @@ class deferred:
             raise KeyboardInterrupt
 
 
-class postponed(deferred):
+class defer_in_finalizer(deferred):
     """`deferred` for finalizers (`__del__`), whose exceptions Python swallows: the signal is sent again soon after."""
 
     __slots__ = ()
@@ -151,7 +151,7 @@ class postponed(deferred):
                 threading.Thread(target=_send_again, name="penstock-interrupt", daemon=True).start()
 
 
-class let_through:
+class allow_interrupts:
     """A part of a `deferred` block in which SIGINT raises at once: around a library's call that may take long.
 
     When it is interrupted, the call must release its resources by itself.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from weakref import WeakSet
 
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 
 
 class Total:
@@ -31,4 +31,4 @@ class Total:
         self.value = 0
 
 
-_totals: WeakSet[Total] = let_go_in_children(Total.forget)
+_totals: WeakSet[Total] = release_after_fork(Total.forget)

@@ -125,14 +125,14 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
     """
     scope = current()
     if scope is None:
-        with lifecycle.let_through():
+        with lifecycle.allow_interrupts():
             yield
         return
     number = scope.add(end)
     if number is None:
         raise Cancelled("the call was left")
     try:
-        with lifecycle.let_through():
+        with lifecycle.allow_interrupts():
             yield
     except Exception as error:
         if scope.is_left and not isinstance(error, Cancelled):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PlanError
-from penstock.jobs.operations.formats import Dequantise, Store
+from penstock.jobs.operations.formats import Dequantise, StoreOperation
 from penstock.jobs.operations.gguf import StoreGguf
 from penstock.jobs.operations.merge import Linear
 from penstock.testing.operations import check_rows, table_of
@@ -103,7 +103,7 @@ UNEXPLAINED |= {
 def test_unexplained_tensor_is_refused_by_every_operation(situation):
     given, config = UNEXPLAINED[situation]
     given = {**given, "norm.weight": torch.ones(4)}
-    for operation in (Dequantise("BF16", config), Store("cast:BF16", quantization=config)):
+    for operation in (Dequantise("BF16", config), StoreOperation("cast:BF16", quantization=config)):
         with pytest.raises(PlanError) as raised:
             operation.recipes([table_of(given)])
         assert raised.value.tensor in given and raised.value.tensor != "norm.weight"
@@ -136,7 +136,7 @@ def test_codes_in_other_shapes_stay_or_are_refused(situation):
     with pytest.raises(PlanError, match="cannot be read") as raised:
         Dequantise("BF16", config).recipes([table_of(given)])
     assert raised.value.tensor in parts
-    kept = check_rows(Store("cast:BF16", quantization=config), given)
+    kept = check_rows(StoreOperation("cast:BF16", quantization=config), given)
     codes = raised.value.tensor
     assert torch.equal(raw(kept[codes]), raw(given[codes])) and kept["norm.weight"].dtype is torch.bfloat16
 
@@ -165,10 +165,10 @@ def test_codes_of_other_writers_stay_or_are_refused(writer):
     with pytest.raises(PlanError, match="is quantised"):
         Linear().recipes([table_of(given), table_of(given)])
     with pytest.raises(PlanError, match="no operation reads this format"):
-        Store("fp8-block128").recipes([table_of(given)])
+        StoreOperation("fp8-block128").recipes([table_of(given)])
     with pytest.raises(PlanError, match="GGUF has no place for its scales"):
         StoreGguf("F16").recipes([table_of(given)])
-    found = check_rows(Store("cast:BF16"), given)
+    found = check_rows(StoreOperation("cast:BF16"), given)
     assert {name: found[name].dtype for name in parts} == {name: tensor.dtype for name, tensor in parts.items()}
     assert found["norm.weight"].dtype is torch.bfloat16
 
@@ -214,7 +214,7 @@ def test_gpt_oss_blocks_are_read_transposed(experts, rows, blocks, exponents):
     wanted = e2m1(codes).double() * torch.exp2(scales.double() - 127)[..., None]
     assert torch.equal(found.pop("e.down_proj"), wanted.flatten(-2).transpose(1, 2))
     assert found.keys() == {"e.down_proj_bias", "router.weight"}
-    kept = check_rows(Store("cast:F16"), given)
+    kept = check_rows(StoreOperation("cast:F16"), given)
     assert all(torch.equal(raw(kept[name]), raw(given[name])) for name in ("e.down_proj_blocks", "e.down_proj_scales"))
     assert kept["e.down_proj_bias"].dtype is torch.float16
 
@@ -255,7 +255,7 @@ def test_comfyui_scale_weight_is_applied(scale):
     found = check_rows(Dequantise("F32"), parts | others)
     assert found.keys() == {"a.weight", *others}
     assert torch.equal(found["a.weight"], CODES.float() * 0.5)
-    kept = check_rows(Store("cast:BF16"), parts | others)
+    kept = check_rows(StoreOperation("cast:BF16"), parts | others)
     assert all(torch.equal(raw(kept[name]), raw(tensor)) for name, tensor in parts.items())
     assert {kept[name].dtype for name in others} == {torch.bfloat16}
 
@@ -293,7 +293,7 @@ def test_nested_dtypes_change_with_the_model():
         "vision_config": {"torch_dtype": None, "dtype": "float32"},
         "audio_config": {"dtype": "log-mel"},
     }
-    cast = Store("cast:BF16")
+    cast = StoreOperation("cast:BF16")
     cast.recipes([table_of({"a.weight": torch.ones(8, 8)})])
     assert cast.config(config) == {
         "dtype": "bfloat16",
@@ -322,7 +322,7 @@ def test_plain_parameters_like_scales_are_converted(situation, quantised):
     given = {**LIKE_SCALES[situation], "router.weight": torch.ones(4, 4), "router.scale": torch.ones(4)}
     blocks = {"x.weight": CODES, "x.weight_scale_inv": torch.ones(2, 3)} if quantised else {}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if quantised else None
-    cast = check_rows(Store("cast:F16", quantization=config), given | blocks)
+    cast = check_rows(StoreOperation("cast:F16", quantization=config), given | blocks)
     assert {cast[name].dtype for name in given if given[name].is_floating_point()} == {torch.float16}
     assert cast.keys() == given.keys() | blocks.keys()
     found = check_rows(Dequantise("BF16", config), given | blocks)

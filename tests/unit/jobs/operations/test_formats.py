@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operations.formats import Dequantise, Store
+from penstock.jobs.operations.formats import Dequantise, StoreOperation
 from penstock.jobs.operations.merge import Linear, Slerp, Ties
 from penstock.jobs.operations.operation import Chain, Rename
 from penstock.testing.operations import check_rows, made, table_of
@@ -33,7 +33,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_block_format_is_what_the_whole_tensor_gives(tag, dtype):
     given, form = weights(dtype), format_of(tag)
-    found = check_rows(Store(tag), given)
+    found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
         if name.startswith(("l.", "steps")) or fault(form, dtype_of(tensor), tuple(tensor.shape)):
             assert torch.equal(raw(found.pop(name)), raw(tensor)), name
@@ -51,7 +51,7 @@ def test_a_block_format_is_what_the_whole_tensor_gives(tag, dtype):
 def test_a_cast_takes_every_tensor_that_floats(tag):
     form = format_of(tag)
     given = {**weights(), "stack": values((3, 5, 7), torch.float32, 1), "scalar": torch.tensor(1.5)}
-    found = check_rows(Store(tag), given)
+    found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
         is_cast = tensor.is_floating_point() and dtype_of(tensor) is not form.values
         wanted = quantise(form, tensor)[0] if is_cast else tensor
@@ -61,9 +61,11 @@ def test_a_cast_takes_every_tensor_that_floats(tag):
 def test_experts_in_a_stack_have_blocks_of_their_own():
     given = {"experts.weight": values((5, 130, 200), torch.bfloat16, 2), "w.weight": torch.ones(4, 4)}
     form = format_of("fp8-block128")
-    recipes = {recipe.outputs[0].spec.name: recipe for recipe in Store("fp8-block128").recipes([table_of(given)])}
+    recipes = {
+        recipe.outputs[0].spec.name: recipe for recipe in StoreOperation("fp8-block128").recipes([table_of(given)])
+    }
     assert len(recipes["experts.weight"].outputs) == 1  # chosen are linear weights, of two dims
-    store = Store("fp8-block128")
+    store = StoreOperation("fp8-block128")
     spec = recipes["experts.weight"].inputs[0].spec
     recipe = store._recipe(spec)
     wanted = quantise(form, given["experts.weight"])
@@ -75,21 +77,24 @@ def test_experts_in_a_stack_have_blocks_of_their_own():
 
 def test_only_and_keep_are_patterns_of_whole_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
-    assert "a.weight_scale" in made(Store("mxfp8", keep=("b.*",)), given)
-    assert made(Store("mxfp8", keep="b.*"), given).keys() == made(Store("mxfp8", keep=("b.*",)), given).keys()
-    assert made(Store("mxfp8", only=("c.*",)), given).keys() == {*given, "c.table_scale"}
-    assert made(Store("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
+    assert "a.weight_scale" in made(StoreOperation("mxfp8", keep=("b.*",)), given)
+    assert (
+        made(StoreOperation("mxfp8", keep="b.*"), given).keys()
+        == made(StoreOperation("mxfp8", keep=("b.*",)), given).keys()
+    )
+    assert made(StoreOperation("mxfp8", only=("c.*",)), given).keys() == {*given, "c.table_scale"}
+    assert made(StoreOperation("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
     with pytest.raises(PlanError, match="no tensor is left"):
-        Store("mxfp8", only=("d.*",)).recipes([table_of(given)])
+        StoreOperation("mxfp8", only=("d.*",)).recipes([table_of(given)])
     with pytest.raises(ConfigError, match="no transform is called"):
-        Store("fp7")
+        StoreOperation("fp7")
 
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("to", [DType.BF16, DType.F32])
 def test_dequantising_knows_each_format(tag, to):
     given, form = weights(), format_of(tag)
-    stored = made(Store(tag), given)
+    stored = made(StoreOperation(tag), given)
     found = check_rows(Dequantise(to), stored)
     assert found.keys() == given.keys()
     for name, tensor in given.items():
@@ -213,7 +218,7 @@ def test_a_cast_leaves_scales_and_all_that_belongs_to_codes(tag):
         "c.weight_global_scale": torch.ones(1),
     }
     others = {"norm.weight": torch.rand(7).bfloat16(), "attn.logit_scale": torch.ones(1).bfloat16()}
-    found = check_rows(Store(tag), {**parts, **others})
+    found = check_rows(StoreOperation(tag), {**parts, **others})
     for name, tensor in parts.items():
         assert found[name].dtype is tensor.dtype and torch.equal(raw(found[name]), raw(tensor)), name
     assert {found[name].dtype for name in others} == {torch_dtype(format_of(tag).values)}
@@ -221,21 +226,25 @@ def test_a_cast_leaves_scales_and_all_that_belongs_to_codes(tag):
 
 def test_a_model_that_is_stored_so_in_part_names_only_what_is_not():
     form, first = format_of("fp8-block128"), {"a.weight": values((256, 256), torch.bfloat16, 4)}
-    given = {**made(Store("fp8-block128"), first), "b.weight": torch.ones(128, 128), "lm_head.weight": torch.ones(8, 8)}
-    store = Store("fp8-block128")
+    given = {
+        **made(StoreOperation("fp8-block128"), first),
+        "b.weight": torch.ones(128, 128),
+        "lm_head.weight": torch.ones(8, 8),
+    }
+    store = StoreOperation("fp8-block128")
     found = check_rows(store, given)
     assert torch.equal(raw(found["a.weight"]), raw(quantise(form, first["a.weight"])[0]))
     assert found["b.weight"].dtype is torch.float8_e4m3fn
     assert store.config({})["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
     with pytest.raises(PlanError, match="quantised in another format") as raised:
-        Store("fp8-channel").recipes([table_of(given)])
+        StoreOperation("fp8-channel").recipes([table_of(given)])
     assert raised.value.tensor == "a.weight" and "dequantise" in str(raised.value)
 
 
 def test_a_model_that_is_stored_another_way_in_one_reading():
     given = {"a.weight": values((260, 300), torch.bfloat16, 4)}
-    stored = made(Store("fp8-block128"), given)
-    chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), Store("fp8-channel")))
+    stored = made(StoreOperation("fp8-block128"), given)
+    chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), StoreOperation("fp8-channel")))
     found = check_rows(chain, stored)
     form = format_of("fp8-block128")
     wanted = quantise(format_of("fp8-channel"), dequantise(form, quantise(form, given["a.weight"]), DType.F32))
@@ -245,7 +254,7 @@ def test_a_model_that_is_stored_another_way_in_one_reading():
 
 def test_the_configuration_says_what_is_in_the_files():
     given = [table_of({"a.weight": torch.ones(128, 128), "lm_head.weight": torch.ones(8, 8)})]
-    store = Store("fp8-block128")
+    store = StoreOperation("fp8-block128")
     store.recipes(given)
     said = store.config({"x": 1, "torch_dtype": "bfloat16"})
     assert said["quantization_config"]["quant_method"] == "fp8" and said["x"] == 1
@@ -256,7 +265,7 @@ def test_the_configuration_says_what_is_in_the_files():
     nested = {"text_config": {"n": 1, "quantization_config": said["quantization_config"]}}
     left = Dequantise("F16", said["quantization_config"]).config(nested)
     assert left == {"text_config": {"n": 1}, "torch_dtype": "float16"}
-    cast = Store("cast:F32")
+    cast = StoreOperation("cast:F32")
     cast.recipes(given)
     assert cast.config({"dtype": "bfloat16"}) == {"dtype": "float32"}  # as transformers 5 calls it
     with pytest.raises(ConfigError, match="not a dtype"):

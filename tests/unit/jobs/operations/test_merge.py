@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.lora import LoraMerge
 from penstock.jobs.operations.merge import Linear, Slerp, Ties
-from penstock.jobs.operations.operation import Streamed
+from penstock.jobs.operations.operation import StreamedOperation
 from penstock.jobs.operations.spec import operation_of
 from penstock.testing.operations import check_rows, made, table_of
 
@@ -186,7 +186,7 @@ def test_what_is_stored_after_a_merge_is_the_same_in_parts():
     for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
         chained = operation_of([{"op": "ties", "density": 0.4}, words])
         recipe = chained.recipes([table_of(one) for one in tensors])[0]
-        assert isinstance(chained, Streamed) and chained.part_unit(recipe) == 1 << 18
+        assert isinstance(chained, StreamedOperation) and chained.part_unit(recipe) == 1 << 18
         check_rows(chained, *tensors, seeds=range(1))
 
 

@@ -12,9 +12,9 @@ import torch
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.merge import Linear
-from penstock.jobs.operations.operation import Chain, Copy, Rename, specs_of, whole
+from penstock.jobs.operations.operation import Chain, CopyOperation, Rename, specs_of, whole
 from penstock.jobs.operations.spec import operation_of
-from penstock.plan.tasks import Output, Recipe, Spec, lay_out
+from penstock.plan.tasks import Recipe, Spec, TaskOutput, lay_out
 from penstock.types import DType, TensorTable
 
 
@@ -32,7 +32,7 @@ class Doubled:
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         return [
-            Recipe(outputs=(Output(spec=spec),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=self.align)
+            Recipe(outputs=(TaskOutput(spec=spec),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=self.align)
             for spec in specs_of(sources[0])
         ]
 
@@ -53,7 +53,7 @@ class Summed:
         specs = specs_of(sources[0])
         out = replace(specs[0], name="sum")
         inputs = tuple(whole(0, spec) for spec in specs)
-        return [Recipe(outputs=(Output(spec=out),), inputs=inputs, num_rows=out.shape[0], align=1)]
+        return [Recipe(outputs=(TaskOutput(spec=out),), inputs=inputs, num_rows=out.shape[0], align=1)]
 
     def run(self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         return [torch.stack([tensor for tensor in inputs if tensor is not None]).sum(0)]
@@ -63,13 +63,13 @@ class Summed:
 
 
 def test_a_copy_keeps_names_and_is_cut_by_rows():
-    recipes = Copy().recipes([table(a=(4, 2), b=())])
+    recipes = CopyOperation().recipes([table(a=(4, 2), b=())])
     assert {recipe.outputs[0].spec.name: recipe.align for recipe in recipes} == {"a": 1, "b": 0}
 
 
 def test_packed_elements_that_end_within_a_byte_are_not_cut():
     odd = lay_out([Spec(name="a", dtype=DType.F4, shape=(4, 3))], shard_bytes=1 << 40).table
-    assert Copy().recipes([odd])[0].align == 0
+    assert CopyOperation().recipes([odd])[0].align == 0
 
 
 def test_a_rename_takes_the_first_rule_and_leaves_out_what_is_called_nothing():
@@ -108,7 +108,7 @@ def test_a_chain_that_joins_tensors_is_cut_where_all_of_them_are_cut_alike():
 
 
 def test_a_chain_prepares_each_source_by_itself():
-    chain = Chain([Doubled(2), Copy()], Linear((1.0, 1.0), normalize=False))
+    chain = Chain([Doubled(2), CopyOperation()], Linear((1.0, 1.0), normalize=False))
     recipes = chain.recipes([table(a=(4, 3), b=(2,)), table(b=(2,), a=(4, 3))])
     assert [(recipe.outputs[0].spec.name, recipe.align) for recipe in recipes] == [("a", 2), ("b", 2)]
     assert [given.source for given in recipes[0].inputs] == [0, 1]
@@ -119,7 +119,7 @@ def test_a_chain_prepares_each_source_by_itself():
 
 
 def test_a_chain_leaves_out_what_its_end_does_not_use():
-    chain = Chain(Copy(), Rename((("drop", ""),)))
+    chain = Chain(CopyOperation(), Rename((("drop", ""),)))
     recipes = chain.recipes([table(a=(4,), drop=(4,), z=(4,))])
     assert [recipe.inputs[0].spec.name for recipe in recipes] == ["a", "z"]
     x = torch.rand(4)
@@ -153,9 +153,9 @@ def test_words_make_operations_and_say_what_is_wrong_with_them():
 
 def test_several_sources_are_refused_by_what_takes_one():
     with pytest.raises(PlanError, match="takes one source, not 2"):
-        Copy().recipes([table(a=(1,)), table(a=(1,))])
+        CopyOperation().recipes([table(a=(1,)), table(a=(1,))])
 
 
 def test_outputs_whole_whatever_the_rows():
-    assert Output(spec=Spec(name="g", dtype=DType.F32, shape=(1,)), per=0).byte_range(7, 9) == (0, 4)
+    assert TaskOutput(spec=Spec(name="g", dtype=DType.F32, shape=(1,)), per=0).byte_range(7, 9) == (0, 4)
     assert np.array_equal(lay_out([], shard_bytes=10).table.nbytes, [])

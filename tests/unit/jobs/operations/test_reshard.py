@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.operations.operation import Chain, Copy
+from penstock.jobs.operations.operation import Chain, CopyOperation
 from penstock.jobs.operations.reshard import Reshard
 from penstock.plan.tensor_parallel import TensorParallel, heads_of
 from penstock.testing.operations import check_rows, made, table_of
@@ -242,7 +242,7 @@ def test_words_that_mean_nothing_are_refused():
         with pytest.raises(ConfigError):
             Reshard(**told)
     with pytest.raises(PlanError, match="nothing can follow"):
-        Chain(Reshard(2), Copy()).recipes([table_of({"a.norm": torch.zeros(4)})])
+        Chain(Reshard(2), CopyOperation()).recipes([table_of({"a.norm": torch.zeros(4)})])
 
 
 @pytest.mark.parametrize(

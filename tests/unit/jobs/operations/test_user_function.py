@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import ConfigError, OperationFailed, PlanError
 from penstock.jobs.operations.formats import Dequantise
-from penstock.jobs.operations.operation import Chain, Copy
+from penstock.jobs.operations.operation import Chain, CopyOperation
 from penstock.jobs.operations.spec import code_of, function_of
 from penstock.jobs.request import plan
 from penstock.testing.checkpoints import write_llama
@@ -56,7 +56,7 @@ class Named:
         self.wanted = wanted
 
 
-class Scaled(Copy):
+class Scaled(CopyOperation):
     """An operation whose name does not say all that it was told."""
 
     name = "scaled"
@@ -141,7 +141,7 @@ def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
     file = tmp_path / "of_the_user.py"
     file.write_text("def same(tensor, name):\n    return tensor\n")
     first = function_of("of_the_user:same")
-    codes = [code_of(first), code_of(Chain(first, Copy())), code_of(Copy())]
+    codes = [code_of(first), code_of(Chain(first, CopyOperation())), code_of(CopyOperation())]
     assert codes[0] == codes[1] != codes[2] == ""
     file.write_text("def same(tensor, name):\n    return tensor * 1\n")
     assert code_of(first) != codes[0]

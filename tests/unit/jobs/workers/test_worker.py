@@ -19,7 +19,7 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, IntegrityError
-from penstock.jobs.job import Job, plan_job
+from penstock.jobs.job import ConversionJob, plan_job
 from penstock.jobs.operations.spec import operation_of
 from penstock.jobs.result import METADATA
 from penstock.jobs.workers.compute import Buffers, HostCompute, Read, Write
@@ -91,7 +91,7 @@ def run(
     verify: bool = True,
     memory_bytes: int = 0,
     task_bytes: int = 1 << 15,
-) -> tuple[Job, dict[str, torch.Tensor], int]:
+) -> tuple[ConversionJob, dict[str, torch.Tensor], int]:
     """A job by one worker: what it gave, and the most memory its tasks held at once."""
     sets = opened(stack, sources)
     job = plan_job(operation_of(words), [one.manifest for one in sets], task_bytes=task_bytes, verify=verify)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from penstock.sync.messages import Decision, Progress
+from penstock.sync.messages import Decision, RankProgress
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.rank_group import SubscriberProgress
 
@@ -26,7 +26,7 @@ def waited(
 def tell(
     one: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
 ) -> None:
-    one.note_progress(member, Progress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
+    one.note_progress(member, RankProgress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
 
 
 def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None:

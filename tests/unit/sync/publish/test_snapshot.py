@@ -15,11 +15,11 @@ from tests.unit.sync.parts import held, sharded, whole
 import penstock as ps
 from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import DestinationError, VersionRefused
-from penstock.sync.copy_plan import Copy
+from penstock.sync.copy_plan import MemoryCopy
 from penstock.sync.publish import offer
 from penstock.sync.publish.fill import fill
 from penstock.sync.publish.offer import VersionSnapshot
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.types import I64
 
 SHAPES = [(64, 64)] * 6
@@ -27,7 +27,7 @@ ROW_BYTES = 64 * 64 * 4
 
 
 @pytest.fixture
-def links() -> Iterator[Links]:
+def links() -> Iterator[PeerLinks]:
     with open_links(only=["shm"]) as opened:
         yield opened
 
@@ -39,19 +39,21 @@ def strips_at(at: int, nbytes: int) -> Strips:
 
 def paused(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None]) -> None:
     """Call a function before the copy of this number begins."""
-    queue, count = Copy.queue, [0]
+    queue, count = MemoryCopy.queue, [0]
 
-    def one(self: Copy) -> list[torch.cuda.Event]:
+    def one(self: MemoryCopy) -> list[torch.cuda.Event]:
         count[0] += 1
         if count[0] == before:
             then()
         return queue(self)
 
-    monkeypatch.setattr(Copy, "queue", one)
+    monkeypatch.setattr(MemoryCopy, "queue", one)
 
 
 @pytest.mark.parametrize("num_regions", [1, 2])
-def test_rows_are_read_before_the_copy_is_over(links: Links, num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_before_the_copy_is_over(
+    links: PeerLinks, num_regions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", ROW_BYTES)
     monkeypatch.setattr(offer, "GAP_BYTES", 0)
     live = held(sharded("p", SHAPES, 0, 1, num_regions)[0], links)
@@ -81,7 +83,9 @@ def test_rows_are_read_before_the_copy_is_over(links: Links, num_regions: int, m
         assert served.map().is_ready
 
 
-def test_a_copy_on_the_host_of_a_device_is_announced_at_its_end(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_on_the_host_of_a_device_is_announced_at_its_end(
+    links: PeerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = held(sharded("p", SHAPES, 0, 1, 1)[0], links)
     announced: list[bool] = []
     with VersionSnapshot(live.layout, live.regions.memories, links, on_host=True) as snapshot:

@@ -14,7 +14,7 @@ from penstock.sync.messages import TableReply
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.receive.target import shown
-from penstock.sync.shards import Row, Shard, declared
+from penstock.sync.shards import Shard, ShardRow, declared
 from penstock.transform.formats import format_of, outputs
 from penstock.transform.quantize import dtype_of, quantise
 from penstock.types import Box
@@ -55,7 +55,7 @@ def expected(whole: dict[str, torch.Tensor], tag: str) -> dict[str, torch.Tensor
     return found
 
 
-def filled(ranks: Sequence[Transformed], rows: Sequence[Sequence[Row]]) -> None:
+def filled(ranks: Sequence[Transformed], rows: Sequence[Sequence[ShardRow]]) -> None:
     """As publishers do, of real plans, in one process."""
     move(rows, [one.wants for one in ranks])
     for one in ranks:
@@ -137,7 +137,7 @@ def test_several_formats_and_patterns() -> None:
         choose("fp9", rows)
 
 
-def offer(rows: Sequence[Row], **options: object) -> Offer:
+def offer(rows: Sequence[ShardRow], **options: object) -> Offer:
     given = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
     return Offer(rows, given.pop("transforms", "fp8-block128"), **given)  # type: ignore[arg-type]
 

@@ -13,12 +13,12 @@ from tests.unit.sync.receive.test_transfer import SHAPES, World, world
 
 from penstock.errors import PenstockError, StaleDescriptor
 from penstock.sync.receive.ahead import SplitTransfer, split
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.types import MIB
 
 
 @pytest.fixture(params=["loopback", "shm"])
-def links(request: pytest.FixtureRequest) -> Iterator[Links]:
+def links(request: pytest.FixtureRequest) -> Iterator[PeerLinks]:
     with open_links(only=[request.param]) as opened:
         yield opened
 
@@ -73,7 +73,7 @@ def test_any_part_and_bound(shapes, froms, to, num_regions, share) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.5])
-def test_both_halves_are_the_part(links: Links, share: float) -> None:
+def test_both_halves_are_the_part(links: PeerLinks, share: float) -> None:
     made = world(links)
     first, rest = split(made.part, int(share * made.part.nbytes))
     assert first.nbytes + rest.nbytes == made.part.nbytes
@@ -82,7 +82,7 @@ def test_both_halves_are_the_part(links: Links, share: float) -> None:
         half.check(src_nbytes=[one.regions.nbytes for one in made.sources], dst_nbytes=made.receiver.regions.nbytes)
 
 
-def test_later_versions_read_what_changed(links: Links) -> None:
+def test_later_versions_read_what_changed(links: PeerLinks) -> None:
     made = world(links)
     split_transfer = transfer(made, made.part.nbytes // 2)
     split_transfer.run(made.links(), lambda: None)
@@ -101,7 +101,7 @@ def test_later_versions_read_what_changed(links: Links) -> None:
     assert report.moved_bytes <= made.part.nbytes
 
 
-def test_a_source_lost_before_the_pause_touches_nothing(links: Links) -> None:
+def test_a_source_lost_before_the_pause_touches_nothing(links: PeerLinks) -> None:
     made = world(links)
     before, found = whole(made.receiver).copy(), made.links()
     made.sources[0].fence()
@@ -111,7 +111,7 @@ def test_a_source_lost_before_the_pause_touches_nothing(links: Links) -> None:
     assert np.array_equal(whole(made.receiver), before)
 
 
-def test_a_source_lost_in_the_pause_touches_nothing_if_no_byte_of_it_arrives(links: Links) -> None:
+def test_a_source_lost_in_the_pause_touches_nothing_if_no_byte_of_it_arrives(links: PeerLinks) -> None:
     made = world(links)
     before, split_transfer = whole(made.receiver).copy(), transfer(made, made.part.nbytes // 2)
 
@@ -127,7 +127,7 @@ def test_a_source_lost_in_the_pause_touches_nothing_if_no_byte_of_it_arrives(lin
         assert np.array_equal(whole(made.receiver), before)
 
 
-def test_a_source_that_changes_in_the_pause_leaves_a_mix_and_says_so(links: Links) -> None:
+def test_a_source_that_changes_in_the_pause_leaves_a_mix_and_says_so(links: PeerLinks) -> None:
     made = world(links, SHAPES, to=(1, 2))
     split_transfer = transfer(made, made.part.nbytes // 2)
 

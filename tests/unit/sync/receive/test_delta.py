@@ -11,7 +11,7 @@ from tests.unit.sync.receive.test_transfer import World, world
 from penstock.errors import StaleDescriptor
 from penstock.sync.receive import transfer as delta_module
 from penstock.sync.receive.sources import LocalLink
-from penstock.sync.receive.transfer import Delta, Transfer, pays
+from penstock.sync.receive.transfer import ChangedRanges, Transfer, pays
 from penstock.transport.choose import open_links
 from penstock.types import GB
 
@@ -63,7 +63,7 @@ def strips_within(made: World, source: int, start: int, stop: int) -> int:
 
 
 def test_only_strips_that_changed_are_read(made: World) -> None:
-    transfer = made.transfer(delta=Delta())
+    transfer = made.transfer(delta=ChangedRanges())
     assert ran(made, transfer) == made.part.nbytes
     show(made, 2, [(0, 100, 101)])
     moved = ran(made, transfer)
@@ -71,7 +71,7 @@ def test_only_strips_that_changed_are_read(made: World) -> None:
 
 
 def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
-    transfer = made.transfer(delta=Delta())
+    transfer = made.transfer(delta=ChangedRanges())
     ran(made, transfer)
     show(made, 2, [])
     assert ran(made, transfer) == 0
@@ -80,7 +80,7 @@ def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
 
 
 def test_memory_that_changed_here_is_read_again(made: World) -> None:
-    transfer = made.transfer(delta=Delta())
+    transfer = made.transfer(delta=ChangedRanges())
     ran(made, transfer)
     row = int(made.part.dst[0])
     memory = made.receiver.regions.memories[0]
@@ -95,7 +95,7 @@ def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
         def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
             raise StaleDescriptor("it is past that version", uri=self.member)
 
-    transfer = made.transfer(delta=Delta())
+    transfer = made.transfer(delta=ChangedRanges())
     ran(made, transfer)
     show(made, 2, [(source, 0, 1 << 20) for source in range(len(made.sources))])
     links = made.links() | {"p1": Gone(made.sources[1])}
@@ -108,7 +108,7 @@ def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
 
 
 def test_any_versions_one_after_the_other(made: World) -> None:
-    transfer, chance = made.transfer(delta=Delta()), np.random.default_rng(7)
+    transfer, chance = made.transfer(delta=ChangedRanges()), np.random.default_rng(7)
     ran(made, transfer)
     for version in range(2, 12):
         spans = [
@@ -122,11 +122,11 @@ def test_any_versions_one_after_the_other(made: World) -> None:
 
 
 def test_without_a_base_everything_is_read(made: World) -> None:
-    kept = Delta()
+    kept = ChangedRanges()
     assert ran(made, made.transfer(delta=kept)) == made.part.nbytes
     assert "this plan has received no version" in kept.summary(made.transfer().run(made.links()))
     show(made, 2, [])
-    assert ran(made, made.transfer(delta=Delta())) == made.part.nbytes, "another plan's take has no base"
+    assert ran(made, made.transfer(delta=ChangedRanges())) == made.part.nbytes, "another plan's take has no base"
     show(made, 3, [])
     assert ran(made, made.transfer()) == made.part.nbytes
 
@@ -150,7 +150,7 @@ def test_what_pays(nbytes: int, changed: float, gb_per_s: float, cost_s: float, 
 def test_a_wire_that_is_faster_than_asking_is_not_asked_first() -> None:
     with open_links(only=["loopback"]) as links:
         made = world(links)
-        kept = Delta()
+        kept = ChangedRanges()
         transfer = made.transfer(delta=kept)
         ran(made, transfer)
         show(made, 2, [(0, 0, 10)])

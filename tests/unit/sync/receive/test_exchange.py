@@ -23,7 +23,7 @@ from penstock.errors import DestinationError
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.sync import copy_plan
 from penstock.sync.copy_plan import StagingCopy, aliases_of, rest_of
-from penstock.sync.local_version import Regions
+from penstock.sync.local_version import VersionRegions
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory
 
@@ -219,7 +219,7 @@ def test_a_plan_that_comes_back_after_an_exchange_copies_the_present_staging_mem
     monkeypatch.setattr(copy_plan, "rest_of", lambda filled, first, nbytes: None if nbytes == 1 else filled[:0])
     with (
         open_links(only=["http"]) as links,
-        Regions(aliases, links) as served,
+        VersionRegions(aliases, links) as served,
         StagingCopy(live, links, served=served) as staging,
     ):
         for key, nbytes, value in (("b", 1, 1), ("a", 2, 2), ("b", 1, 3), ("a", 2, 4), ("b", 1, 5)):

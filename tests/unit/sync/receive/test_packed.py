@@ -30,7 +30,7 @@ from penstock.sync.messages import PackReply
 from penstock.sync.receive import packed, sources
 from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.protocol import decode
 from penstock.types import MIB
 
@@ -40,14 +40,14 @@ SHAPES = [(512, 512), (300, 96), (16, 16), (1024, 8), (64, 48)]
 
 
 @pytest.fixture(params=TRANSPORTS)
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerLinks]:
     monkeypatch.setenv("PENSTOCK_NIXL_TLS", "tcp")
     with open_links(only=[request.param]) as opened:
         yield opened
 
 
 @pytest.fixture
-def http() -> Iterator[Links]:
+def http() -> Iterator[PeerLinks]:
     with open_links(only=["http"]) as opened:
         yield opened
 
@@ -60,7 +60,7 @@ def buffers_of(source: LocalVersion) -> list[packer._Buffer]:
 class World:
     """Two publishers of rows, and a receiver of columns."""
 
-    def __init__(self, links: Links, pack_bytes: int = 64 * MIB, shapes=SHAPES) -> None:
+    def __init__(self, links: PeerLinks, pack_bytes: int = 64 * MIB, shapes=SHAPES) -> None:
         holdings, wants = sharded("p", shapes, 0, 2, 2), sharded("s", shapes, 1, 4, 2)
         self.sources = [held(one, links, pack_bytes=pack_bytes) for one in holdings]
         for one in self.sources:
@@ -89,7 +89,7 @@ def pack(source: LocalVersion, strips: Strips, wait_s: float = 0.0) -> PackReply
     return source.pack(strips, version=told.version, generation=told.generation, wait_s=wait_s)
 
 
-def test_a_packed_version_is_bitwise_the_one_that_is_not(links: Links) -> None:
+def test_a_packed_version_is_bitwise_the_one_that_is_not(links: PeerLinks) -> None:
     found = []
     for pack_bytes in (64 * MIB, 0):
         world = World(links, pack_bytes)
@@ -110,7 +110,7 @@ def test_a_packed_version_is_bitwise_the_one_that_is_not(links: Links) -> None:
     assert np.array_equal(*found)
 
 
-def test_memory_that_is_too_small_works_in_several_buffers(links: Links) -> None:
+def test_memory_that_is_too_small_works_in_several_buffers(links: PeerLinks) -> None:
     world = World(links, LEAST_PACK_BYTES, [(4096, 512)])
     expected = world.expected()
     transfer = world.transfer(watermark_bytes=16 * LEAST_BYTES)
@@ -121,7 +121,7 @@ def test_memory_that_is_too_small_works_in_several_buffers(links: Links) -> None
     assert all(0 < one.packer.nbytes <= LEAST_PACK_BYTES for one in world.sources)
 
 
-def test_the_next_version_is_packed_anew(links: Links) -> None:
+def test_the_next_version_is_packed_anew(links: PeerLinks) -> None:
     world = World(links)
     transfer = world.transfer()
     transfer.run(world.links())
@@ -136,7 +136,7 @@ def test_the_next_version_is_packed_anew(links: Links) -> None:
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_rows_are_waited_for_before_they_are_packed(http: Links) -> None:
+def test_rows_are_waited_for_before_they_are_packed(http: PeerLinks) -> None:
     world = World(http)
     expected, late = world.expected(), world.sources[1]
     late.fence()
@@ -149,7 +149,7 @@ def test_rows_are_waited_for_before_they_are_packed(http: Links) -> None:
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_damage_on_the_way_through_the_buffer_is_found(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_on_the_way_through_the_buffer_is_found(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(links)
     copy = packer.pack_strips
 
@@ -164,7 +164,7 @@ def test_damage_on_the_way_through_the_buffer_is_found(links: Links, monkeypatch
     assert transfer.lost in ("p0", "p1") and caught.value.mutated
 
 
-def test_damage_in_the_buffer_while_it_is_read_is_found(links: Links) -> None:
+def test_damage_in_the_buffer_while_it_is_read_is_found(links: PeerLinks) -> None:
     world = World(links)
 
     class Spoiled(LocalLink):
@@ -182,7 +182,7 @@ def test_damage_in_the_buffer_while_it_is_read_is_found(links: Links) -> None:
     assert transfer.lost == "p1"
 
 
-def read(links: Links, world: World, reply: PackReply) -> None:
+def read(links: PeerLinks, world: World, reply: PackReply) -> None:
     """Read the first bytes of a buffer to the start of the receiver's memory."""
     assert reply.regions is not None
     name, transport = next(iter(links.transports.items()))
@@ -191,7 +191,7 @@ def read(links: Links, world: World, reply: PackReply) -> None:
     transport.wait(transport.post_read(into, decode(reply.regions[name]), some), stall_s=5.0)
 
 
-def test_a_fence_ends_reads_of_buffers(links: Links) -> None:
+def test_a_fence_ends_reads_of_buffers(links: PeerLinks) -> None:
     world = World(links)
     reply = pack(world.sources[0], short_strips(world))
     read(links, world, reply)
@@ -200,7 +200,7 @@ def test_a_fence_ends_reads_of_buffers(links: Links) -> None:
         read(links, world, reply)
 
 
-def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: Links) -> None:
+def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: PeerLinks) -> None:
     world = World(links)
 
     class Fencing(LocalLink):
@@ -216,7 +216,7 @@ def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: Links)
     assert transfer.lost == "p0"
 
 
-def test_a_fence_while_strips_are_packed_grants_nothing(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_while_strips_are_packed_grants_nothing(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source = world.sources[0]
     copy = packer.pack_strips
@@ -235,7 +235,7 @@ def test_a_fence_while_strips_are_packed_grants_nothing(http: Links, monkeypatch
 
 
 def test_a_reader_that_died_loses_its_buffer_and_one_that_comes_back_gets_no_bytes_of_another(
-    links: Links, monkeypatch: pytest.MonkeyPatch
+    links: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 0.5)
@@ -257,7 +257,7 @@ def test_a_reader_that_died_loses_its_buffer_and_one_that_comes_back_gets_no_byt
     assert pack(source, strips).regions is not None
 
 
-def test_a_slow_reader_keeps_its_buffer(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_keeps_its_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     # Longer than a busy machine keeps a thread waiting: what is seen is that the lease is extended, not that it lapses.
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
@@ -291,7 +291,7 @@ def test_a_slow_reader_keeps_its_buffer(http: Links, monkeypatch: pytest.MonkeyP
 
 
 def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
-    http: Links, monkeypatch: pytest.MonkeyPatch
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
@@ -312,7 +312,7 @@ def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
     assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
 
 
-def test_a_source_whose_rows_never_become_ready_stalls(http: Links) -> None:
+def test_a_source_whose_rows_never_become_ready_stalls(http: PeerLinks) -> None:
     world = World(http)
     late = world.sources[1]
     late.fence()
@@ -324,7 +324,7 @@ def test_a_source_whose_rows_never_become_ready_stalls(http: Links) -> None:
 
 
 def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
-    http: Links, monkeypatch: pytest.MonkeyPatch
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(http)
     expected = world.expected()
@@ -340,7 +340,7 @@ def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
 
 @pytest.mark.parametrize("error", [DeviceOutOfMemory("no room for a table"), DestinationError("the device is slow")])
 def test_a_source_that_cannot_pack_is_read_where_its_bytes_lie(
-    http: Links, monkeypatch: pytest.MonkeyPatch, error: DestinationError
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch, error: DestinationError
 ) -> None:
     world = World(http)
     expected = world.expected()
@@ -355,7 +355,9 @@ def test_a_source_that_cannot_pack_is_read_where_its_bytes_lie(
     assert all(not buffer.is_filling for one in world.sources for buffer in buffers_of(one))
 
 
-def test_memory_that_could_not_be_registered_may_be_tried_again(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_could_not_be_registered_may_be_tried_again(
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(http)
     allocate = packer.Packer._allocate
 
@@ -370,7 +372,9 @@ def test_memory_that_could_not_be_registered_may_be_tried_again(http: Links, mon
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_a_device_without_room_is_asked_again_at_the_next_version(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_is_asked_again_at_the_next_version(
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(http)
     source, allocate = world.sources[0], packer.Packer._allocate
     assert pack(source, short_strips(world)).regions is not None
@@ -388,7 +392,7 @@ def test_a_device_without_room_is_asked_again_at_the_next_version(http: Links, m
         assert pack(source, short_strips(world), wait_s=0.0).regions is not None
 
 
-def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http: Links) -> None:
+def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http: PeerLinks) -> None:
     holdings, wants = sharded("p", [(4096, 512)], 0, 1, 1), sharded("s", [(4096, 512)], 1, 4, 1)
     source = held(holdings[0], http, pack_bytes=LEAST_PACK_BYTES)
     source.begin(1)
@@ -411,7 +415,9 @@ def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http
     assert caught.value.mutated and not np.array_equal(whole(receiver), before)
 
 
-def test_a_buffer_is_released_where_another_read_gives_packing_up(http: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_released_where_another_read_gives_packing_up(
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(http, LEAST_PACK_BYTES, [(4096, 512)])
     reads: list[sources.SourceRead] = []
     made = sources.SourceRead.__init__
@@ -466,7 +472,7 @@ def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pyte
     assert len(hung) < 5
 
 
-def test_a_thread_that_cannot_be_started_is_named(http: Links, refuse_thread: Callable[[str], None]) -> None:
+def test_a_thread_that_cannot_be_started_is_named(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
     world = World(http)
     refuse_thread("penstock-leases")
     with pytest.raises(DestinationError, match="no thread can be started"):

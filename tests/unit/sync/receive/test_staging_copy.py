@@ -8,7 +8,7 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 
 from penstock.digest.strip import Strips
 from penstock.errors import PlanError, StaleDescriptor
-from penstock.sync.copy_plan import Copy, StagingCopy
+from penstock.sync.copy_plan import MemoryCopy, StagingCopy
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.sync.receive.sources import LocalLink
 from penstock.sync.receive.transfer import Transfer
@@ -33,14 +33,14 @@ def test_only_the_strips_are_copied() -> None:
         for i in range(count):
             expected[start + i * apart :][:run] = given[start + i * apart :][:run]
     strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
-    copy = Copy([dst[0] for dst, _ in pairs], [src[0] for _, src in pairs], strips)
+    copy = MemoryCopy([dst[0] for dst, _ in pairs], [src[0] for _, src in pairs], strips)
     assert copy.run() > 0 and copy.nbytes == sum(run * count for _, run, count, _ in rows)
     assert np.array_equal(np.concatenate([dst[1] for dst, _ in pairs]), expected)
 
 
 def test_memories_of_other_sizes_are_refused() -> None:
     with pytest.raises(PlanError):
-        Copy([memory(10, 0)[0]], [memory(11, 0)[0]])
+        MemoryCopy([memory(10, 0)[0]], [memory(11, 0)[0]])
 
 
 def test_a_version_is_received_beside_the_live_one_and_flipped() -> None:

@@ -17,19 +17,19 @@ from tests.unit.sync.parts import content, held, naive, parts, sharded, whole
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.plan.layout import decode, encode
-from penstock.plan.sync import NEAR_READS, READS_OF_ONE, Part
+from penstock.plan.sync import NEAR_READS, READS_OF_ONE, ReceiverPlan
 from penstock.sync.local_version import Answer, LocalVersion
 from penstock.sync.receive.batches import Step
 from penstock.sync.receive.sources import LocalLink, SourceRead
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.types import MIB
 
 SHAPES = [(64, 48), (32, 96), (16, 16), (128, 8)]
 
 
 @pytest.fixture(params=["loopback", "shm"])
-def links(request: pytest.FixtureRequest) -> Iterator[Links]:
+def links(request: pytest.FixtureRequest) -> Iterator[PeerLinks]:
     with open_links(only=[request.param]) as opened:
         yield opened
 
@@ -53,7 +53,7 @@ class World:
         return naive(self.part, [whole(one) for one in self.sources], whole(self.receiver))
 
 
-def world(links: Links, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regions=2, bucket_bytes=4096) -> World:
+def world(links: PeerLinks, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regions=2, bucket_bytes=4096) -> World:
     holdings = sharded("p", shapes, *froms, num_regions)
     wants = sharded("s", shapes, *to, num_regions)
     sources = [held(one, links) for one in holdings]
@@ -63,7 +63,7 @@ def world(links: Links, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regions=2
     return World(sources, held(wants[1], links, seed=1), parts(holdings, wants, bucket_bytes)[1])
 
 
-def test_every_byte_arrives_and_is_verified(links: Links) -> None:
+def test_every_byte_arrives_and_is_verified(links: PeerLinks) -> None:
     made = world(links)
     expected, transfer = made.expected(), made.transfer()
     report = transfer.run(made.links())
@@ -92,7 +92,7 @@ def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
         assert transfer.moved_bytes == made.part.nbytes
 
 
-def test_a_source_that_has_all_is_asked_once(links: Links) -> None:
+def test_a_source_that_has_all_is_asked_once(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     asked: list[int] = []
 
@@ -141,7 +141,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
 @pytest.mark.parametrize("receiver", [0, 1])
 @pytest.mark.parametrize("is_filling", [False, True])
 def test_devices_of_the_host_are_read_in_turns(
-    links: Links, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
+    links: PeerLinks, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Columns of rows: each receiver takes half of its bytes from each source.
     holdings, wants = sharded("p", [(1024, 4096)] * 8, 0, 2, 1), sharded("s", [(1024, 4096)] * 8, 1, 2, 1)
@@ -168,7 +168,7 @@ def test_devices_of_the_host_are_read_in_turns(
     assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
 
-def test_each_device_of_the_receiver_has_turns_of_its_own(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_of_the_receiver_has_turns_of_its_own(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     monkeypatch.setattr(SourceRead, "near_device", lambda self, step: f"cuda:{step.reads[0][1]}")
     reads = recorded(monkeypatch)
@@ -179,7 +179,7 @@ def test_each_device_of_the_receiver_has_turns_of_its_own(links: Links, monkeypa
     assert reads.most > NEAR_READS
 
 
-def test_other_sources_are_read_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_are_read_at_once(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     reads = recorded(monkeypatch)
     expected = made.expected()
@@ -196,10 +196,10 @@ def test_a_part_of_an_earlier_release_has_no_first_source() -> None:
             replace(part, first_source=wrong).check(src_nbytes=[1 << 30] * 2, dst_nbytes=1 << 30)
     known = msgspec.msgpack.decode(encode(part))
     assert known.pop("first_source") == 1
-    assert decode(msgspec.msgpack.encode(known), Part).first_source == 0
+    assert decode(msgspec.msgpack.encode(known), ReceiverPlan).first_source == 0
 
 
-def test_again_for_the_next_version(links: Links) -> None:
+def test_again_for_the_next_version(links: PeerLinks) -> None:
     made = world(links)
     transfer = made.transfer()
     transfer.run(made.links())
@@ -231,7 +231,7 @@ class Lying(LocalLink):
         return said
 
 
-def test_a_flipped_byte_is_named_and_not_verified(links: Links) -> None:
+def test_a_flipped_byte_is_named_and_not_verified(links: PeerLinks) -> None:
     made = world(links, bucket_bytes=1 << 30)
     given = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
     transfer = made.transfer()
@@ -242,7 +242,7 @@ def test_a_flipped_byte_is_named_and_not_verified(links: Links) -> None:
     assert caught.value.tensor in made.receiver.layout.names
 
 
-def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
+def test_a_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
     made = world(links)
 
     class Fencing(Filling):
@@ -259,7 +259,7 @@ def test_a_fence_between_digest_and_read_is_stale(links: Links) -> None:
     assert transfer.moved_bytes < made.part.nbytes
 
 
-def test_nothing_touched_is_said_to_be_so(links: Links) -> None:
+def test_nothing_touched_is_said_to_be_so(links: PeerLinks) -> None:
     made = world(links, froms=(0, 1))
     given, before = made.links(), whole(made.receiver)
     made.sources[0].fence()
@@ -269,7 +269,7 @@ def test_nothing_touched_is_said_to_be_so(links: Links) -> None:
     assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
-def test_a_source_that_is_never_ready_stalls(links: Links) -> None:
+def test_a_source_that_is_never_ready_stalls(links: PeerLinks) -> None:
     made = world(links)
     made.sources[1].fence()
     made.sources[1].begin(1)
@@ -280,7 +280,7 @@ def test_a_source_that_is_never_ready_stalls(links: Links) -> None:
     assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
-def test_rows_are_waited_for_as_they_become_ready(links: Links) -> None:
+def test_rows_are_waited_for_as_they_become_ready(links: PeerLinks) -> None:
     made = world(links)
     expected = made.expected()
     late = made.sources[1]
@@ -300,7 +300,7 @@ def test_rows_are_waited_for_as_they_become_ready(links: Links) -> None:
     assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
 
 
-def test_a_source_that_is_gone_is_named(links: Links) -> None:
+def test_a_source_that_is_gone_is_named(links: PeerLinks) -> None:
     made = world(links)
 
     class Gone(LocalLink):
@@ -313,7 +313,7 @@ def test_a_source_that_is_gone_is_named(links: Links) -> None:
     assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
-def test_the_watermark_is_kept(links: Links) -> None:
+def test_the_watermark_is_kept(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     expected = made.expected()
     report = made.transfer(watermark_bytes=MIB).run(made.links())
@@ -326,7 +326,7 @@ def test_a_watermark_too_small_says_the_least() -> None:
     assert caught.value.minimum_bytes == LEAST_BYTES
 
 
-def test_what_does_not_fit_is_refused_before_a_byte(links: Links) -> None:
+def test_what_does_not_fit_is_refused_before_a_byte(links: PeerLinks) -> None:
     made = world(links)
     with pytest.raises(PlanError, match="no link to p1"):
         made.transfer().run({"p0": made.links()["p0"]})

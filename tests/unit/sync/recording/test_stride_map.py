@@ -18,8 +18,8 @@ from penstock.sync.recording.layout import fill
 from penstock.sync.recording.requirements import record
 from penstock.sync.recording.stride_map import (
     MAX_BOXES,
-    Grid,
     NotBoxes,
+    StrideGrid,
     StrideMap,
     _between,
     between,
@@ -98,8 +98,8 @@ def test_a_chain_of_views_and_copies(data: st.DataObject) -> None:
     assert torch.equal(model.p, shown.permute(order))
 
 
-def full(shape: tuple[int, ...]) -> Grid:
-    return Grid(shape, torch.empty(shape, device="meta").stride())
+def full(shape: tuple[int, ...]) -> StrideGrid:
+    return StrideGrid(shape, torch.empty(shape, device="meta").stride())
 
 
 def test_a_plain_box() -> None:
@@ -166,7 +166,7 @@ def test_a_view_that_steps_unevenly_is_refused(offset: int, strides: tuple[int, 
 
 def test_a_tensor_that_repeats_its_elements_is_refused() -> None:
     with pytest.raises(NotBoxes, match="repeats"):
-        between(Grid((4, 6), (0, 1)), 0, (0, 1), full((4, 6)), 0, (6, 1), (4, 6))
+        between(StrideGrid((4, 6), (0, 1)), 0, (0, 1), full((4, 6)), 0, (6, 1), (4, 6))
 
 
 def test_too_many_boxes_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""`accelerated()`: a block in which libraries of Hugging Face read weights through Penstock.
+"""`patched_libraries()`: a block in which libraries of Hugging Face read weights through Penstock.
 
 transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
 safetensors. Both are replaced while the block runs: files of weights that the cache lacks are not downloaded, but
@@ -10,6 +10,6 @@ from penstock.spi import require_package
 require_package("torch")
 
 
-from penstock_hf.patched_libraries.context import AcceleratedReport, accelerated, directory  # noqa: E402 - after what it needs
+from penstock_hf.patched_libraries.context import PatchedLibrariesReport, directory, patched_libraries  # noqa: E402 - after what it needs
 
-__all__ = ["AcceleratedReport", "accelerated", "directory"]
+__all__ = ["PatchedLibrariesReport", "directory", "patched_libraries"]

@@ -1,4 +1,4 @@
-"""The block of `accelerated()`: what it replaces, for which threads, its errors and its report.
+"""The block of `patched_libraries()`: what it replaces, for which threads, its errors and its report.
 
 In: settings. Out: replacements of huggingface_hub's downloads and safetensors' readers, undone at the end; a report.
 Not here: which file is where (`hub_files`), how it is read (`reading`), how ranks read one together
@@ -61,8 +61,8 @@ class FileRead:
 
 
 @dataclass(slots=True)
-class AcceleratedReport(Summarised):
-    """The files that a block of `accelerated()` read, filled while it runs."""
+class PatchedLibrariesReport(Summarised):
+    """The files that a block of `patched_libraries()` read, filled while it runs."""
 
     files: list[FileRead] = field(default_factory=list)
     shared: list[SharedReadReport] = field(default_factory=list)
@@ -94,13 +94,13 @@ class AcceleratedReport(Summarised):
 
 
 @contextmanager
-def accelerated(
+def patched_libraries(
     *,
     verify: bool = False,
     memory_bytes: int | None = None,
     storage_options: Mapping[str, str] | None = None,
     group: ProcessGroup | None = None,
-) -> Iterator[AcceleratedReport]:
+) -> Iterator[PatchedLibrariesReport]:
     """Read weights through Penstock in every `from_pretrained` of the block.
 
     Args:
@@ -167,7 +167,7 @@ def directory(uri: str) -> str:
             http(s) URL, where nothing can be listed, the weights are those of its index.
 
     Raises:
-        ConfigError: it is called outside of a block of `accelerated()`.
+        ConfigError: it is called outside of a block of `patched_libraries()`.
         NotFound, PermissionDenied, SourceUnavailable: as their names say.
 
     Small files are fetched at once; weights are streamed when a library opens them, in the same block. The directory
@@ -180,11 +180,11 @@ def directory(uri: str) -> str:
 
 
 class _Block:
-    """A running block of `accelerated()`: its files, its report, and the group that it shares them with."""
+    """A running block of `patched_libraries()`: its files, its report, and the group that it shares them with."""
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str], verify: bool) -> None:
         self.files = HubFiles(settings, storage_options)
-        self.report = AcceleratedReport()
+        self.report = PatchedLibrariesReport()
         self._verify = verify
         self._memory_bytes = settings.memory_bytes
         self._started = time.perf_counter()

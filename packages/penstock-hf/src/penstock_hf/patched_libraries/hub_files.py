@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.errors import FormatError, PenstockError
-from penstock.spi import Settings, is_remote, let_go_in_children, list_uris, local_path, open_weights, read_small
+from penstock.spi import Settings, is_remote, list_uris, local_path, open_weights, read_small, release_after_fork
 from penstock.spi import pinned_uri as pinned
 from penstock_hf.patched_libraries.views import make_directory, views
 
@@ -283,7 +283,7 @@ class HubFiles:
         return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
 
 
-_alive = let_go_in_children(HubFiles.let_go)
+_alive = release_after_fork(HubFiles.let_go)
 
 
 class _Repository:
@@ -333,7 +333,7 @@ class _Repository:
 
 def _text_of(pointer: Pointer) -> bytes:
     """Return the content of a pointer file."""
-    return b"%s pointer 1\n%s\nThis file is read inside `accelerated()` only.\n" % (POINTER, pointer.uri.encode())
+    return b"%s pointer 1\n%s\nThis file is read inside `patched_libraries()` only.\n" % (POINTER, pointer.uri.encode())
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:

@@ -23,8 +23,8 @@ from penstock.errors import FormatError, SourceTruncated
 from penstock.spi import (
     MIN_CHUNK_BYTES,
     Header,
-    Options,
-    Session,
+    LoadSession,
+    ReadOptions,
     Settings,
     open_source,
     open_stream,
@@ -102,7 +102,7 @@ class SafetensorsStreamer:
         self._is_open = False
         self._parts: list[Sequence[str]] = []
         self._settings = Settings()
-        self._options = Options(device=torch.device("cpu"))
+        self._options = ReadOptions(device=torch.device("cpu"))
         self._group: Any = None
         self._stream: TensorStream | None = None
         self._owned = True
@@ -189,7 +189,7 @@ class SafetensorsStreamer:
                 raise ValueError(f"tensor_names appear in more than one file: {repeated}")
         names = None if wanted is None else wanted.__contains__
         self._owned = owned or place.type != "cpu"
-        self._options = Options(device=place, names=names, storage_options=options, progress=False)
+        self._options = ReadOptions(device=place, names=names, storage_options=options, progress=False)
         self._group = _group(limits.distributed, place) if is_distributed else None
         # A weight set has every name once: files that share a name are streamed one after the other, as in the
         # original.
@@ -207,7 +207,7 @@ class SafetensorsStreamer:
         shared = None if self._owned else _SharedMemory()
         for part in parts:
             with raising_value_errors():
-                opens = partial(Session, part, self._options, self._settings)
+                opens = partial(LoadSession, part, self._options, self._settings)
                 self._stream = open_stream(part, self._options, self._group, opens)
             try:
                 while True:

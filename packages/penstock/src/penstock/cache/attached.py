@@ -44,7 +44,7 @@ from penstock.errors import (
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device
 from penstock.loader.tensor import as_tensors
@@ -127,12 +127,12 @@ class AttachReport(Summarised):
         )
 
 
-class Attached(Closing, Mapping[str, torch.Tensor]):
+class Attached(Closeable, Mapping[str, torch.Tensor]):
     """Tensors by name over a keeper's memory. Made by `attach`; a context manager that releases the lease.
 
     Attributes:
         report: report of the attach.
-        layout: what `hand_over` was given as `layout`, verified with the tensors; empty: nothing.
+        layout: what `cache_parameters` was given as `layout`, verified with the tensors; empty: nothing.
 
     Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
         `close`, or if `standing` is `lost`, host memory still stays mapped while a tensor lives; device memory may be

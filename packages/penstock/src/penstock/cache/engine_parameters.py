@@ -124,7 +124,7 @@ class HandOverHandler:
             self._started.pop(key, None)
 
 
-def hand_over(
+def cache_parameters(
     module: torch.nn.Module,
     model: str,
     *,

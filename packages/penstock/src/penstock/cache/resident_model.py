@@ -24,10 +24,10 @@ from penstock.errors import ConfigError, PenstockError, SourceChanged
 from penstock.fetch.discover import PlacedTarget
 from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of
-from penstock.memory.tier import Block, Room
+from penstock.memory.tier import Room, TierBlock
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
 from penstock.peer.local_weights import LocalWeights, WeightLayout
@@ -58,7 +58,7 @@ class ResidentModel:
         fleet: the fleet membership that serves the model.
         revision: the expected revision.
         nbytes: bytes of memory, gaps between tensors included.
-        uri, storage_options, progress: see `Keeper.keep`; without a URI it is fetched from members alone.
+        uri, storage_options, progress: see `WeightCache.keep`; without a URI it is fetched from members alone.
 
     Attributes:
         report: report of the last fetch.
@@ -87,7 +87,7 @@ class ResidentModel:
         self.nbytes = nbytes
         # Two revisions of a model are two blocks, and so are two ranks of it, even with equal bytes.
         coordinates = "".join(f" {axis} {at}" for axis, at in sorted(fleet.identity.parallel.items()))
-        self.block = Block(f"{self.name}@{revision}{coordinates}", 0, nbytes)
+        self.block = TierBlock(f"{self.name}@{revision}{coordinates}", 0, nbytes)
         self.report: FetchReport | None = None
         self.weights: LocalWeights | None = None
         self.is_leaving = False
@@ -180,7 +180,7 @@ class ConvertedModel(ResidentModel):
 
     can_reload = False
 
-    def __init__(self, fleet: Fleet, job: Job, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
+    def __init__(self, fleet: Fleet, job: ConversionJob, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
         super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]))
         self._make = make
         self._max_readers = max_readers

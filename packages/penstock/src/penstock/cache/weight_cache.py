@@ -35,7 +35,7 @@ from penstock.fetch.join import Fleet
 from penstock.fetch.report import FetchReport
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.jobs.result import SCHEME, MemoryDestination
 from penstock.lifecycle import is_ending
 from penstock.loader.progress import ProgressOption
@@ -85,7 +85,7 @@ class ResidentStatus:
     """Number of reloads because of damaged memory."""
 
 
-class Keeper:
+class WeightCache:
     """A process that keeps models until `drop` or `leave`. A context manager; only one thread at a time may call it.
 
     Args:
@@ -98,7 +98,8 @@ class Keeper:
         connection: hub, token, address and transports; see `penstock.join`.
         max_readers: concurrent readers of each model; see `penstock.join`.
         max_bytes_per_s: limit for all readers together; see `penstock.join`.
-        accept: also keep finished parameters that engines of this host hand over (`hand_over`), within `memory_bytes`.
+        accept: also keep finished parameters that engines of this host hand over (`cache_parameters`), within
+            `memory_bytes`.
 
     Raises:
         ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
@@ -240,7 +241,7 @@ class Keeper:
             raise ConfigError(f"a conversion writes to host memory, not to {self.device}", hint="give device='cpu'")
         return _KeeperDestination(self, model)
 
-    def _convert(self, model: str, job: Job, fill: Callable[[Path], Manifest]) -> None:
+    def _convert(self, model: str, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
         """Run a conversion into this keeper's memory, and keep the result."""
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
@@ -470,7 +471,7 @@ class Keeper:
         counts = ((num_attached, "engine"), (num_readers, "reader"))
         return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> WeightCache:
         return self
 
     def __exit__(
@@ -481,14 +482,14 @@ class Keeper:
 
 
 class _KeeperDestination:
-    """The destination for `convert` that `Keeper.into` returns; see `MemoryDestination`."""
+    """The destination for `convert` that `WeightCache.into` returns; see `MemoryDestination`."""
 
-    def __init__(self, keeper: Keeper, model: str) -> None:
+    def __init__(self, keeper: WeightCache, model: str) -> None:
         self._keeper = keeper
         self._model = model
         self.uri = f"{SCHEME}{model}"
 
-    def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
+    def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
         """Run the conversion into the keeper's memory; see `MemoryDestination.take`."""
         self._keeper._convert(self._model, job, fill)
 

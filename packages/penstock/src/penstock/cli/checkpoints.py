@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import (
-    Format,
     FormatOption,
+    OutputFormat,
     Uri,
     option,
     write_columns,
@@ -36,7 +36,7 @@ _SHOWN = 40
 def inspect(
     uri: Uri,
     all_tensors: Annotated[bool, typer.Option("--all", help=f"Every tensor, not the first {_SHOWN}.")] = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """List the files, dtypes and tensors of weights."""
     import penstock
@@ -44,7 +44,7 @@ def inspect(
     report = penstock.inspect(uri)
     manifest = report.manifest
     per_file = tensors_per_file(manifest)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(
             {
                 "uri": report.uri,
@@ -135,7 +135,7 @@ def manifest(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a manifest that has other digests: weights changed on purpose.")
     ] = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Write a manifest with digests of the weights.
 
@@ -145,7 +145,7 @@ def manifest(
     import penstock
 
     report = penstock.manifest(uri, out=out, sign=sign, replace=force)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(report)
         return
     write_fields(
@@ -165,7 +165,7 @@ def verify(
     public_key: Annotated[
         Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM); require its signature.")
     ] = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Compare weights with their manifest's digests.
 
@@ -174,7 +174,7 @@ def verify(
     import penstock
 
     verdict = penstock.verify(uri, public_key=public_key)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(verdict)
     else:
         write_fields(

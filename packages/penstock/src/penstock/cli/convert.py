@@ -20,10 +20,10 @@ import typer
 from penstock.cli.terminal import (
     DataPort,
     Force,
-    Format,
     FormatOption,
     Listen,
     Operations,
+    OutputFormat,
     TaskBytes,
     To,
     TokenFile,
@@ -42,7 +42,7 @@ from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
     from penstock.config import ConnectionSettings
-    from penstock.jobs.job import Job
+    from penstock.jobs.job import ConversionJob
     from penstock.jobs.report import ConvertReport, Predicted
     from penstock.jobs.workers.launch import LocalLauncher
     from penstock.plan.cluster import Rates
@@ -114,7 +114,7 @@ def convert(
         typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations of --op, and exit."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Convert or merge checkpoints, out of core.
 
@@ -192,7 +192,7 @@ def _predict(
     devices: Sequence[str],
     workers: int | None,
     rates: Rates | None,
-    format: Format,
+    format: OutputFormat,
     shard_bytes: str,
     request: Mapping[str, Any],
 ) -> None:
@@ -222,7 +222,7 @@ def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list
         return penstock.convert(sources, workers=penstock.jobs.WorkerSettings(launcher=launcher, **settings), **options)
 
 
-def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: Format) -> None:
+def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: OutputFormat) -> None:
     """Convert into a keeper, and keep the result until SIGTERM."""
     import penstock
 
@@ -238,9 +238,9 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
 _EXECUTORS = ("fetch", "compute", "send")
 
 
-def write_report(report: ConvertReport, format: Format) -> None:
+def write_report(report: ConvertReport, format: OutputFormat) -> None:
     """Write the report of a conversion to stdout."""
-    if format is Format.json:
+    if format is OutputFormat.json:
         # Properties of the report: `plain` writes fields only.
         derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
@@ -307,7 +307,7 @@ def _moving(report: ConvertReport) -> str:
     return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), by {report.predicted_by}"
 
 
-def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
+def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) -> None:
     """Write the plan of a conversion to stdout."""
     seconds, by = predicted
     facts: dict[str, int | str] = {
@@ -320,7 +320,7 @@ def _write_plan(job: Job, predicted: Predicted, format: Format) -> None:
         "num_tasks": len(job.tasks),
         "largest_task_bytes": int(job.memory_bytes.max(initial=0)),
     }
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**facts, "predicted_s": seconds, "predicted_by": by})
         return
     shown = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.cli.terminal import (
-    Format,
     FormatOption,
+    OutputFormat,
     importable,
     option,
     package_version,
@@ -65,7 +65,7 @@ class Limit:
 
 def doctor(
     path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk to measure.")] = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Report devices, measured limits and packages.
 
@@ -73,7 +73,7 @@ def doctor(
     """
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()
-    if format is Format.json:
+    if format is OutputFormat.json:
         variables_json = [{"name": name, "value": value, "doc": doc} for name, value, doc in variables]
         write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
         return

@@ -22,10 +22,10 @@ from penstock.cli.terminal import (
     DataPort,
     Device,
     Force,
-    Format,
     FormatOption,
     Hub,
     Listen,
+    OutputFormat,
     TokenFile,
     columns,
     connection_of,
@@ -82,7 +82,7 @@ def status(
             "--watch", metavar="SECONDS", min=0.1, help="Repeat at this interval until Ctrl-C.", show_default=False
         ),
     ] = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """List the fleet's members, models and progress.
 
@@ -99,13 +99,13 @@ def status(
     connection = resolve_connection(connection)
     # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
-        if format is Format.human and sys.stdout.isatty():
+        if format is OutputFormat.human and sys.stdout.isatty():
             _redraw(lambda: client.status(model), model, watch)
         while True:
             _show(client.status(model), model, format)
             sys.stdout.flush()
             time.sleep(watch)
-            if format is Format.human:
+            if format is OutputFormat.human:
                 write_lines("")
 
 
@@ -135,9 +135,9 @@ def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoR
         write_lines(*_lines(fleet, model, terminal_width()))
 
 
-def _show(fleet: Status, model: str | None, format: Format) -> None:
+def _show(fleet: Status, model: str | None, format: OutputFormat) -> None:
     """Write the members to stdout."""
-    if format is Format.json:
+    if format is OutputFormat.json:
         import msgspec
 
         write_json(msgspec.to_builtins(fleet))
@@ -251,7 +251,7 @@ def why(
     member: Annotated[str | None, option("--member", "ID", "Only the reasons of this member.")] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Explain from which members a model is read.
 
@@ -262,7 +262,7 @@ def why(
     import penstock
 
     answer = penstock.hub.why(model, member=member, connection=connection_of(hub, token_file))
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(msgspec.to_builtins(answer))
     else:
         write_lines(*answer.lines)
@@ -319,7 +319,7 @@ def keep(
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
     ] = 30.0,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Keep models in memory for engines of this host.
 
@@ -352,7 +352,7 @@ def keep(
         max_bytes_per_s=max_bytes_per_s,
     ) as keeper:
         reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
-        if format is Format.json:
+        if format is OutputFormat.json:
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
             write_lines(*(report.summary() for report in reports))
@@ -372,14 +372,14 @@ def _rest(keeper: penstock.cache.WeightCache) -> str:
     return f" ({', '.join(away)})" if away else ""
 
 
-def _fill(uri: str, format: Format) -> None:
+def _fill(uri: str, format: OutputFormat) -> None:
     """Write a repository to the local cache of its hub's library."""
     from penstock.loader.progress import Progress
     from penstock.storage.fill import fill
 
     with Progress(None, uri) as progress:
         report = fill(uri, on_bytes=progress)
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:
         write_lines(report.summary())
@@ -411,7 +411,7 @@ def pull(
         typer.Option("--timeout-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
     ] = None,
     force: Force = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Fetch a model from the fleet.
 
@@ -451,7 +451,7 @@ def pull(
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
             error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
         raise
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:
         write_lines(report.summary())

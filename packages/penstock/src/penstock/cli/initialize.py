@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import Format, FormatOption, Hub, TokenFile, connection_of, write_json, write_lines
+from penstock.cli.terminal import FormatOption, Hub, OutputFormat, TokenFile, connection_of, write_json, write_lines
 from penstock.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def storage_initializer(
     ],
     hub: Hub = None,
     token_file: TokenFile = None,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Fill directories for an init container.
 
@@ -40,9 +40,9 @@ def storage_initializer(
     reports = []
     for source, destination in zip(pairs[::2], pairs[1::2], strict=True):
         reports.append(initialize(source, destination, connection=connection))
-        if format is Format.human:
+        if format is OutputFormat.human:
             write_lines(reports[-1].summary())
             # Pods' logs are followed while the next model is copied.
             sys.stdout.flush()
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(reports)

@@ -16,10 +16,10 @@ import typer
 from penstock.cli.terminal import (
     Cache,
     Device,
-    Format,
     FormatOption,
     MemoryBytes,
     Names,
+    OutputFormat,
     Uri,
     Verify,
     option,
@@ -42,7 +42,7 @@ def load(
     trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
     cache: Cache = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
-    format: FormatOption = Format.human,
+    format: FormatOption = OutputFormat.human,
 ) -> None:
     """Load weights and report rate, memory and paths.
 
@@ -71,7 +71,7 @@ def load(
         trace=None if trace is None else str(trace),
         cache=cache,
     )
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})
     else:
         write_lines(weights.report.summary())
@@ -136,9 +136,9 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
     )
 
 
-def _write_plan(plan: _Plan, format: Format) -> None:
+def _write_plan(plan: _Plan, format: OutputFormat) -> None:
     """Write a plan to stdout."""
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(plan)
         return
     write_fields(

@@ -23,7 +23,7 @@ try:
 
     from penstock import entry_points
     from penstock.cli import checkpoints, convert, doctor, fleet, hub, initialize, load, terminal
-    from penstock.cli.terminal import Format, FormatOption, examples, write_fields, write_json
+    from penstock.cli.terminal import FormatOption, OutputFormat, examples, write_fields, write_json
     from penstock.entry_points import missing_extra
     from penstock.errors import ConfigError, PenstockError
 except KeyboardInterrupt:
@@ -51,7 +51,7 @@ app = typer.Typer(
 )
 
 
-def version(format: FormatOption = Format.human) -> None:
+def version(format: FormatOption = OutputFormat.human) -> None:
     """Print the versions that a bug report needs."""
     import platform
 
@@ -64,7 +64,7 @@ def version(format: FormatOption = Format.human) -> None:
         "safetensors": package_version("safetensors"),
         "platform": platform.platform(),
     }
-    if format is Format.json:
+    if format is OutputFormat.json:
         write_json(found)
     else:
         write_fields({name: value or "not installed" for name, value in found.items()})

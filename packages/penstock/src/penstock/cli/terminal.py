@@ -202,7 +202,7 @@ def option(name: str, metavar: str, help: str) -> Any:
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
 
 
-class Format(enum.StrEnum):
+class OutputFormat(enum.StrEnum):
     """A form of the data on stdout."""
 
     human = "human"
@@ -217,7 +217,7 @@ Uri = Annotated[
         show_default=False,
     ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", help="Form of the data on stdout.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="Form of the data on stdout.")]
 Device = Annotated[str, typer.Option("--device", help="Device of the tensors: cpu, cuda, cuda:1.")]
 Names = Annotated[list[str] | None, option("--names", "GLOB", "Only tensors whose name matches; may be repeated.")]
 MemoryBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host staging: 268435456, 256M, 1.5G.")]

@@ -1,6 +1,6 @@
 """Checkpoints that DCP can load, open: their metadata, and the place of each stored item's bytes.
 
-In: a URI. Out: torch's `Metadata`; for an index of it, a `Row`; the sources of the files.
+In: a URI. Out: torch's `Metadata`; for an index of it, a `CheckpointRow`; the sources of the files.
 Not here: the bodies (`reader`), the bytes of DCP's format (`distcp`), files and manifests of safetensors (`storage`).
 
     safetensors: headers -> names, dtypes, shapes, places; DCP_SHARDING_INFO says which part of its tensor a file has
@@ -59,7 +59,7 @@ _PROBE_MAX_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """The bytes of a stored item."""
 
     name: str
@@ -90,11 +90,11 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def row(self, index: MetadataIndex) -> Row:
+    def row(self, index: MetadataIndex) -> CheckpointRow:
         """Return the place of an item that was located. FormatError: there is none."""
         ...
 
-    def weights(self, rows: Sequence[Row]) -> WeightSet:
+    def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """Return the weight set for a load of these rows, whose sources are the checkpoint's."""
         ...
 
@@ -157,7 +157,7 @@ class SafetensorsCheckpoint:
         table = self._weights.manifest.tensors
         uris = [source.uri for source in self._weights.sources]
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._rows: dict[MetadataIndex, Row] = {}
+        self._rows: dict[MetadataIndex, CheckpointRow] = {}
         sharded: set[str] = set()
         # Lists: a numpy scalar costs ten times as much as Python's own number.
         places = (table.file_index.tolist(), table.offset.tolist(), table.nbytes.tolist())
@@ -165,7 +165,9 @@ class SafetensorsCheckpoint:
         by_part = {uri: {_part_name(n, at): (n, at) for n, at in offsets.items()} for uri, offsets in parts.items()}
         for part, kind, stored, file, start, nbytes in columns:
             is_bytes = part in stored_bytes
-            row = Row(name=part, file=file, offset=start, nbytes=nbytes, dtype=kind, shape=stored, is_bytes=is_bytes)
+            row = CheckpointRow(
+                name=part, file=file, offset=start, nbytes=nbytes, dtype=kind, shape=stored, is_bytes=is_bytes
+            )
             if is_bytes:
                 if kind is not DType.U8 or len(stored) != 1:
                     raise FormatError("stored bytes are not a U8 tensor of one dim", uri=uris[file], tensor=clip(part))
@@ -204,14 +206,14 @@ class SafetensorsCheckpoint:
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
         """See `Checkpoint.locate`. The headers, read at opening, give every place."""
 
-    def row(self, index: MetadataIndex) -> Row:
+    def row(self, index: MetadataIndex) -> CheckpointRow:
         """See `Checkpoint.row`."""
         try:
             return self._rows[index]
         except KeyError:
             raise FormatError("the checkpoint has no such part", uri=self.uri, tensor=clip(index.fqn)) from None
 
-    def weights(self, rows: Sequence[Row]) -> WeightSet:
+    def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""
         return self._weights
 
@@ -279,12 +281,12 @@ class DistcpCheckpoint:
         self._settings = settings
         self._options = storage_options
         self._revision = leaf.headers_revision([blake3(raw).digest()])
-        self._entries: Mapping[MetadataIndex, distcp.Entry] = self.metadata.storage_data
+        self._entries: Mapping[MetadataIndex, distcp.DistcpEntry] = self.metadata.storage_data
         self._files: dict[str, int] = {}
         self._sources: list[Source] = []
-        self._rows: dict[MetadataIndex, Row] = {}
+        self._rows: dict[MetadataIndex, CheckpointRow] = {}
         # By `data.pkl`: the tensors of a model share a few of them.
-        self._tensors: dict[bytes, tuple[distcp.Stored, str, int]] = {}
+        self._tensors: dict[bytes, tuple[distcp.StoredTensor, str, int]] = {}
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
         """See `Checkpoint.locate`."""
@@ -293,7 +295,7 @@ class DistcpCheckpoint:
             if index not in self._entries:
                 raise FormatError("the metadata has no place for it", uri=self.uri, tensor=clip(index.fqn))
         self._open({self._entries[index].file for index in wanted})
-        tensors: list[tuple[MetadataIndex, int, distcp.Entry]] = []
+        tensors: list[tuple[MetadataIndex, int, distcp.DistcpEntry]] = []
         for index in wanted:
             entry = self._entries[index]
             file = self._files[entry.file]
@@ -305,7 +307,7 @@ class DistcpCheckpoint:
                 raise SourceTruncated(fault, uri=source.uri, tensor=clip(index.fqn))
             if isinstance(self.metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 shape = (entry.nbytes,)
-                self._rows[index] = Row(
+                self._rows[index] = CheckpointRow(
                     name=index.fqn,
                     file=file,
                     offset=entry.offset,
@@ -363,10 +365,10 @@ class DistcpCheckpoint:
         self,
         index: MetadataIndex,
         file: int,
-        entry: distcp.Entry,
+        entry: distcp.DistcpEntry,
         probe: _Probe,
         sizes: Mapping[MetadataIndex, tuple[int, ...]],
-    ) -> Row:
+    ) -> CheckpointRow:
         uri, name = self._sources[file].uri, index.fqn
         tail_bytes = min(distcp.TAIL_BYTES, entry.nbytes)
         tail = probe.read(file, entry.offset + entry.nbytes - tail_bytes, tail_bytes)
@@ -406,7 +408,7 @@ class DistcpCheckpoint:
         in_order = stored.order == tuple(range(len(stored.shape)))
         shape = tuple(stored.shape[dim] for dim in stored.order)
         dtype = dtype_of(stored.dtype)
-        return Row(
+        return CheckpointRow(
             name=name,
             file=file,
             offset=entry.offset + start + stored.offset,
@@ -417,7 +419,11 @@ class DistcpCheckpoint:
         )
 
     def _compare(
-        self, index: MetadataIndex, stored: distcp.Stored, sizes: Mapping[MetadataIndex, tuple[int, ...]], uri: str
+        self,
+        index: MetadataIndex,
+        stored: distcp.StoredTensor,
+        sizes: Mapping[MetadataIndex, tuple[int, ...]],
+        uri: str,
     ) -> None:
         """Raise FormatError unless a stored tensor is the one that the metadata describes."""
         item = self.metadata.state_dict_metadata[index.fqn]
@@ -430,14 +436,14 @@ class DistcpCheckpoint:
             fault = f"the file has the shape {list(stored.shape)}, the metadata says {list(expected or ())}"
             raise FormatError(fault, uri=uri, tensor=clip(index.fqn))
 
-    def row(self, index: MetadataIndex) -> Row:
+    def row(self, index: MetadataIndex) -> CheckpointRow:
         """See `Checkpoint.row`."""
         try:
             return self._rows[index]
         except KeyError:
             raise FormatError("the checkpoint has no such part", uri=self.uri, tensor=clip(index.fqn)) from None
 
-    def weights(self, rows: Sequence[Row]) -> WeightSet:
+    def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""
         files = tuple(
             FileEntry(name=name, nbytes=source.nbytes, identity=source.identity)
@@ -460,7 +466,7 @@ class DistcpCheckpoint:
             source.close()
 
 
-def table_of(rows: Sequence[Row]) -> TensorTable:
+def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
     """Return rows as columns."""
     return TensorTable(
         names=tuple(row.name for row in rows),
@@ -479,7 +485,7 @@ class _Probe:
     """
 
     def __init__(
-        self, sources: Sequence[Source], entries: Sequence[tuple[int, distcp.Entry]], settings: Settings
+        self, sources: Sequence[Source], entries: Sequence[tuple[int, distcp.DistcpEntry]], settings: Settings
     ) -> None:
         self._sources = sources
         ranges = []

@@ -1,7 +1,7 @@
 """DCP's own format: `.metadata`, and the torch.save archives in `.distcp` files, read as data.
 
-In: the bytes of `.metadata`; the first and last bytes of an archive. Out: torch's `Metadata` with an `Entry` for each
-stored item; dtype, shape and place of the tensor in an archive.
+In: the bytes of `.metadata`; the first and last bytes of an archive. Out: torch's `Metadata` with an `DistcpEntry` for
+each stored item; dtype, shape and place of the tensor in an archive.
 Not here: pickles (`pickled`), reading the files (`reader`).
 
     archive: data.pkl (dtype, shape, strides) | small records | data/0 (the elements) | ... | directory of a zip file
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, Record, decode, is_sizes
+from penstock.dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, PickleRecord, decode, is_sizes
 from penstock.errors import FormatError
 from penstock.plan.intersect import Boxes, uncovered
 from penstock.storage.safetensors import clip
@@ -97,7 +97,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class DistcpEntry:
     """A stored item: a byte range of a file. Its bytes are a torch.save archive."""
 
     file: str
@@ -107,7 +107,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """The tensor in an archive: dtype and place; `order` are its dims by falling strides, in the order of the bytes."""
 
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class Stored:
 
 
 def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
-    """Return the metadata of a checkpoint; `storage_data` maps each index to an `Entry`.
+    """Return the metadata of a checkpoint; `storage_data` maps each index to an `DistcpEntry`.
 
     Raises:
         FormatError: the file is not the pickle of DCP metadata, or contradicts itself; names the tensor.
@@ -129,7 +129,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
         if not isinstance(name, str):
             raise FormatError("a name in the metadata is not a string", uri=uri)
         tensors[name] = _tensor(name, value, uri)
-    entries: dict[MetadataIndex, Entry] = {}
+    entries: dict[MetadataIndex, DistcpEntry] = {}
     for key, value in _dict(root.get("storage_data"), uri).items():
         index = _record(key, _INDEX, uri)
         name, offset = index.get("fqn"), index.get("offset")
@@ -142,7 +142,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
 
 def _require_entries(
     tensors: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
-    entries: Mapping[MetadataIndex, Entry],
+    entries: Mapping[MetadataIndex, DistcpEntry],
     uri: str,
 ) -> None:
     """Raise FormatError unless every chunk that the metadata promises has an entry."""
@@ -156,7 +156,7 @@ def _require_entries(
 
 def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
     """Return the fields of a dataclass."""
-    if not isinstance(value, Record) or value.call != call or value.args or value.items:
+    if not isinstance(value, PickleRecord) or value.call != call or value.args or value.items:
         raise FormatError(f"expected a {call.name} in the metadata", uri=uri)
     state = {} if value.state is None else value.state
     # A dataclass' state may be a pair of which the first is its dict.
@@ -175,17 +175,17 @@ def _shown(value: Any) -> str:
 
 
 def _sizes(value: Any, name: str, uri: str) -> torch.Size:
-    if isinstance(value, Record) and value.call == SIZE and len(value.args) == 1 and is_sizes(value.args[0]):
+    if isinstance(value, PickleRecord) and value.call == SIZE and len(value.args) == 1 and is_sizes(value.args[0]):
         return torch.Size(value.args[0])
     raise FormatError("malformed sizes", uri=uri, tensor=clip(name))
 
 
 def _tensor(name: str, value: Any, uri: str) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, Record) and value.call == _BYTES:
+    if isinstance(value, PickleRecord) and value.call == _BYTES:
         return BytesStorageMetadata()
     fields = _record(value, _TENSOR, uri)
     properties, size = fields.get("properties"), _sizes(fields.get("size"), name, uri)
-    state = properties.state if isinstance(properties, Record) and properties.call == _PROPERTIES else None
+    state = properties.state if isinstance(properties, PickleRecord) and properties.call == _PROPERTIES else None
     dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], Global) else None
     stored = fields.get("chunks")
     if dtype is None or not isinstance(stored, list):
@@ -234,7 +234,7 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     return not len(uncovered(Boxes.of([Box.full(tuple(size))]), np.zeros(len(boxes), np.int64), Boxes.of(boxes)))
 
 
-def _entry(name: str, value: Any, uri: str) -> Entry:
+def _entry(name: str, value: Any, uri: str) -> DistcpEntry:
     fields = _record(value, _INFO, uri)
     file, offset, nbytes = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     # The name is joined to the checkpoint's place: it must not lead out of it.
@@ -245,7 +245,7 @@ def _entry(name: str, value: Any, uri: str) -> Entry:
     if fields.get("transform_descriptors"):
         hint = "load it with torch's reader and its extensions"
         raise FormatError("it is stored through an extension of DCP", uri=uri, tensor=clip(name), hint=hint)
-    return Entry(file=file, offset=offset, nbytes=nbytes)
+    return DistcpEntry(file=file, offset=offset, nbytes=nbytes)
 
 
 def _paths(value: Any, uri: str) -> dict[str, Path] | None:
@@ -374,7 +374,7 @@ def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
     return archive[start : start + found.nbytes]
 
 
-def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[Stored, str, int]:
+def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, str, int]:
     """Return what an archive's `data.pkl` says of its tensor, the member of the elements, and how many bytes it needs.
 
     The offset is that of the tensor in the member.
@@ -387,14 +387,14 @@ def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[Stored, str, int
         return FormatError(f"cannot read a stored tensor: {why}", uri=uri, tensor=clip(tensor))
 
     root = decode(raw, _TENSOR_NAMES, uri=uri)
-    if not isinstance(root, Record) or root.call not in {_REBUILD, _REBUILD_3} or len(root.args) < 4:
+    if not isinstance(root, PickleRecord) or root.call not in {_REBUILD, _REBUILD_3} or len(root.args) < 4:
         raise fault("it is not a plain tensor")
     storage, first, shape, strides = root.args[:4]
     shape, strides = (
-        value.args[0] if isinstance(value, Record) and value.call == SIZE and len(value.args) == 1 else value
+        value.args[0] if isinstance(value, PickleRecord) and value.call == SIZE and len(value.args) == 1 else value
         for value in (shape, strides)
     )
-    pid = storage.args[0] if isinstance(storage, Record) and storage.call == PERSISTENT else None
+    pid = storage.args[0] if isinstance(storage, PickleRecord) and storage.call == PERSISTENT else None
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
         raise fault("it has no storage")
     dtype = _STORAGES.get(pid[1]) if isinstance(pid[1], Global) else None
@@ -413,4 +413,8 @@ def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[Stored, str, int
             raise fault("its elements do not lie one after the other")
         expected *= shape[dim]
     start = first * dtype.itemsize
-    return Stored(dtype=dtype, shape=tuple(shape), order=order, offset=start), pid[2], start + elements * dtype.itemsize
+    return (
+        StoredTensor(dtype=dtype, shape=tuple(shape), order=order, offset=start),
+        pid[2],
+        start + elements * dtype.itemsize,
+    )

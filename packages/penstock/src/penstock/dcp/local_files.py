@@ -23,10 +23,10 @@ import torch
 
 from penstock import lifecycle
 from penstock.dcp.checkpoint import table_of
-from penstock.dcp.parts import Part
+from penstock.dcp.parts import FilePart
 from penstock.engine.check import Checker
 from penstock.engine.place import Bytes
-from penstock.loader.session import Session
+from penstock.loader.session import LoadSession
 from penstock.loader.tensor import as_bytes, as_tensor
 from penstock.plan.schedule import LoadPlan
 from penstock.storage.files import FileSource
@@ -49,7 +49,7 @@ _MAX_THREADS = 4
 _LOOK_S = 1.0
 """Seconds between two looks at threads that read."""
 
-_Work = tuple[int, Part, int, int, bool]
+_Work = tuple[int, FilePart, int, int, bool]
 """Number of a part, the part, and its `span`."""
 
 
@@ -75,7 +75,7 @@ class LocalFill:
         moved_bytes: bytes that are in their targets.
     """
 
-    def __init__(self, session: Session, parts: Sequence[Part]) -> None:
+    def __init__(self, session: LoadSession, parts: Sequence[FilePart]) -> None:
         self._session = session
         self._sources = [source for source in session.weights.sources if isinstance(source, FileSource)]
         spans = [part.span() for part in parts]
@@ -174,7 +174,7 @@ class LocalFill:
                 for key, count in paths.items():
                     self._session.paths[key] = self._session.paths.get(key, 0) + count
 
-    def _read(self, number: int, part: Part, offset: int, memory: torch.Tensor) -> str:
+    def _read(self, number: int, part: FilePart, offset: int, memory: torch.Tensor) -> str:
         """Read a run straight into its memory; return the path that it took."""
         source, array = self._sources[part.row.file], memory.numpy()
         path, view = "", array.data
@@ -188,7 +188,7 @@ class LocalFill:
             part.deliver(memory)
         return path
 
-    def _copy(self, mapped: _Mapped, number: int, part: Part, offset: int, nbytes: int) -> str:
+    def _copy(self, mapped: _Mapped, number: int, part: FilePart, offset: int, nbytes: int) -> str:
         """Copy a box that is no run, or of another dtype or stride, from a mapping of its file; return the path."""
         lifecycle.raise_if_noted()
         row = part.row
@@ -206,7 +206,7 @@ class LocalFill:
         mapped.file.require_unmodified()
         return "mmap"
 
-    def _check(self, number: int, part: Part, stored: Bytes) -> None:
+    def _check(self, number: int, part: FilePart, stored: Bytes) -> None:
         """Compare a whole tensor with its digests. IntegrityError: they differ."""
         if self._checker is not None and part.box is None:
             self._memories[self._slabs[number]] = stored
@@ -214,7 +214,7 @@ class LocalFill:
             self._memories[self._slabs[number]] = None
 
 
-def _plan(parts: Sequence[Part]) -> LoadPlan:
+def _plan(parts: Sequence[FilePart]) -> LoadPlan:
     """Return the places of a load without its reads: each part with bytes is a slab of its own."""
     table = table_of([part.row for part in parts])
     boxes = tuple(part.box for part in parts)

@@ -1,6 +1,7 @@
 """Parts of a load: a box of a stored item, and the tensors of the state that it fills.
 
-In: a `Row`, an item of DCP's load plan, the planner's tensor. Out: where the box lies in its file, and its delivery.
+In: a `CheckpointRow`, an item of DCP's load plan, the planner's tensor. Out: where the box lies in its file, and its
+delivery.
 Not here: the reading (`local_files`, `loader`), the order of the parts (`reader`).
 """
 
@@ -11,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from penstock.dcp.checkpoint import Row
+from penstock.dcp.checkpoint import CheckpointRow
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.types import Box, DType
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class FilePart:
     """A box of a stored item, and the items of the plan that it fills."""
 
-    row: Row
+    row: CheckpointRow
     box: Box | None
     """In the order of the bytes; None for all of the row."""
     items: list[ReadItem]
@@ -84,7 +85,7 @@ class Part:
         return target if self.row.order is None else target.permute(self.row.order)
 
 
-def box_of(item: ReadItem, row: Row) -> Box | None:
+def box_of(item: ReadItem, row: CheckpointRow) -> Box | None:
     """Return the box of a row that an item reads, in the order of the bytes; None for all of it.
 
     Raises:

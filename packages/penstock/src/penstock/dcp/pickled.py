@@ -1,7 +1,7 @@
 """Pickles as data: an interpreter of the opcodes that builds a tree and never calls, imports or looks up anything.
 
-In: the bytes of a pickle, and the names it may mention. Out: plain values, and a `Record` where the pickle would call
-something; the other way, plain values as a torch.save archive.
+In: the bytes of a pickle, and the names it may mention. Out: plain values, and a `PickleRecord` where the pickle would
+call something; the other way, plain values as a torch.save archive.
 Not here: what the records mean (`distcp`), where the bytes come from (`reader`).
 
 DCP keeps its metadata in a pickle, and values that are no tensors in torch.save archives, which are pickles too.
@@ -44,7 +44,7 @@ class Global:
     name: str
 
 
-class Record:
+class PickleRecord:
     """An object that a pickle would make by a call: the callable's name, its arguments, then its state and items."""
 
     __slots__ = ("args", "call", "items", "state")
@@ -154,11 +154,11 @@ class _Decoder:
         args, call = self.pop(), self.pop()
         if not isinstance(call, Global) or not isinstance(args, tuple):
             self.fail("a call of what is no name")
-        self.stack.append(Record(call, args))
+        self.stack.append(PickleRecord(call, args))
 
     def build(self) -> None:
         state, record = self.pop(), self.stack[-1]
-        if not isinstance(record, Record) or record.state is not None:
+        if not isinstance(record, PickleRecord) or record.state is not None:
             self.fail("state for what has none")
         record.state = state
 
@@ -170,7 +170,7 @@ class _Decoder:
         if isinstance(target, dict):
             self.keys(pairs[::2])
             target.update(both)
-        elif isinstance(target, Record):
+        elif isinstance(target, PickleRecord):
             target.items.extend(both)
         else:
             self.fail("items for what is no dict")
@@ -312,7 +312,7 @@ _STEPS: dict[int, Callable[[_Decoder], Any]] = {
     ord("b"): lambda d: d.build(),
     ord("q"): lambda d: _memoize(d, 1),
     ord("r"): lambda d: _memoize(d, 4),
-    ord("Q"): _push(lambda d: Record(PERSISTENT, (d.pop(),))),
+    ord("Q"): _push(lambda d: PickleRecord(PERSISTENT, (d.pop(),))),
 }
 
 
@@ -367,7 +367,7 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
         if value in DTYPES:
             return DTYPES[value]
         raise FormatError(f"{value.module}.{value.name} is not a plain value", uri=uri)
-    if not isinstance(value, Record):
+    if not isinstance(value, PickleRecord):
         return value
     args = inner(value.args)
     # By exact numbers and types: a record says what would be called, not that its arguments suit.

@@ -27,9 +27,9 @@ from torch.futures import Future
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.dcp import distcp
-from penstock.dcp.checkpoint import Checkpoint, Row, open_checkpoint, table_of
+from penstock.dcp.checkpoint import Checkpoint, CheckpointRow, open_checkpoint, table_of
 from penstock.dcp.local_files import LocalFill, num_threads
-from penstock.dcp.parts import Part, box_of
+from penstock.dcp.parts import FilePart, box_of
 from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.engine.place import CudaPlace, HostPlace
 from penstock.errors import FormatError, PenstockError, PlanError, without_frames
@@ -37,7 +37,7 @@ from penstock.lifecycle import paused_gc
 from penstock.loader.into import marks_target
 from penstock.loader.load import deferred_interrupts
 from penstock.loader.report import LoadReport, outcome_of
-from penstock.loader.session import Options, Session
+from penstock.loader.session import LoadSession, ReadOptions
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.targets import note_written, tied_targets
 from penstock.storage import text_of
@@ -204,9 +204,9 @@ class CheckpointReader(StorageReader):
             raise PlanError("the checkpoint is not open", hint="DCP calls read_metadata first; so must you")
         return self._checkpoint
 
-    def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[Part]:
+    def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[FilePart]:
         """Return what must be read, each box once, with the tensors that it fills."""
-        parts: dict[tuple[str, int, int, Box | None, torch.device], Part] = {}
+        parts: dict[tuple[str, int, int, Box | None, torch.device], FilePart] = {}
         for item in items:
             row = checkpoint.row(item.storage_index)
             box: Box | None = None
@@ -221,14 +221,14 @@ class CheckpointReader(StorageReader):
                 box = box_of(item, row)
             device = torch.device("cpu") if target is None else target.device
             part = parts.setdefault(
-                (row.name, row.file, row.offset, box, device), Part(row=row, box=box, items=[], targets=[])
+                (row.name, row.file, row.offset, box, device), FilePart(row=row, box=box, items=[], targets=[])
             )
             part.items.append(item)
             if target is not None:
                 part.targets.append(target)
         return list(parts.values())
 
-    def _require_fit(self, checkpoint: Checkpoint, item: ReadItem, row: Row, target: torch.Tensor) -> None:
+    def _require_fit(self, checkpoint: Checkpoint, item: ReadItem, row: CheckpointRow, target: torch.Tensor) -> None:
         dtype = torch_dtype(row.dtype)
         if tuple(target.shape) != tuple(item.lengths):
             fault = f"{list(item.lengths)} elements are read, the planner's tensor has {list(target.shape)}"
@@ -240,12 +240,12 @@ class CheckpointReader(StorageReader):
             fault = f"the checkpoint has {dtype}, the state has {target.dtype}"
             raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="cast=True converts it")
 
-    def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[Part]) -> None:
+    def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[FilePart]) -> None:
         """Run one load plan for the parts of one device."""
         # In file order, the order of the plan's rows.
         parts.sort(key=lambda part: (part.row.file, part.row.offset))
         rows = [part.row for part in parts]
-        options = Options(
+        options = ReadOptions(
             device=device,
             # Not None: these may be a part of the set, which has no digest of its own then.
             names=[],
@@ -256,7 +256,7 @@ class CheckpointReader(StorageReader):
         local_ranks = min(num_ranks, torch.cuda.device_count()) if device.type == "cuda" else 1
         with (
             Journey("load", uri=checkpoint.uri, device=str(device)) as journey,
-            Session(
+            LoadSession(
                 checkpoint.uri,
                 options,
                 self._settings,
@@ -280,7 +280,7 @@ class CheckpointReader(StorageReader):
             journey.outcome = outcome_of(report)
         self.reports.append(report)
 
-    def _run(self, session: Session, parts: list[Part], device: torch.device) -> int:
+    def _run(self, session: LoadSession, parts: list[FilePart], device: torch.device) -> int:
         """Read parts of remote files, or for a GPU, by a run of the load engine; return their bytes."""
         is_host = device.type == "cpu"
         plan = session.make_plan(
@@ -312,7 +312,7 @@ class CheckpointReader(StorageReader):
         return plan.nbytes
 
 
-def _value(part: Part, uri: str) -> bytes:
+def _value(part: FilePart, uri: str) -> bytes:
     """Return a value's archive, written anew from its decoded content.
 
     DCP's planner runs the pickle in the archive that it is given: it is never given one of the checkpoint.

@@ -47,7 +47,7 @@ from penstock.storage import is_remote, text_of
 from penstock.storage.locate import SIDECAR
 from penstock.storage.manifest import encode
 from penstock.storage.output import OutputSet, publish_remote, require_free_remote
-from penstock.storage.place import Claim, Place, remove_dead
+from penstock.storage.place import DestinationClaim, OutputPlace, remove_dead
 from penstock.storage.safetensors import encode_header, require_name
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
@@ -65,7 +65,7 @@ _PIECE_BYTES = 8 * MIB
 """Bytes that are digested and written at once: a whole number of leaves, and few enough to stay in a core's cache."""
 
 _TOKEN = "dcp-"
-"""Begins the token of a staging directory; see `Place.staging`."""
+"""Begins the token of a staging directory; see `OutputPlace.staging`."""
 
 _PLAIN_HINT = "save numbers, texts, bytes, and lists, tuples, dicts and sets of them, or tensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -122,7 +122,7 @@ class CheckpointWriter(Staging, StorageWriter):
         self._scratch = scratch
         self._storage_options = storage_options
         self._target: _Target | None = None
-        self._claim: Claim | None = None
+        self._claim: DestinationClaim | None = None
         self._place: Path | None = None
         self.revision = ""
 
@@ -179,16 +179,16 @@ class CheckpointWriter(Staging, StorageWriter):
                 raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
             # The same for each save to this prefix, so that the next one finds what a dead one left.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
-            place = Place(path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, is_kept=False)
+            place = OutputPlace(path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, is_kept=False)
         else:
-            place = Place.at(self._uri)
+            place = OutputPlace.at(self._uri)
             place.require_free(replace=self._replace)
         table, body_nbytes = _layout([item for plan in plans for item in plan.items])
         remove_dead(place, _TOKEN)
         # A name of its own: ranks of a save that was killed may still write to the files of that one. The system's
         # directory for temporary files is other users' too.
         staging, mode = place.staging(f"{_TOKEN}{secrets.token_hex(4)}"), 0o700 if is_remote(self._uri) else 0o777
-        self._claim = Claim(place.path, staging, mode=mode, is_shared=True)
+        self._claim = DestinationClaim(place.path, staging, mode=mode, is_shared=True)
         self._place = place.path
         target = _Target(directory=str(staging), table=table, body_nbytes=body_nbytes)
         try:

@@ -4,7 +4,7 @@ In: complete slabs of a load; parts of a tensor. Out: nothing, or an IntegrityEr
 Not here: digests of a leaf (`digest.leaf`), the device's kernel (`digest.cuda`).
 
 A checker runs on the compute executor of a load, a batch of slabs at a time. The host's has its answer on return; the
-device's returns a `Pending`, and the executor goes on with the next batch meanwhile.
+device's returns a `PendingItem`, and the executor goes on with the next batch meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.cuda.events import make_stream
 from penstock.digest.cuda import DEFAULT_TUNING, OrderedLeaves, Tuning, warm_up
 from penstock.digest.leaf import leaf_digests, num_leaves
 from penstock.engine.place import CudaPlace
-from penstock.engine.run import Pending
+from penstock.engine.run import PendingItem
 from penstock.errors import IntegrityError
 from penstock.plan.schedule import LoadPlan
 from penstock.types import GIB, I64, MIB, U64, Manifest, TensorTable
@@ -37,7 +37,7 @@ class Checker(Protocol):
     batch_bytes: int
     """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
 
-    def prepare(self) -> Pending | None:
+    def prepare(self) -> PendingItem | None:
         """Load what the first check needs. A check that is first loads it itself.
 
         Returns:
@@ -45,7 +45,7 @@ class Checker(Protocol):
         """
         ...
 
-    def check(self, slabs: Sequence[int]) -> Pending | None:
+    def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """Check these slabs; None when they hold, a Pending while a device works.
 
         Raises:
@@ -106,11 +106,11 @@ class HostChecker:
         self._slab = slab
         self.num_threads = min(4, os.cpu_count() or 1)
 
-    def prepare(self) -> Pending | None:
+    def prepare(self) -> PendingItem | None:
         """See `Checker.prepare`: there is nothing to do."""
         return None
 
-    def check(self, slabs: Sequence[int]) -> Pending | None:
+    def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """See `Checker.check`."""
         expected, plan = self._expected, self._expected.plan
         for slab in slabs:
@@ -163,7 +163,7 @@ class CudaChecker:
         self._stream = _stream_of(place.device)
         self._layout: _Layout | None = None
 
-    def prepare(self) -> Pending | None:
+    def prepare(self) -> PendingItem | None:
         """See `Checker.prepare`: load the kernels, in some milliseconds, or seconds where they must be compiled.
 
         A run that is closed meanwhile waits for it.
@@ -185,7 +185,7 @@ class CudaChecker:
                     raise self._place.no_room(_SEGMENT_BYTES) from error
             return _Passing(self._stream)
 
-    def check(self, slabs: Sequence[int]) -> Pending | None:
+    def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
         with torch.cuda.device(self._place.device), torch.cuda.stream(self._stream):
             layout = self._layout or self._laid_out(slabs)
@@ -316,7 +316,7 @@ class _Passing:
         self._ranges = ranges
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """See `PendingItem.done`."""
         if not self._event.query():
             return False
         if self._answers is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.engine.run import POLL_S, Executor, Failed, InFlight, Pending, Ticket, WorkItem, guarded
+from penstock.engine.run import POLL_S, Executor, InFlight, PendingItem, RunFailed, RunState, WorkItem, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import SourceError, SourceStalled, SourceTruncated, SourceUnavailable
 from penstock.storage.io_uring import Uring
@@ -49,7 +49,7 @@ class RingItem(WorkItem, Protocol):
         """Return the read, its buffer acquired; None: run the item as any other; "later": there is no room now."""
         ...
 
-    def arrived(self) -> Pending | None:
+    def arrived(self) -> PendingItem | None:
         """Copy the bytes to their places, or start a device's copy: the queued read is complete."""
         ...
 
@@ -91,7 +91,7 @@ class RingFetch:
     name = "fetch"
 
     def __init__(
-        self, ring: Uring, num_reads: int, threads: Executor, ticket: Ticket, *, trace: Trace, stall_s: float
+        self, ring: Uring, num_reads: int, threads: Executor, ticket: RunState, *, trace: Trace, stall_s: float
     ) -> None:
         self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self._wake)
         self._ring = ring
@@ -150,7 +150,7 @@ class RingFetch:
         """Carry out the items: the body of the thread."""
         # After an error, whose ticket is stopped now, the loop goes on with what is in flight: the kernel and the
         # device use buffers that are freed once this thread has ended.
-        while isinstance(guarded(self._ticket, self._carry_out), Failed):
+        while isinstance(guarded(self._ticket, self._carry_out), RunFailed):
             time.sleep(POLL_S)
 
     def _carry_out(self) -> None:
@@ -181,7 +181,7 @@ class RingFetch:
                 item.abandon()
                 return
             has_begun = guarded(self._ticket, partial(self._begin, item))
-            if isinstance(has_begun, Failed):
+            if isinstance(has_begun, RunFailed):
                 item.abandon()
             elif not has_begun:
                 self._next = item
@@ -236,8 +236,8 @@ class RingFetch:
             item.abandon()
             return
         self._trace.add(self.name, item.name, flying.start, now, flying.read.nbytes)
-        copy = Failed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
-        if isinstance(copy, Failed):
+        copy = RunFailed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
+        if isinstance(copy, RunFailed):
             item.abandon()
         else:
             self.place.watch(item, copy, now)
@@ -265,7 +265,7 @@ class HostedExecutor:
         wake: called when an item was posted, from the posting thread.
     """
 
-    def __init__(self, name: str, ticket: Ticket, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, ticket: RunState, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
         self._ticket = ticket
         self._loop = Executor(name, 1, ticket, trace=trace, stall_s=stall_s)
         # In the order of posting, without a heap: an item is posted when its read arrives, and waits for no other.
@@ -286,7 +286,7 @@ class HostedExecutor:
         self._items.extend(items)
         self._wake()
 
-    def watch(self, item: WorkItem, copy: Pending | None, start: float) -> None:
+    def watch(self, item: WorkItem, copy: PendingItem | None, start: float) -> None:
         """Finish an item when its copy, which the hosting thread has started, is done; None: it is done."""
         if copy is None:
             guarded(self._ticket, item.finish)

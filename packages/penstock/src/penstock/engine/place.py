@@ -1,6 +1,6 @@
 """Places: copies from staging into the destination's slabs, in host memory and in CUDA memory.
 
-In: a staging buffer and its segments. Out: bytes in slabs, or a `Pending` while a device copies.
+In: a staging buffer and its segments. Out: bytes in slabs, or a `PendingItem` while a device copies.
 Not here: the order of reads and copies (`loader.run`), digests (`check`), what the slabs become (`loader`).
 
 Host slabs are numpy arrays, which sources may write to directly. CUDA slabs come from torch's own allocator: they are
@@ -24,7 +24,7 @@ import torch
 
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.cuda.events import make_stream
-from penstock.engine.run import Pending
+from penstock.engine.run import PendingItem
 from penstock.errors import DestinationError, DeviceOutOfMemory
 from penstock.memory.staging import Registrar, StagingBuffer
 
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     pitch: int
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Destination slabs of one kind of memory."""
 
     @property
@@ -54,7 +54,7 @@ class Place(Protocol):
         """Return the slab's own bytes `[start, stop)` where a source can write to them, else None."""
         ...
 
-    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
         """Copy the segments (each one run: `pack`ed) out of the buffer; None when done on return. One thread calls it.
 
         Ownership: the buffer is the place's until the pending is done.
@@ -115,11 +115,11 @@ class HostPlace:
         return memory
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
-        """See `Place.direct`."""
+        """See `Destination.direct`."""
         return self.slab(slab)[start:stop].data
 
-    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> Pending | None:
-        """See `Place.copy`."""
+    def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
+        """See `Destination.copy`."""
         for src, slab, dst, run, _, _ in segments:
             self.slab(slab)[dst : dst + run] = buffer.array[src : src + run]
         return None
@@ -168,7 +168,7 @@ class CudaPending:
         self._driver, self.event = driver, event
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """See `PendingItem.done`."""
         return self._driver.is_done(self.event)
 
 
@@ -292,11 +292,11 @@ class CudaPlace:
         return slab
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
-        """See `Place.direct`: no source writes to device memory."""
+        """See `Destination.direct`: no source writes to device memory."""
         return None
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
-        """See `Place.copy`."""
+        """See `Destination.copy`."""
         pending, stream = self._pending_of(buffer), self._stream_handle
         # All addresses before the first copy: a slab that cannot be allocated would leave copies queued without an
         # event, and the buffer would be released while the device reads it.

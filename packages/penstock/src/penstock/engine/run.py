@@ -30,7 +30,7 @@ from penstock import lifecycle
 from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
-from penstock.lifecycle import Closing, quick_handover
+from penstock.lifecycle import Closeable, quick_handover
 from penstock.waits import Scope
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class AnyExecutor(Protocol):
 E = TypeVar("E", bound=AnyExecutor)
 
 
-class Run(Closing):
+class Run(Closeable):
     """Base of a journey's run: its executors, ticket and trace. A context manager: leaving it ends the work of every
     thread.
 
@@ -85,7 +85,7 @@ class Run(Closing):
     ) -> None:
         self.trace = trace
         self.stall_s = stall_s
-        self.ticket = Ticket(nbytes, self.is_busy, received=self.received_bytes)
+        self.ticket = RunState(nbytes, self.is_busy, received=self.received_bytes)
         self.is_touched = False
         self._is_quick = is_quick
         self._kept_threads = threads
@@ -120,7 +120,7 @@ class Run(Closing):
         return 0
 
     def wait(self) -> None:
-        """Return once the ticket is finished. Raises what stopped it; see `Ticket.wait_until`."""
+        """Return once the ticket is finished. Raises what stopped it; see `RunState.wait_until`."""
         self.ticket.wait(stall_s=self.stall_s)
 
     def end(self) -> None:
@@ -159,7 +159,7 @@ LEAST_BYTES = 64 << 10
 its reader waiting sends less, and every link that weights are moved over carries more."""
 
 
-class Silence:
+class StallTimer:
     """Seconds without progress, as the waiting process lived them; `seconds` as of the last look.
 
     Progress is bytes that reached their end (`moved`), or `LEAST_BYTES` more that were received on the way there.
@@ -197,7 +197,7 @@ class Silence:
         self._moved, self._received = -1, 0
 
 
-class Ticket:
+class RunState:
     """The state of one run: progress, outcome, cancel. The first error wins. Any thread.
 
     Attributes:
@@ -217,7 +217,7 @@ class Ticket:
         self.received = received
         self.changed = threading.Condition()
         self.waits = Scope()
-        self._silence = Silence()
+        self._silence = StallTimer()
         self._error: BaseException | None = None
         self._stopped = False
         self._done = False
@@ -269,7 +269,7 @@ class Ticket:
             self.changed.notify_all()
 
     def look(self) -> float:
-        """Return seconds without a byte and without an item under way; see `Silence`. Order: while waiting."""
+        """Return seconds without a byte and without an item under way; see `StallTimer`. Order: while waiting."""
         received = 0 if self.received is None else self.received()
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
@@ -328,7 +328,7 @@ def _never() -> bool:
 # -- Work items.
 
 
-class Pending(Protocol):
+class PendingItem(Protocol):
     """Device work in flight."""
 
     def done(self) -> bool:
@@ -353,7 +353,7 @@ class WorkItem(Protocol):
         """Return the name of its span in the trace."""
         ...
 
-    def start(self) -> Pending | None:
+    def start(self) -> PendingItem | None:
         """Do the work, or start it on a device."""
         ...
 
@@ -380,7 +380,7 @@ class Item:
         priority: int,
         name: str,
         nbytes: int,
-        start: Callable[[], Pending | None],
+        start: Callable[[], PendingItem | None],
         finish: Callable[[], None] = _nothing,
         abandon: Callable[[], None] = _nothing,
     ) -> None:
@@ -416,7 +416,7 @@ class Executor:
         self,
         name: str,
         num_threads: int,
-        ticket: Ticket,
+        ticket: RunState,
         *,
         trace: Trace,
         stall_s: float,
@@ -515,7 +515,7 @@ class Executor:
             return
         start = time.perf_counter()
         outcome = guarded(self._ticket, item.start)
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, RunFailed):
             item.abandon()
         elif outcome is None:
             # Before `finish`, which may end the run: the trace is complete when its last item is.
@@ -552,17 +552,17 @@ class Executor:
 class InFlight(NamedTuple):
     """An item whose work a device is carrying out."""
 
-    pending: Pending
+    pending: PendingItem
     item: WorkItem
     start: float
 
 
-class Failed:
+class RunFailed:
     """The result of `guarded` for a call that raised. It does not hold the error: the error's traceback leads to the
     frame that would hold this object, and the two would wait for the cyclic collector."""
 
 
-def guarded(ticket: Ticket, call: Callable[[], T]) -> T | Failed:
+def guarded(ticket: RunState, call: Callable[[], T]) -> T | RunFailed:
     """Call; an error stops the ticket, whose waiter raises it.
 
     The one place where an executor's thread meets foreign code: an error that ended the thread would leave the items
@@ -572,4 +572,4 @@ def guarded(ticket: Ticket, call: Callable[[], T]) -> T | Failed:
         return call()
     except BaseException as error:  # noqa: BLE001
         ticket.fail(error)
-        return Failed()
+        return RunFailed()

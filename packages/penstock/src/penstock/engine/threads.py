@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from penstock.lifecycle import Closing, is_ending, let_go_in_children
+from penstock.lifecycle import Closeable, is_ending, release_after_fork
 from penstock.waits import start_thread
 
 MAX_IDLE = 32
@@ -64,7 +64,7 @@ class _Kept(NamedTuple):
     thread: threading.Thread
 
 
-class KeptThreads(Closing):
+class KeptThreads(Closeable):
     """Threads that make one call after another, for the runs of one owner. Any thread may use it.
 
     Leaving it ends the threads that wait, and joins them; each other one ends after its call. A call leaves the device,
@@ -155,7 +155,7 @@ class KeptThreads(Closing):
             return True
 
 
-_alive: WeakSet[KeptThreads] = let_go_in_children(KeptThreads.forget)
+_alive: WeakSet[KeptThreads] = release_after_fork(KeptThreads.forget)
 
 
 def start_call(

@@ -26,7 +26,7 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
     }
 
 
-class Choice:
+class ChunkChoice:
     """The upstreams of a fetch, and the chunks that it has and reads. The owner's lock guards it.
 
     Attributes:

@@ -39,7 +39,7 @@ from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of
 from penstock.loader.match import match_targets, require_whole
-from penstock.loader.session import Options, Session
+from penstock.loader.session import LoadSession, ReadOptions
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.logs import log_named
 from penstock.memory.arena import Arena, needed_bytes
@@ -87,7 +87,7 @@ class FetchTarget:
     device: torch.device
     rows: Sequence[torch.Tensor] | None = None
     leaves: U64 | None = None
-    session: Session | None = None
+    session: LoadSession | None = None
 
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
@@ -178,8 +178,8 @@ class Discovery:
         if device.type == "cuda":
             _in_background(partial(wake, device.index))
         if fallback is not None:
-            options = Options(device=device, storage_options=storage_options)
-            session = stack.enter_context(Session(fallback, options, self._settings, in_group=True, journey=""))
+            options = ReadOptions(device=device, storage_options=storage_options)
+            session = stack.enter_context(LoadSession(fallback, options, self._settings, in_group=True, journey=""))
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if is_given:
@@ -193,7 +193,7 @@ class Discovery:
         state = self._state_of(self._identity, {"revision", "layout"}, wait_s)
         return FetchTarget(identity=state.identity, layout=self._ask_layout(state, device, wait_s), device=device)
 
-    def _stored(self, session: Session, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
+    def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
         """Return the tensors of the fallback, or those of them that the target has."""
         table, rows = session.table(), None
         if is_given:

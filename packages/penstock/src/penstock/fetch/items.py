@@ -15,12 +15,12 @@ from typing import Protocol
 from penstock.errors import Cancelled, DestinationError, PenstockError
 from penstock.fetch.upstream import Read, UpstreamReader
 from penstock.fetch.verify import ReceivedChunks
-from penstock.transport.protocol import Pending as PendingRead
+from penstock.transport.protocol import PendingRead as PendingRead
 from penstock.transport.protocol import Stoppable, Transport, wait_all
 from penstock.types import I64, U64
 
 
-class Fetch(Protocol):
+class FetchContext(Protocol):
     """The running fetch as its items see it: `run.Fetch`."""
 
     is_touched: bool
@@ -76,7 +76,7 @@ class ReadFromUpstream:
 
     __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
 
-    def __init__(self, fetch: Fetch, reader: UpstreamReader, chunks: I64) -> None:
+    def __init__(self, fetch: FetchContext, reader: UpstreamReader, chunks: I64) -> None:
         self.priority = int(chunks[0])
         self.name = f"{reader.path} {self.priority}"
         self.nbytes = fetch.nbytes_of(chunks)
@@ -148,14 +148,14 @@ class VerifyReceived:
 
     __slots__ = ("_fetch", "name", "nbytes", "priority")
 
-    def __init__(self, fetch: Fetch, first_chunk: int) -> None:
+    def __init__(self, fetch: FetchContext, first_chunk: int) -> None:
         self.priority = first_chunk
         self.name = f"verify {first_chunk}"
         self.nbytes = 0
         self._fetch = fetch
 
     def start(self) -> None:
-        """Verify; see `Fetch.verify`."""
+        """Verify; see `FetchContext.verify`."""
         self.nbytes = self._fetch.verify()
 
     def finish(self) -> None:

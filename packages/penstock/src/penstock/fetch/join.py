@@ -26,7 +26,7 @@ from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, HubUnavailable, IntegrityError, PenstockError
 from penstock.fetch.discover import LEAST_ASK_S, Discovery, Target
 from penstock.fetch.report import FetchReport, Provenance, outcome_of, report_of
-from penstock.fetch.run import Fetch
+from penstock.fetch.run import FetchRun
 from penstock.fetch.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
@@ -90,7 +90,7 @@ class Fleet:
             NotFound: no member holds the model and there is no fallback.
             HubUnavailable: the hub does not answer and there is no fallback.
             PlanError: the target's tensors are not those of the fallback.
-            SourceError, IntegrityError: see `Fetch.run`; `mutated` is True if a given target was written to.
+            SourceError, IntegrityError: see `FetchRun.run`; `mutated` is True if a given target was written to.
 
         Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
         """
@@ -154,7 +154,7 @@ class Fleet:
         Raises the errors of `fetch`, with `mutated` set if the caller's own memory was written to.
         """
         tensors: list[torch.Tensor] = []
-        running = Fetch(
+        running = FetchRun(
             self.member,
             weights,
             storage=storage,

@@ -29,7 +29,7 @@ from penstock.peer.local_weights import LocalWeights, WeightLayout
 from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 from penstock.storage.output import OutputSet
-from penstock.storage.place import Claim, Place, remove_dead
+from penstock.storage.place import DestinationClaim, OutputPlace, remove_dead
 from penstock.storage.weight_set import Uris, encode, open_weights, sidecar_uri
 from penstock.storage.write import typed
 from penstock.types import GB, Manifest, TensorTable
@@ -38,7 +38,7 @@ SHARD_BYTES = 5 * GB
 """Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
 
 _TOKEN = "pull-"
-"""Begins the token of a staging directory; see `Place.staging`."""
+"""Begins the token of a staging directory; see `OutputPlace.staging`."""
 
 _EXPLAIN_S = 2.0
 """Longest wait for the hub's word on why storage was read: the fetch is done."""
@@ -77,14 +77,14 @@ def pull(
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
     # Checked before anything is fetched, and again when the directory is renamed to this name.
-    place = Place.at(to)
+    place = OutputPlace.at(to)
     sources = [] if fallback is None else texts_of(fallback)
     place.require_free(replace=replace, sources=sources)
     # Of earlier calls that were killed.
     remove_dead(place, _TOKEN)
     # On the same file system as the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
-    with Claim(place.path, staging):
+    with DestinationClaim(place.path, staging):
         files = _Files(staging)
         try:
             report = fleet.fetch(files, fallback=fallback, timeout_s=timeout_s, progress=progress)
@@ -120,7 +120,7 @@ def pull_model(
     Raises:
         HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
     """
-    before = None if to is None else _directory_at(Place.at(to).path)
+    before = None if to is None else _directory_at(OutputPlace.at(to).path)
     try:
         return _pull_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:

@@ -22,7 +22,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.engine.run import LEAST_BYTES, Item, Run, Silence, guarded
+from penstock.engine.run import LEAST_BYTES, Item, Run, StallTimer, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
@@ -34,7 +34,7 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.fetch.choice import Choice
+from penstock.fetch.choice import ChunkChoice
 from penstock.fetch.items import ReadFromUpstream, VerifyReceived
 from penstock.fetch.report import NEAREST, Provenance
 from penstock.fetch.retries import RetryTimes
@@ -69,7 +69,7 @@ HEARD_S = 1.0
 """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
 
 
-class Fetch(Run):
+class FetchRun(Run):
     """A running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
 
     Attributes:
@@ -110,7 +110,7 @@ class Fetch(Run):
         # The lock guards what follows.
         self._lock = threading.Lock()
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._choice = Choice(weights.have, self._flying)
+        self._choice = ChunkChoice(weights.have, self._flying)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._retries = RetryTimes(stall_s)
         self._received: deque[ReceivedChunks] = deque()
@@ -130,8 +130,8 @@ class Fetch(Run):
         self._others_read_until = 0.0
         # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
         # storage without a claim; the second does not stand still, and is reported to the hub.
-        self._hunger = Silence()
-        self._quiet = Silence()
+        self._hunger = StallTimer()
+        self._quiet = StallTimer()
         self._is_storage_out = False
         self._is_alone = storage is not None and away is not None
         self._is_refused = False

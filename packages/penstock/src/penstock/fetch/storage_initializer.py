@@ -33,7 +33,7 @@ from penstock.storage.locate import (
     model_name,
     texts_of,
 )
-from penstock.storage.place import Claim, Place, clear, require_apart, unlock
+from penstock.storage.place import DestinationClaim, OutputPlace, clear, require_apart, unlock
 from penstock.storage.write import new_directory, typed
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def initialize(
     begun = time.perf_counter()
     uri = uri.removeprefix(FLEET_PREFIX)
     settings, connection = Settings.read(), resolve_connection(connection)
-    target = Place.at(destination).path
+    target = OutputPlace.at(destination).path
     partial = target / PARTIAL
     # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
@@ -108,7 +108,7 @@ def initialize(
         require_apart([place], target, replace=True)
     files = _files(place, settings)
     # After an error the destination is as it was.
-    with new_directory(target), Claim(target, partial):
+    with new_directory(target), DestinationClaim(target, partial):
         try:
             with typed(target):
                 # What a container that was killed has left: the next attempt starts again.

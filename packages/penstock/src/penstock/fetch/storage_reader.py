@@ -16,7 +16,7 @@ import torch
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError
 from penstock.loader.run import LoadRun
-from penstock.loader.session import Session
+from penstock.loader.session import LoadSession
 from penstock.peer.local_weights import WeightLayout
 from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
@@ -50,7 +50,7 @@ class StorageReader:
         is_touched: whether a byte of the destination may have been written.
     """
 
-    def __init__(self, session: Session, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
+    def __init__(self, session: LoadSession, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
         self._session = session
         self._layout = layout
         self._rows = rows
@@ -144,7 +144,7 @@ class StorageReader:
             return run
 
     def check_unchanged(self) -> None:
-        """Raise an error if the files changed during the fetch; see `Session.check_unchanged`."""
+        """Raise an error if the files changed during the fetch; see `LoadSession.check_unchanged`."""
         self._session.check_unchanged()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from penstock.engine.run import Silence, Ticket, guarded
+from penstock.engine.run import RunState, StallTimer, guarded
 from penstock.errors import (
     FormatError,
     IntegrityError,
@@ -32,7 +32,7 @@ from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode
 from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
@@ -102,8 +102,8 @@ class UpstreamReader:
         peer: PeerClient,
         ranks: tuple[int, ...],
         weights: LocalWeights,
-        links: Links,
-        ticket: Ticket,
+        links: PeerLinks,
+        ticket: RunState,
         *,
         min_bytes_per_s: float = 0.0,
     ) -> None:
@@ -130,7 +130,7 @@ class UpstreamReader:
         # Per tree: one whose parent stalls gives nothing of it, though it goes on giving chunks of the other.
         self._alive_at = [self._probed_at] * NUM_TREES
         self._recent_pace = _Pace(self._probed_at)
-        self._silence = Silence()
+        self._silence = StallTimer()
         self._closing = threading.Event()
         self._news_wanted = threading.Event()
         self._generation = -1

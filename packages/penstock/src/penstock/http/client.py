@@ -1,6 +1,6 @@
 """The client's end of an HTTP/1.1 connection: a request, and its reply received straight into the caller's memory.
 
-In: a connected socket, requests. Out: a `Reply` for each: status, headers, and the body by `readinto` or `read`.
+In: a connected socket, requests. Out: a `HttpReply` for each: status, headers, and the body by `readinto` or `read`.
 Not here: the users, which keep connections (`pool` for objects, `control` for hubs and members,
 `transport.http_reader` for the memory of peers), retries, ranges and redirects (`range_request`).
 
@@ -38,7 +38,7 @@ class TooLong(MalformedMessage):
     """An answer is longer than accepted."""
 
 
-class Reply:
+class HttpReply:
     """An answer. Call `readinto` until it returns 0, or `read` once.
 
     Attributes:
@@ -168,7 +168,7 @@ class ClientConnection:
 
     Args:
         sock: connected; owned by the connection from here on.
-        pace_s: seconds that `Reply.readinto` waits for a byte.
+        pace_s: seconds that `HttpReply.readinto` waits for a byte.
 
     Attributes:
         wire: the connection, for bodies in a framing of their own.
@@ -187,7 +187,7 @@ class ClientConnection:
         body: bytes | None = None,
         *,
         wait_s: float,
-    ) -> Reply:
+    ) -> HttpReply:
         """Send a request and receive the head of its answer.
 
         Args:
@@ -217,7 +217,7 @@ class ClientConnection:
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300
         has_body = method != "HEAD" and head.status not in {204, 304} and not is_tunnel
-        return Reply(self.wire, head, parser, has_body=has_body, deadline=deadline, pace_s=self.pace_s)
+        return HttpReply(self.wire, head, parser, has_body=has_body, deadline=deadline, pace_s=self.pace_s)
 
     def close(self) -> None:
         """Close the socket. Idempotent; not while another thread uses the connection (`wire.cut` is for that)."""

@@ -195,7 +195,7 @@ class _Sampled:
         return self.nbytes / max(self.encode_s, self.decode_s, 1e-9)
 
 
-class Choice:
+class CompressionChoice:
     """The decision for one link. Used by all connections to one peer.
 
     Args:

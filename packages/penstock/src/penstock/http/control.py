@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.head import MalformedMessage
-from penstock.lifecycle import Closing, is_of_handler
+from penstock.lifecycle import Closeable, is_of_handler
 from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -55,7 +55,7 @@ def over_tcp(host: str, port: int, trust: ssl.SSLContext | None = None) -> Conne
     return lambda timeout_s: connect_tcp(host, port, timeout_s, trust)
 
 
-class ControlConnection(Closing):
+class ControlConnection(Closeable):
     """A connection, opened by its first request and kept alive. One thread at a time; any thread may interrupt it.
 
     Args:
@@ -148,7 +148,7 @@ class ControlConnection(Closing):
             client.close()
 
 
-class ControlPool(Closing):
+class ControlPool(Closeable):
     """Connections to one address, for any number of threads.
 
     Args:

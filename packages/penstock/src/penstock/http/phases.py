@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from penstock.http.server import Exchange, Refused
+from penstock.http.server import RequestRefused, ServerExchange
 from penstock.net.shares import Shares
 from penstock.phases import Boot, boot_record
 
@@ -38,7 +38,7 @@ def boot_of_process() -> Boot:
     return boot_record().snapshot() or Boot(started_at=0.0)
 
 
-def answer_ready(exchange: Exchange) -> None:
+def answer_ready(exchange: ServerExchange) -> None:
     """Answer `GET /v1/ready`: 200 once the process is ready, else 503, for probes, which cannot show a token."""
     exchange.answer(HTTPStatus.OK if boot_of_process().ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -55,7 +55,7 @@ class PhasesHandler:
         self._streams = Shares[int](MAX_STREAMS)
         self._numbers = itertools.count()
 
-    def answer(self, exchange: Exchange, query: Mapping[str, object], caller: str) -> None:
+    def answer(self, exchange: ServerExchange, query: Mapping[str, object], caller: str) -> None:
         """Answer one request, in its thread; a stream lasts `STREAM_S`, or until the client closes it.
 
         It ends sooner if another caller needs a place, and this one has more streams than that one.
@@ -74,13 +74,13 @@ class PhasesHandler:
             return
         place = next(self._numbers)
         if self._streams.enter(place, caller, displaces_own=False) is None:
-            raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
+            raise RequestRefused(HTTPStatus.TOO_MANY_REQUESTS)
         try:
             self._stream(exchange, place)
         finally:
             self._streams.drop(place)
 
-    def _stream(self, exchange: Exchange, place: int) -> None:
+    def _stream(self, exchange: ServerExchange, place: int) -> None:
         record, sent = boot_record(), b""
         end_s = time.monotonic() + STREAM_S
         exchange.begin_stream(STREAM_S, "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n")

@@ -1,6 +1,6 @@
 """Kept-alive connections for the reads of objects: any number of origins, proxies, and a bundle of certificates.
 
-In: a URL. Out: a connection to its origin, idle or new, and a `Reply` for each GET over it.
+In: a URL. Out: a connection to its origin, idle or new, and a `HttpReply` for each GET over it.
 Not here: the connection and the reply (`client`), conditions, redirects and retries (`range_request`, `storage.http`).
 """
 
@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, quote
 
 from penstock import descriptors, waits
 from penstock.errors import ConfigError
-from penstock.http.client import ClientConnection, Reply, open_tcp
+from penstock.http.client import ClientConnection, HttpReply, open_tcp
 from penstock.http.network import Bundle, Proxy, proxy_of, read_bundle, require_public
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.net.listener import cut
 
 _IDLE_CONNECTIONS = 64
@@ -76,7 +76,7 @@ class PooledConnection(ClientConnection):
         self.end()
         super().close()
 
-    def get(self, url: SplitResult, headers: Mapping[str, str]) -> Reply:
+    def get(self, url: SplitResult, headers: Mapping[str, str]) -> HttpReply:
         """Send a GET and receive the head of its answer; see `ClientConnection.request`."""
         target = quote(url.path or "/", safe=_TARGET_SAFE)
         if url.query:
@@ -138,7 +138,7 @@ class Pool:
         connection.begin()
         return connection
 
-    def put(self, url: SplitResult, connection: PooledConnection, reply: Reply | None) -> None:
+    def put(self, url: SplitResult, connection: PooledConnection, reply: HttpReply | None) -> None:
         """Take a connection back after `reply`; it is closed unless it can be used again."""
         connection.end()
         if reply is not None and reply.is_reusable:
@@ -247,7 +247,7 @@ def wrong_proxy_user() -> ConfigError:
     return ConfigError("the proxy asks for another user and password (HTTP 407)", hint=hint)
 
 
-_pools: weakref.WeakSet[Pool] = let_go_in_children(lambda pool: pool.after_fork())
+_pools: weakref.WeakSet[Pool] = release_after_fork(lambda pool: pool.after_fork())
 _shared: weakref.WeakValueDictionary[tuple[tuple[Bundle, ...], float], Pool] = weakref.WeakValueDictionary()
 
 

@@ -1,6 +1,6 @@
 """Ranged, conditional requests for objects: one exchange, checked against the object first seen, and patience between.
 
-In: an `Address` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error.
+In: an `Origin` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error.
 Not here: connections (`pool`), the loop over the attempts (`storage.http`, `storage.objects`), signing
 (`storage.objects`).
 
@@ -8,8 +8,8 @@ Not here: connections (`pool`), the loop over the attempts (`storage.http`, `sto
              `--Failed--> Patience --pause--> another Exchange
                                    `--too many, too long--> SourceUnavailable, SourceStalled
 
-What another attempt may cure is `Failed`; everything else is an error at once. `Patience` counts failures and silence
-since the last byte, never total time: a slow source is not a broken one.
+What another attempt may cure is `RequestFailed`; everything else is an error at once. `Patience` counts failures and
+silence since the last byte, never total time: a slow source is not a broken one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.errors import (
     SourceTruncated,
     SourceUnavailable,
 )
-from penstock.http.client import Reply, TooLong
+from penstock.http.client import HttpReply, TooLong
 from penstock.http.head import MalformedMessage
 from penstock.http.network import CERTIFICATE_HINT
 from penstock.http.pool import Pool, PooledConnection, wrong_proxy_user
@@ -223,7 +223,7 @@ class Validators:
         return "the answer carries neither ETag nor Last-Modified any more" if self.identity else None
 
 
-class Address(Protocol):
+class Origin(Protocol):
     """An object's current URL, and its headers."""
 
     def url(self) -> SplitResult:
@@ -247,7 +247,7 @@ class Address(Protocol):
         ...
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """An attempt that ended early; another one may succeed. See `Patience.failed` for the attributes."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Failed(Exception):
         patience.failed(self.why, byte_range=byte_range, silent=self.silent, wait_s=self.wait_s, cause=self.cause)
 
 
-class Exchange:
+class RangeExchange:
     """A request and its answer, redirects followed; a context manager that returns the connection.
 
     Args:
@@ -281,13 +281,13 @@ class Exchange:
         code: the error code in a refusal's body; empty if there is none.
     """
 
-    reply: Reply
+    reply: HttpReply
     _connection: PooledConnection
 
     def __init__(
         self,
         uri: str,
-        address: Address,
+        address: Origin,
         pool: Pool,
         *,
         byte_range: tuple[int, int] | None,
@@ -305,7 +305,7 @@ class Exchange:
         self.stop = stop
         self.code = ""
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> RangeExchange:
         for _ in range(_MAX_REDIRECTS + 1):
             self._url = self._address.url()
             self._send()
@@ -347,7 +347,9 @@ class Exchange:
             except BaseException as error:
                 self._connection.close()
                 # A server may close a kept connection at any moment: that says nothing of the object.
-                is_stale = isinstance(error, Failed) and isinstance(error.cause, ConnectionError | MalformedMessage)
+                is_stale = isinstance(error, RequestFailed) and isinstance(
+                    error.cause, ConnectionError | MalformedMessage
+                )
                 if fresh or not was_used or not is_stale:
                     raise
 
@@ -428,7 +430,7 @@ class Exchange:
         with _failing(self._uri):
             received = self.reply.readinto(view)
         if not received:
-            raise Failed("the connection closed before the end of the answer")
+            raise RequestFailed("the connection closed before the end of the answer")
         return received
 
     def _content_range(self) -> tuple[int, int, int | None]:
@@ -445,14 +447,14 @@ class Exchange:
         return SourceUnavailable(what, uri=self._uri, byte_range=self._range, hint="the server or a proxy is at fault")
 
     def _error(self) -> Exception:
-        """Return the error for the answer's status: one of ours, or `Failed` where another attempt may help."""
+        """Return the error for the answer's status: one of ours, or `RequestFailed` where another attempt may help."""
         status = self.reply.status
         if status == 407:
             return wrong_proxy_user()
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
         where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
-            return Failed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
+            return RequestFailed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
             return PermissionDenied(what, **where, hint="check the credentials and what they may read")
         if status in {404, 410}:
@@ -486,12 +488,12 @@ class _Where(TypedDict):
 
 @contextlib.contextmanager
 def _failing(uri: str) -> Iterator[None]:
-    """Map the errors of sockets, TLS and the parser to typed errors, or to `Failed`."""
+    """Map the errors of sockets, TLS and the parser to typed errors, or to `RequestFailed`."""
     try:
         yield
     except MalformedMessage as error:
         # A FormatError of one answer, not of the object: the next answer may be right.
-        raise Failed(error.message[:200], cause=error) from error
+        raise RequestFailed(error.message[:200], cause=error) from error
     except PenstockError:
         # Mapped already; NotFound and PermissionDenied are OSErrors too.
         raise
@@ -505,5 +507,5 @@ def _failing(uri: str) -> Iterator[None]:
         if is_of_handler(error):
             raise
         if isinstance(error, TimeoutError | BlockingIOError):
-            raise Failed("timed out", silent=True, cause=error) from error
-        raise Failed(f"{type(error).__name__}: {error}"[:200], cause=error) from error
+            raise RequestFailed("timed out", silent=True, cause=error) from error
+        raise RequestFailed(f"{type(error).__name__}: {error}"[:200], cause=error) from error

@@ -37,7 +37,7 @@ from penstock.http.region_messages import (
     ReadRequest,
     chunk_head,
 )
-from penstock.http.server import Exchange, HttpServer, Refused
+from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.totals import Total
 
 served_bytes = Total()
@@ -50,7 +50,7 @@ _DECODER = msgspec.msgpack.Decoder(ReadRequest)
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class ServedRegion:
     """Memory that may be read while `generation` is current, by a reader that sends its key or a lent one.
 
     Attributes:
@@ -82,7 +82,7 @@ class RegionServer:
 
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
         self.endpoint = endpoint
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, ServedRegion] = {}
         self._lock = threading.Lock()
         self._generations = itertools.count(1)
         self._is_open = True
@@ -100,21 +100,21 @@ class RegionServer:
         """Number of open connections."""
         return self._http.num_open
 
-    def show(self, view: memoryview, is_there: Callable[[], bool]) -> Region:
+    def show(self, view: memoryview, is_there: Callable[[], bool]) -> ServedRegion:
         """Begin a generation of this memory."""
         with self._lock:
-            region = Region(next(self._generations), secrets.token_bytes(16), view, is_there)
+            region = ServedRegion(next(self._generations), secrets.token_bytes(16), view, is_there)
             if self._is_open:
                 self._regions[region.generation] = region
         return region
 
-    def lend(self, region: Region, borrower: str) -> bytes:
+    def lend(self, region: ServedRegion, borrower: str) -> bytes:
         """Return a key to this generation for one borrower."""
         # The same key on a second call: a reader that asks again after a lost answer must not end its own reads.
         with self._lock:
             return region.lent.setdefault(borrower, secrets.token_bytes(16))
 
-    def take_back(self, region: Region, borrower: str) -> None:
+    def take_back(self, region: ServedRegion, borrower: str) -> None:
         """Refuse a borrower's key from now on, and cut the answers under way for it."""
         with self._lock:
             key = region.lent.pop(borrower, None)
@@ -123,7 +123,7 @@ class RegionServer:
         for wire in under_way:
             wire.cut()
 
-    def hide(self, region: Region) -> None:
+    def hide(self, region: ServedRegion) -> None:
         """End a generation and cut the answers under way; their readers get 410 if they ask again."""
         with self._lock:
             self._regions.pop(region.generation, None)
@@ -145,21 +145,21 @@ class RegionServer:
         self._lock = threading.Lock()
         self._is_open = False
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: ServerExchange) -> None:
         """Answer one request for runs of a region."""
         generation, request = _parse(exchange)
         src, length = request.runs()
         # Python's integers: a sum of many int64 could wrap to a small number.
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         wire = exchange.wire
         with self._lock:
             region = self._regions.get(generation)
             # One answer for "no such generation" and "wrong key": a stranger learns nothing about what exists.
             if region is None or not self._is_allowed(region, request):
                 # The connection stays: the reader asks there for the next generation.
-                raise Refused(HTTPStatus.GONE, closes=False)
+                raise RequestRefused(HTTPStatus.GONE, closes=False)
             region.under_way[wire] = request.key
         # The key came with a lease.
         exchange.prove()
@@ -174,7 +174,9 @@ class RegionServer:
             with self._lock:
                 region.under_way.pop(wire, None)
 
-    def _send_plain(self, exchange: Exchange, region: Region, key: bytes, views: list[memoryview], total: int) -> None:
+    def _send_plain(
+        self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
+    ) -> None:
         wire = exchange.wire
         exchange.begin_answer(total, f"Content-Length: {total + TRAILER.size}\r\n")
         while views:
@@ -183,7 +185,9 @@ class RegionServer:
             advance(views, wire.send(front(views, PIECE_BYTES)))
         wire.send_all(self._trailer(region, key))
 
-    def _send_coded(self, exchange: Exchange, region: Region, key: bytes, views: list[memoryview], total: int) -> None:
+    def _send_coded(
+        self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
+    ) -> None:
         """Send the runs as frames of `Planes`, one in each chunk, and the trailer as the last chunk."""
         # Of its own for each answer: making one takes 20 us, coding one block 800.
         wire, planes = exchange.wire, Planes()
@@ -202,13 +206,13 @@ class RegionServer:
         trailer = self._trailer(region, key)
         wire.send_all(chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n")
 
-    def _trailer(self, region: Region, key: bytes) -> bytes:
+    def _trailer(self, region: ServedRegion, key: bytes) -> bytes:
         """Return what says that all bytes before it are of this generation."""
         # A holder fences before it changes a byte: if the generation still holds, every byte sent belonged to it.
         self._check_allowed(region, key)
         return TRAILER.pack(TRAILER_WORD, region.generation)
 
-    def _check_allowed(self, region: Region, key: bytes) -> None:
+    def _check_allowed(self, region: ServedRegion, key: bytes) -> None:
         """Raise ConnectionAbortedError, which ends the connection, if the region must not be read any more."""
         if self._regions.get(region.generation) is not region or not region.opens(key):
             raise ConnectionAbortedError("fenced, or the lease has ended")
@@ -216,17 +220,17 @@ class RegionServer:
         if not region.is_there():
             raise ConnectionAbortedError("the memory was moved or freed by its owner")
 
-    def _is_allowed(self, region: Region, request: ReadRequest) -> bool:
+    def _is_allowed(self, region: ServedRegion, request: ReadRequest) -> bool:
         is_same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
         return region.opens(request.key) and is_same
 
 
-def _parse(exchange: Exchange) -> tuple[int, ReadRequest]:
+def _parse(exchange: ServerExchange) -> tuple[int, ReadRequest]:
     """Return the generation and the request that a message names. Raises Refused or FormatError."""
     number = exchange.head.target.removeprefix("/v1/regions/")
     is_number = number != exchange.head.target and number.isascii() and number.isdigit() and len(number) < 20
     if exchange.head.method != "POST" or not is_number:
-        raise Refused(HTTPStatus.NOT_FOUND)
+        raise RequestRefused(HTTPStatus.NOT_FOUND)
     body = exchange.read_body(MAX_BODY_BYTES)
     try:
         return int(number), _DECODER.decode(body)

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from penstock.errors import FormatError
 from penstock.http.connection import HttpConnection
 from penstock.http.head import RequestHead
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, ConnectionLimits, network_of
 from penstock.net.listener import ThreadedListener
 
@@ -34,7 +34,7 @@ _JOINED_BYTES = 64 << 10
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Raised by a handler to answer with a status and no body.
 
     Attributes:
@@ -48,7 +48,7 @@ class Refused(Exception):
         self.closes = closes
 
 
-class Exchange:
+class ServerExchange:
     """A request and its answer. The thread of the connection uses it until the handler returns.
 
     Attributes:
@@ -86,7 +86,7 @@ class Exchange:
         """
         nbytes = self._unread_bytes
         if nbytes > max_bytes:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
         # Sent only now, so that a client that waits for it does not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
@@ -145,7 +145,7 @@ class Exchange:
         self._place.begin(seconds)
         return seconds, _head(status, fields, closes=self.closes)
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: RequestRefused) -> None:
         """Answer with the status of a refusal; end the connection if an answer has begun already."""
         if self._has_begun:
             # A status now would be taken for bytes of the answer.
@@ -186,7 +186,7 @@ class HttpServer:
     def __init__(
         self,
         bound: socket.socket,
-        handle: Callable[[Exchange], None],
+        handle: Callable[[ServerExchange], None],
         *,
         name: str,
         thread_name: str,
@@ -259,17 +259,17 @@ class HttpServer:
         # The admission cuts a connection at its deadline. The head's is over; this one leaves the handler time to wait
         # for news, and reading a body or sending the answer sets another.
         place.begin(_answer_wait_s(limits))
-        exchange = Exchange(head, wire, place, peer)
+        exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
                 # No client of ours sends one, and its length could be checked only while it arrives.
                 raise FormatError("a request body without a Content-Length")
             self._handle(exchange)
-        except Refused as refused:
+        except RequestRefused as refused:
             exchange.refuse(refused)
         except FormatError:
-            exchange.refuse(Refused(HTTPStatus.BAD_REQUEST))
+            exchange.refuse(RequestRefused(HTTPStatus.BAD_REQUEST))
         return not exchange.closes
 
 
-_servers: WeakSet[HttpServer] = let_go_in_children(HttpServer.forget)
+_servers: WeakSet[HttpServer] = release_after_fork(HttpServer.forget)

@@ -35,11 +35,11 @@ from penstock.hub.messages import (
     BeatReply,
     ClaimReply,
     ClaimRequest,
-    Complaint,
     DecideReply,
     DecideRequest,
     Drain,
     Fault,
+    FaultReport,
     Hello,
     MemberId,
     PhasesReply,
@@ -54,7 +54,7 @@ from penstock.hub.messages import (
     Word,
     version_fault,
 )
-from penstock.hub.routes import Handler, HubApp, Lifespan, Refused
+from penstock.hub.routes import Handler, HubApp, Lifespan, RouteRefused
 from penstock.hub.store import MemoryStore
 from penstock.jobs.observer import JobState
 from penstock.logs import log_named
@@ -93,7 +93,7 @@ FAULTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class HubOperation:
     """An operation of the hub: its method and path, its message types, and the function that answers."""
 
     name: str
@@ -127,12 +127,12 @@ def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
 
 
 OPERATIONS = (
-    Operation(
+    HubOperation(
         name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
         speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.hello(body, caller),
     ),
-    Operation(
+    HubOperation(
         name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat, with all that the member holds.",
         takes=Beat, gives=BeatReply, speaker=_in_path,
         models=lambda beat: (
@@ -140,62 +140,62 @@ OPERATIONS = (
         ),
         answer=lambda directory, member, body, caller: directory.beat(member, body, caller),
     ),
-    Operation(
+    HubOperation(
         name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
         speaker=_in_path,
         answer=lambda directory, member, _, caller: directory.leave(member, caller),
     ),
-    Operation(
+    HubOperation(
         name="flight", method="POST", path="/v1/flight", about="Members to read chunks from, with grants.",
         takes=UpstreamsRequest, gives=UpstreamsReply, models=_model_of, speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.upstreams(body, caller),
     ),
-    Operation(
+    HubOperation(
         name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
         takes=ClaimRequest, gives=ClaimReply, models=_model_of, speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.claim(body, caller),
     ),
-    Operation(
+    HubOperation(
         name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
         takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
     ),
-    Operation(
+    HubOperation(
         name="decide", method="POST", path="/v1/decide", about="The decision on a version that is published together.",
         takes=DecideRequest, gives=DecideReply, models=lambda request: (request.name,),
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body, caller),
     ),
-    Operation(
-        name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=Complaint,
+    HubOperation(
+        name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=FaultReport,
         speaker=_in_body,
         answer=lambda directory, _, body, caller: _complain(directory, body, caller),
     ),
-    Operation(
+    HubOperation(
         name="job", method="PUT", path="/v1/jobs/{member}", about="The state of a conversion.", takes=JobState,
         models=lambda state: (state.name,), speaker=_in_path,
         answer=lambda directory, job, body, caller: directory.job(job, body, caller),
     ),
-    Operation(
+    HubOperation(
         name="drain", method="PUT", path="/v1/drains/{member}", about="Send no more readers to a member.", takes=Drain,
         is_for_operators=True,
         answer=lambda directory, member, body, caller: directory.drain(member, body, caller),
     ),
-    Operation(
+    HubOperation(
         name="undrain", method="DELETE", path="/v1/drains/{member}", about="Send readers to a member again.",
         is_for_operators=True,
         answer=lambda directory, member, _, caller: directory.drain(member, None, caller),
     ),
-    Operation(
+    HubOperation(
         name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
         answer=lambda directory, model, _, caller: msgspec.structs.replace(
             directory.status(model or None), may_drain=caller.is_operator
         ),
     ),
-    Operation(
+    HubOperation(
         name="phases", method="GET", path="/v1/phases", about="The starts of processes, with their phases.",
         gives=PhasesReply, answer=lambda directory, model, _, caller: directory.phases(model or None, caller),
     ),
-    Operation(
+    HubOperation(
         name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
         takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
         answer=lambda directory, _, body, caller: directory.why(body),
@@ -203,13 +203,13 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def _complain(directory: Directory, complaint: Complaint, caller: Caller) -> None:
+def _complain(directory: Directory, complaint: FaultReport, caller: Caller) -> None:
     """Record a complaint of a caller that may see the holder, or that reads the same weights."""
     if not directory.sees_any(complaint.key, (complaint.of, complaint.member), caller):
         # The same for a holder of a hidden model and for a member that holds nothing: nobody learns who holds what.
         audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
         hint = "only readers of a model complain of its holders"
-        raise Refused(403, f"this token is not for models with the key {complaint.key}", hint)
+        raise RouteRefused(403, f"this token is not for models with the key {complaint.key}", hint)
     directory.complain(complaint, caller)
 
 
@@ -256,7 +256,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
     return app
 
 
-class FleetClient(Protocol):
+class MemberClient(Protocol):
     """The requests that the page of `penstock ui` sends to a hub. `client.HubClient` is one."""
 
     def status(self) -> Status:
@@ -272,7 +272,7 @@ class FleetClient(Protocol):
         ...
 
 
-def create_page_app(hub: FleetClient, auth: Auth) -> HubApp:
+def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
     """Create an app that serves the fleet page, and passes on what its user may ask of the hub.
 
     Args:
@@ -299,7 +299,7 @@ def create_page_app(hub: FleetClient, auth: Auth) -> HubApp:
     return app
 
 
-def _drain_at(hub: FleetClient, auth: Auth) -> Handler:
+def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
     """Return the function that passes on a request to drain a member; the hub decides by the client's token."""
     decoder = msgspec.json.Decoder(Drain)
 
@@ -310,7 +310,7 @@ def _drain_at(hub: FleetClient, auth: Auth) -> Handler:
             member = msgspec.convert(request.path_params["member"], MemberId)
             order = decoder.decode(await _body(request)) if request.method == "PUT" else None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Refused(422, f"drain: {error}"[:1000]) from error
+            raise RouteRefused(422, f"drain: {error}"[:1000]) from error
         await run_in_threadpool(hub.drain, member, order)
         return Response(status_code=204)
 
@@ -373,7 +373,7 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
     app.add_route("/openapi.json", openapi, "GET", "HEAD")
 
 
-def _endpoint(operation: Operation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
+def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
     """Return the function that answers requests of an operation."""
     # Made once: a decoder is compiled from the message's type.
     decoder: msgspec.json.Decoder[Any] | None = None
@@ -404,7 +404,7 @@ def _endpoint(operation: Operation, directory: Directory, auth: Auth, metrics: M
                         _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
                     message = decoder.decode(body)
                 except MALFORMED as error:
-                    raise Refused(422, f"{operation.name}: {error}"[:1000]) from error
+                    raise RouteRefused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, message)
             speaker = None if operation.speaker is None else operation.speaker(parameter, message)
             if speaker is not None:
@@ -436,7 +436,7 @@ def _check_version(request: Request, protocol: str, them: str) -> None:
     fault = version_fault(protocol, them, "the hub")
     if fault:
         audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
-        raise Refused(400, fault, UPGRADE_HINT)
+        raise RouteRefused(400, fault, UPGRADE_HINT)
 
 
 def _check_caller(request: Request, auth: Auth) -> Caller:
@@ -447,7 +447,7 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     if caller is None:
         # A token that was revoked after the connection was accepted; requests without a token do not get this far.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
-        raise Refused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
+        raise RouteRefused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
 
 
@@ -456,7 +456,9 @@ def _check_operator(operation: str, request: Request, caller: Caller) -> None:
     _check_site(operation, request)
     if not caller.is_operator:
         audit.warning("event=forbidden operation=%s caller=%s", operation, caller.name)
-        raise Refused(403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file")
+        raise RouteRefused(
+            403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file"
+        )
 
 
 def _check_site(operation: str, request: Request) -> None:
@@ -465,7 +467,9 @@ def _check_site(operation: str, request: Request) -> None:
     # that says where a request comes from is believed all the same.
     if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
         audit.warning("event=forbidden operation=%s site=%r", operation, request.headers["sec-fetch-site"])
-        raise Refused(403, "a page of another site sent this request", "use the hub's own page, or `penstock drain`")
+        raise RouteRefused(
+            403, "a page of another site sent this request", "use the hub's own page, or `penstock drain`"
+        )
 
 
 def _client(request: Request) -> str:
@@ -473,7 +477,7 @@ def _client(request: Request) -> str:
     return request.client.host if request.client else "unix"
 
 
-def _check_models(operation: Operation, caller: Caller, parameter: str, body: Any) -> None:
+def _check_models(operation: HubOperation, caller: Caller, parameter: str, body: Any) -> None:
     """Refuse a request with status 403 if it names a model that the caller's token is not for."""
     models = tuple(operation.models(body))
     # The model of a status may be empty: that asks for all models, which only a token for all may.
@@ -482,17 +486,17 @@ def _check_models(operation: Operation, caller: Caller, parameter: str, body: An
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         about = ", ".join(filter(None, sorted(set(models)))) or "all models"
-        raise Refused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
+        raise RouteRefused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
 
 
 def _check_life(request: Request, member: str) -> None:
     """Refuse a request with status 403 unless the caller knows the secret of the member that it speaks for."""
     if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
         audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
-        raise Refused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
+        raise RouteRefused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
 
 
-def _parameter(operation: Operation, request: Request) -> str:
+def _parameter(operation: HubOperation, request: Request) -> str:
     """Return the member in the path or the model in the query; empty: neither."""
     try:
         if "{member}" in operation.path:
@@ -500,7 +504,7 @@ def _parameter(operation: Operation, request: Request) -> str:
         if operation.name in _OF_A_MODEL and "model" in request.query_params:
             return msgspec.convert(request.query_params["model"], Word)
     except msgspec.ValidationError as error:
-        raise Refused(422, f"{operation.name}: {error}") from error
+        raise RouteRefused(422, f"{operation.name}: {error}") from error
     return ""
 
 
@@ -515,15 +519,15 @@ async def _body(request: Request) -> bytes:
             while not is_whole:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise Refused(400, "the caller closed the connection")
+                    raise RouteRefused(400, "the caller closed the connection")
                 part = message.get("body", b"")
                 total += len(part)
                 if total > MAX_BODY_BYTES:
-                    raise Refused(413, f"more than {MAX_BODY_BYTES} bytes")
+                    raise RouteRefused(413, f"more than {MAX_BODY_BYTES} bytes")
                 parts.append(part)
                 is_whole = not message.get("more_body", False)
     except TimeoutError as error:
-        raise Refused(408, f"the body took more than {BODY_S} s") from error
+        raise RouteRefused(408, f"the body took more than {BODY_S} s") from error
     return b"".join(parts)
 
 
@@ -574,7 +578,7 @@ def _as_ecma(value: Any) -> Any:
     return [_as_ecma(item) for item in value] if isinstance(value, list) else value
 
 
-def _described(operation: Operation) -> dict[str, Any]:
+def _described(operation: HubOperation) -> dict[str, Any]:
     """Return an operation as the document has it."""
     described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
     if operation.gives is None:

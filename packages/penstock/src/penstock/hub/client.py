@@ -49,11 +49,11 @@ from penstock.hub.messages import (
     BeatReply,
     ClaimReply,
     ClaimRequest,
-    Complaint,
     DecideReply,
     DecideRequest,
     Drain,
     Fault,
+    FaultReport,
     Hello,
     PhasesReply,
     Status,
@@ -67,7 +67,7 @@ from penstock.hub.messages import (
     version_fault,
 )
 from penstock.jobs.observer import JobState
-from penstock.lifecycle import Closing, is_of_handler
+from penstock.lifecycle import Closeable, is_of_handler
 
 TIMEOUT_S = 10.0
 """Deadline of a request with all its retries; known peers stay usable meanwhile."""
@@ -173,7 +173,7 @@ def _from_variable(name: str) -> Iterator[None]:
         raise ConfigError(f"environment variable {name}: {error.message}", hint=error.hint) from error
 
 
-class HubClient(Closing):
+class HubClient(Closeable):
     """A client of the hub; for any thread. Every request is safe to repeat, and is repeated until its deadline.
 
     Args:
@@ -304,7 +304,7 @@ class HubClient(Closing):
         """Propose or ask for the decision on a version of a sync. Raises UnknownMember: see `beat`."""
         return self._request("POST", "/v1/decide", request, DecideReply)
 
-    def complain(self, complaint: Complaint) -> None:
+    def complain(self, complaint: FaultReport) -> None:
         """Report a source that could not be used. Raises UnknownMember: see `beat`."""
         self._request("POST", "/v1/complain", complaint, None)
 

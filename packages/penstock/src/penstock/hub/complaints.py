@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import Caller, RateLimit
-from penstock.hub.messages import Complaint
+from penstock.hub.messages import FaultReport
 from penstock.hub.proof import proof_fault
 from penstock.hub.snapshot import COMPLAINT_DECODER, ComplaintEntry, HoldingEntry
 from penstock.hub.store import Store
@@ -53,7 +53,7 @@ class Complaints:
         self._rate = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
         self._proof_rate = RateLimit(PROOFS_PER_S, PROOFS_AT_ONCE, clock=timer)
 
-    def record(self, complaint: Complaint, holder: HoldingEntry, caller: Caller) -> None:
+    def record(self, complaint: FaultReport, holder: HoldingEntry, caller: Caller) -> None:
         """Record a complaint about a holder. SourceBusy: the caller complains too often."""
         if not self._rate.allow(caller.name):
             raise SourceBusy("too many complaints at once", hint="the earlier ones count")
@@ -69,7 +69,7 @@ class Complaints:
             return
         self._store.write(name, _encode(noted), ttl_s=ttl_s)
 
-    def _is_proven(self, complaint: Complaint, holder: HoldingEntry, caller: Caller) -> bool:
+    def _is_proven(self, complaint: FaultReport, holder: HoldingEntry, caller: Caller) -> bool:
         """Return True if a complaint has a valid proof; with an invalid one it counts like any other."""
         if complaint.fault != "wrong bytes" or complaint.proof is None:
             return False

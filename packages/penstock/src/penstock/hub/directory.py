@@ -32,10 +32,10 @@ from penstock.hub.messages import (
     BeatReply,
     ClaimReply,
     ClaimRequest,
-    Complaint,
     DecideReply,
     DecideRequest,
     Drain,
+    FaultReport,
     Hello,
     HoldingState,
     MemberStatus,
@@ -70,7 +70,7 @@ from penstock.hub.snapshot import (
     sync_entries,
     sync_members,
 )
-from penstock.hub.store import ABSENT, Entry, Store
+from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.jobs.observer import JobState
 from penstock.logs import log_named
 
@@ -428,7 +428,7 @@ class Directory:
                 time.sleep(random.uniform(0, 0.002))
         return None
 
-    def complain(self, complaint: Complaint, caller: Caller | None = None) -> None:
+    def complain(self, complaint: FaultReport, caller: Caller | None = None) -> None:
         """Record that a reader could not use a source, which becomes the last choice for that reader.
 
         It becomes the last choice for all readers once `DISTRUST` callers complain, each counted once by its
@@ -561,18 +561,18 @@ class Directory:
                 self._signer = GrantSigner(entry.value)
         return self._signer
 
-    def _known(self, member: str) -> tuple[Entry, MemberEntry]:
+    def _known(self, member: str) -> tuple[StoreEntry, MemberEntry]:
         """Return a member's entry. Raises UnknownMember."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise _unknown(member)
         return entry, MEMBER_DECODER.decode(entry.value)
 
-    def _renew(self, member: str, entry: Entry, known: MemberEntry) -> bool:
+    def _renew(self, member: str, entry: StoreEntry, known: MemberEntry) -> bool:
         """Renew a member's entry; return False if it has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
-    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[Entry, MemberEntry]:
+    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[StoreEntry, MemberEntry]:
         """Return a member's entry, and the entry after a sign of life with these keys."""
         entry, known = self._known(member)
         merged = tuple(dict.fromkeys([*keys, *known.keys]))

@@ -26,7 +26,7 @@ from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import LivedClock, MemoryStore
-from penstock.lifecycle import Closing, let_go_in_children
+from penstock.lifecycle import Closeable, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
 BEAT_S = 0.5
@@ -285,7 +285,7 @@ class _Hosting:
         self._lock.close()
 
 
-class _File(Closing):
+class _File(Closeable):
     """A file to lock. The kernel releases its lock when the process ends; forked children close their copy."""
 
     def __init__(self, path: Path) -> None:
@@ -315,7 +315,7 @@ class _File(Closing):
 
 
 # A child of a fork that lived on would keep the locks of a hub that died.
-_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = let_go_in_children(lambda file: file.close())
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = release_after_fork(lambda file: file.close())
 
 
 def _seed(directory: Path) -> bytes:

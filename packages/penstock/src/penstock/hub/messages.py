@@ -438,7 +438,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """uint64: every leaf's digest, of which the revision is the root."""
 
 
-class Complaint(msgspec.Struct, frozen=True, kw_only=True):
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """A reader's report that it could not use a source.
 
     The reader gets others at once; all readers do once several members complain, or, for wrong bytes, only with a
@@ -679,7 +679,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     protocol: ProtocolVersion = PROTOCOL
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class MemberSession(msgspec.Struct, frozen=True, kw_only=True):
     """The right to send requests, until the member is silent for `ttl_s`."""
 
     session: Key

@@ -51,7 +51,7 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
 )
 
 
-class Refused(Exception):
+class RouteRefused(Exception):
     """An answer that is not 2xx."""
 
     def __init__(self, status: int, error: str, hint: str = "", *, headers: Mapping[str, str] | None = None) -> None:
@@ -91,7 +91,7 @@ class HubApp:
 
         Args:
             path: its last part may be a parameter, `{name}`, which the handler finds in `request.path_params`.
-            handler: answers. May raise `Refused`, or a `PenstockError`, whose kind decides on the status.
+            handler: answers. May raise `RouteRefused`, or a `PenstockError`, whose kind decides on the status.
             methods: of HTTP; HEAD only if it is listed.
         """
         folder, _, last = path.rpartition("/")
@@ -109,7 +109,7 @@ class HubApp:
         request = Request(scope, receive, send)
         try:
             response = await self._handler_of(scope)(request)
-        except (Refused, PenstockError) as error:
+        except (RouteRefused, PenstockError) as error:
             response = self._fault(error)
         except Exception:
             # Here, because uvicorn's log of it is silenced (`connection`): that has a line for every malformed request.
@@ -139,9 +139,9 @@ class HubApp:
             without_slash = path.rstrip("/")
             if without_slash != path and self._handlers_of(without_slash, scope) is not None:
                 return _redirect_to(without_slash)
-            raise Refused(404, "Not Found")
+            raise RouteRefused(404, "Not Found")
         if method not in handlers:
-            raise Refused(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(handlers))})
+            raise RouteRefused(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(handlers))})
         return handlers[method]
 
     def _handlers_of(self, path: str, scope: Scope) -> dict[str, Handler] | None:
@@ -155,11 +155,11 @@ class HubApp:
         scope["path_params"] = {name: last}
         return handlers
 
-    def _fault(self, error: Refused | PenstockError) -> Response:
+    def _fault(self, error: RouteRefused | PenstockError) -> Response:
         """Return the answer to an error."""
         # Every refusal comes through here, so that the metrics count it and its body is always a fault.
         headers: dict[str, str] = {}
-        if isinstance(error, Refused):
+        if isinstance(error, RouteRefused):
             status, fault = error.status, error.fault
             headers.update(error.headers or {})
             if status == 401:

@@ -28,7 +28,7 @@ from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.logs import log_named
 from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
@@ -38,7 +38,7 @@ from penstock.waits import start_thread
 if TYPE_CHECKING:
     import uvicorn
 
-    from penstock.hub.app import FleetClient
+    from penstock.hub.app import MemberClient
     from penstock.hub.routes import HubApp
 
 # Deadline of a start: importing Starlette and uvicorn on a busy machine takes some seconds.
@@ -240,7 +240,7 @@ def _hub_app(directory: Directory, auth: Auth) -> Callable[[], HubApp]:
     return create
 
 
-def run_page(hub: FleetClient, port: int, *, ready: Callable[[str], None]) -> None:
+def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
     """Serve the fleet page on loopback until SIGINT or SIGTERM, for a user whose browser cannot reach the hub itself.
 
     Order: from the main thread.
@@ -323,7 +323,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
 
 
 # A child of a fork that lived on would keep the socket of a hub that died.
-_CLOSED_IN_CHILDREN = let_go_in_children(GuardedListener.close)
+_CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
 class HubThread:

@@ -39,10 +39,10 @@ from penstock.hub.conversions import jobs_of
 from penstock.hub.failures import failures_of
 from penstock.hub.grants import GrantSigner
 from penstock.hub.messages import (
-    Complaint,
     DecideReply,
     DecideRequest,
     Drain,
+    FaultReport,
     FleetDecision,
     Hello,
     HoldingState,
@@ -55,7 +55,7 @@ from penstock.hub.messages import (
     follows_trees,
     sync_key,
 )
-from penstock.hub.store import ABSENT, Entry, Store
+from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.phases import Boot
 from penstock.plan.relay import Relay
 from penstock.plan.relay_parents import DISTRUST, Node
@@ -104,7 +104,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
     """The store's entry of a complaint."""
 
-    complaint: Complaint
+    complaint: FaultReport
     caller: str
     """`Caller.name` of the complaining member."""
     is_proven: bool = False
@@ -371,7 +371,7 @@ class SnapshotReader:
 
 
 def _decoded(
-    decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, Entry], before: Mapping[str, tuple[bytes, T]]
+    decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, StoreEntry], before: Mapping[str, tuple[bytes, T]]
 ) -> dict[str, tuple[bytes, T]]:
     """Return the decoded entries with their versions; those of an unchanged version are taken from `before`."""
     decoded = {}

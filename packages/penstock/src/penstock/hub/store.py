@@ -34,7 +34,7 @@ _REMOVED_A_WRITE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoreEntry:
     """A value, and the version that a compare-and-set names."""
 
     value: bytes
@@ -44,7 +44,7 @@ class Entry:
 class Store(Protocol):
     """Five methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
 
-    def read(self, name: str) -> Entry | None:
+    def read(self, name: str) -> StoreEntry | None:
         """Return the entry under `name`; None if there is none or it expired.
 
         Raises:
@@ -64,7 +64,7 @@ class Store(Protocol):
             HubUnavailable: the store did not answer; whether the value was written is not known.
         """
 
-    def scan(self, prefix: str) -> dict[str, Entry]:
+    def scan(self, prefix: str) -> dict[str, StoreEntry]:
         """Return every entry whose name starts with `prefix`, by the rest of its name.
 
         Raises:
@@ -111,7 +111,7 @@ class LivedClock:
 class _Stored:
     """An entry, and the time at which it expires; None: never."""
 
-    entry: Entry
+    entry: StoreEntry
     expires: float | None
 
 
@@ -132,7 +132,7 @@ class MemoryStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _serial: int = 0
 
-    def read(self, name: str) -> Entry | None:
+    def read(self, name: str) -> StoreEntry | None:
         """See `Store`."""
         with self._lock:
             stored = self._live(*_split(name))
@@ -154,13 +154,13 @@ class MemoryStore:
             if expires is not None:
                 self._schedule(expires, name)
             # A serial, not a digest of the value: a value that went back to an earlier one is still another version.
-            entry = Entry(bytes(value), self._serial.to_bytes(8, "big"))
+            entry = StoreEntry(bytes(value), self._serial.to_bytes(8, "big"))
             self._folders.setdefault(folder, {})[last] = _Stored(entry, expires)
             return True
 
-    def scan(self, prefix: str) -> dict[str, Entry]:
+    def scan(self, prefix: str) -> dict[str, StoreEntry]:
         """See `Store`."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, StoreEntry] = {}
         with self._lock:
             now = self.clock()
             # A prefix that ends with a slash matches that folder and all folders below it.
@@ -331,7 +331,7 @@ class RedisStore:
         self._write = self._client.register_script(_WRITE)
         self._scan = self._client.register_script(_SCAN)
 
-    def read(self, name: str) -> Entry | None:
+    def read(self, name: str) -> StoreEntry | None:
         """See `Store`."""
         raw = self._call(self._client.get, self._prefix + name)
         return None if raw is None else _entry(raw)
@@ -347,7 +347,7 @@ class RedisStore:
         args = [expected, raw, gone, name, ttl_ms, self._prefix, _REMOVED_A_WRITE]
         return bool(self._call(self._write, keys=keys, args=args))
 
-    def scan(self, prefix: str) -> dict[str, Entry]:
+    def scan(self, prefix: str) -> dict[str, StoreEntry]:
         """See `Store`."""
         rows = self._call(self._scan, keys=[self._names, self._expiries], args=[prefix, self._prefix])
         names = (name.decode()[len(prefix) :] for name in rows[::2])
@@ -386,6 +386,6 @@ class RedisStore:
                 self._client.close()
 
 
-def _entry(raw: bytes) -> Entry:
+def _entry(raw: bytes) -> StoreEntry:
     """Return the entry of a stored value."""
-    return Entry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])
+    return StoreEntry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])

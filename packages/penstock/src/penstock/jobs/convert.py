@@ -37,7 +37,7 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.jobs.coordinator import Coordinator
-from penstock.jobs.job import SHARD_BYTES, Job, bytes_read
+from penstock.jobs.job import SHARD_BYTES, ConversionJob, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
 from penstock.jobs.observer import JobObserver
 from penstock.jobs.operations.spec import COPIES, Operations, is_copy
@@ -70,7 +70,7 @@ from penstock.storage import is_remote, text_of
 from penstock.storage.beside import NOTHING_BESIDE, Beside, files_beside
 from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
-from penstock.storage.place import STAMP, Claim, Place, require_apart
+from penstock.storage.place import STAMP, DestinationClaim, OutputPlace, require_apart
 from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
@@ -308,7 +308,7 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
             raise ConfigError(message, uri=destination, hint="write to another prefix")
         return
     # An interrupted run could not resume: its sources would be gone once the result has their place.
-    require_apart(sources, Place.at(destination).path, replace=replace)
+    require_apart(sources, OutputPlace.at(destination).path, replace=replace)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
@@ -356,7 +356,7 @@ class _Staged:
     job_spec: JobSpec
     """The job for workers, with the directory that they write to."""
     into: str
-    place: Place | None
+    place: OutputPlace | None
     """The destination, if it is a local directory."""
     out: OutputSet
     journal: Journal
@@ -484,7 +484,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     )
     beside = true_of(beside, job.operation)
     config = config_of(beside, job.operation, settings, options)
-    place = None if is_remote(into) else Place.at(into)
+    place = None if is_remote(into) else OutputPlace.at(into)
     staged_path = _staging_path(job, place, scratch)
     stack.push(partial(_name_destination, staged_path, into))
     # The journal first: its lock keeps a second process of this very job away from the files.
@@ -507,7 +507,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     )
 
 
-def _staging_path(job: Job, place: Place | None, scratch: str | os.PathLike[str] | None) -> Path:
+def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
     """Return the staging directory: next to the destination, so that a rename publishes it; or in `scratch`."""
     if place is None:
         return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
@@ -559,10 +559,10 @@ def _begin(staged: _Staged, stack: ExitStack, *, replace: bool) -> str | None:
     if staged.place is None:
         require_free_remote(into, settings=settings, storage_options=options)
         # The system's directory for temporary files is other users' too.
-        stack.enter_context(Claim(out.directory, out.directory, mode=0o700))
+        stack.enter_context(DestinationClaim(out.directory, out.directory, mode=0o700))
     else:
         staged.place.require_free(replace=replace)
-        stack.enter_context(Claim(staged.place.path, out.directory))
+        stack.enter_context(DestinationClaim(staged.place.path, out.directory))
     out.make()
     # A file of an earlier run may be gone, or short: what is not there reads as zeros.
     if journal.done:

@@ -29,21 +29,21 @@ from penstock.errors import (
     PlanError,
     class_named,
 )
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.jobs.messages import (
     HELLO_BYTES,
     MAX_FRAME_BYTES,
-    Beat,
     Began,
-    Done,
-    Failure,
     FromWorker,
-    Hello,
     JobSpec,
     Ready,
     Stop,
+    TaskDone,
+    TaskFailure,
+    TaskWork,
     Wire,
-    Work,
+    WorkerBeat,
+    WorkerHello,
     check_version,
     end_with_peer,
     listen,
@@ -52,7 +52,7 @@ from penstock.jobs.observer import MAX_WORKERS, WorkerState, cut
 from penstock.jobs.report import WorkerStats, WorkerTrace
 from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import Launcher
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.net.admission import Connection
 from penstock.plan.placement import Placement, depth_of
 
@@ -91,7 +91,7 @@ class _Place:
     num_reports: int = 0
     """Progress reports of the operation, as the last beat counted them."""
 
-    def note(self, beat: Beat) -> None:
+    def note(self, beat: WorkerBeat) -> None:
         """Record the statistics and spans of a beat."""
         self.stats.moved_bytes = beat.moved_bytes
         self.stats.busy_s = beat.busy_s
@@ -103,12 +103,12 @@ class _Place:
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
 
 
-class Coordinator(Closing):
+class Coordinator(Closeable):
     """The process that runs a job: it assigns tasks to workers, and replaces workers that are lost. One thread.
 
-    A worker goes through: started (`begin`), connected (`Hello`), ready (`Ready`), and then has tasks. It leaves at the
-    job's end, or is lost when its connection ends, when it sends no message that can be read, or when it makes no
-    progress for `stall_s`.
+    A worker goes through: started (`begin`), connected (`WorkerHello`), ready (`Ready`), and then has tasks. It leaves
+    at the job's end, or is lost when its connection ends, when it sends no message that can be read, or when it makes
+    no progress for `stall_s`.
 
     Args:
         job, job_spec: the same job, planned, and in the form that is sent to workers.
@@ -132,7 +132,7 @@ class Coordinator(Closing):
 
     def __init__(
         self,
-        job: Job,
+        job: ConversionJob,
         job_spec: JobSpec,
         journal: Journal,
         launcher: Launcher,
@@ -162,14 +162,14 @@ class Coordinator(Closing):
         self._tried = set[int]()
         """Tasks that the operation began to run on."""
         self.repeated = set[int]()
-        # Shown by each worker in its `Hello`: any process of the host may connect to the listener, and on a cluster any
-        # process that reaches the port.
+        # Shown by each worker in its `WorkerHello`: any process of the host may connect to the listener, and on a
+        # cluster any process that reaches the port.
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self.began = math.inf
         self.moving_s = 0.0
         self._unidentified: dict[Wire, Connection] = {}
-        """Connections without a valid `Hello` so far, with the listener's connection that admission counts."""
+        """Connections without a valid `WorkerHello` so far, with the listener's connection that admission counts."""
         self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
         # A random name: two jobs of one process must not meet at one address.
@@ -264,7 +264,7 @@ class Coordinator(Closing):
         self._select.register(wire, selectors.EVENT_READ, wire)
 
     def _identify(self, wire: Wire) -> None:
-        """Match a new connection with a spawned worker by its `Hello`; close it if there is no such worker."""
+        """Match a new connection with a spawned worker by its `WorkerHello`; close it if there is no such worker."""
         try:
             messages = wire.from_worker()
         except (PeerLost, FormatError, PlanError):
@@ -274,9 +274,9 @@ class Coordinator(Closing):
         if not messages:
             return
         hello = messages[0]
-        place = self._places.get(hello.worker) if isinstance(hello, Hello) else None
+        place = self._places.get(hello.worker) if isinstance(hello, WorkerHello) else None
         # One connection a worker: a second one under the same name would mix the messages of two processes.
-        if not isinstance(hello, Hello) or place is None or place.wire is not None or not self._is_ours(hello):
+        if not isinstance(hello, WorkerHello) or place is None or place.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
         # Not turned away as a stranger: every replacement would be of the same release.
@@ -297,7 +297,7 @@ class Coordinator(Closing):
         self._select.unregister(wire)
         wire.close()
 
-    def _is_ours(self, hello: Hello) -> bool:
+    def _is_ours(self, hello: WorkerHello) -> bool:
         # In constant time: the time of an ordinary comparison would tell a stranger how far its guess is right.
         return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
@@ -316,14 +316,14 @@ class Coordinator(Closing):
 
     def _handle(self, name: str, place: _Place, message: FromWorker) -> None:
         now = time.monotonic()
-        if isinstance(message, Done):
+        if isinstance(message, TaskDone):
             place.spoke = now
             place.stats.num_tasks += 1
             place.stats.note_read(message.fetched_bytes, message.asked_bytes)
             self._ended(name, message, now)
         elif isinstance(message, Began):
             self._begins(place, message.task)
-        elif isinstance(message, Beat):
+        elif isinstance(message, WorkerBeat):
             moves = message.moved_bytes != place.stats.moved_bytes or message.num_reports != place.num_reports
             # A beat alone is no progress: its thread also runs while the operation hangs. An idle worker cannot hang.
             if moves or not self._assigned(name):
@@ -336,7 +336,7 @@ class Coordinator(Closing):
             # Numbers come from another process, so they are checked before they index anything.
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
-        elif isinstance(message, Failure):
+        elif isinstance(message, TaskFailure):
             # The job ends: an error of the operation, of a source or of the plan would stop every other worker as well.
             raise _error_of(message)
 
@@ -347,7 +347,7 @@ class Coordinator(Closing):
         # A second run may have written over the first one's bytes: `check_repeated` reads those tasks back at the end.
         (self.repeated if task in self._tried else self._tried).add(task)
 
-    def _ended(self, name: str, message: Done, now: float) -> None:
+    def _ended(self, name: str, message: TaskDone, now: float) -> None:
         # As with `Ready`: a number from another process is checked before it indexes anything.
         if not 0 <= message.task < len(self._job.tasks):
             return
@@ -358,7 +358,8 @@ class Coordinator(Closing):
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers; only the first result is recorded, so progress never counts it twice.
         if outcome.first:
-            # After its bytes are written, which `Done` says: a journal that is ahead of the files could resume wrongly.
+            # After its bytes are written, which `TaskDone` says: a journal that is ahead of the files could resume
+            # wrongly.
             self._journal.add(message.task, digests)
             self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
@@ -378,14 +379,14 @@ class Coordinator(Closing):
             if len(self._assigned(name)) == len(assignment.tasks):
                 # It was idle until now: its deadline starts here.
                 self._places[name].spoke = time.monotonic()
-            self._send(name, Work(tasks=assignment.tasks))
+            self._send(name, TaskWork(tasks=assignment.tasks))
 
     def _revoke(self, revoked: Sequence[tuple[str, int]]) -> None:
         for name, task in revoked:
             if name in self._places:
-                self._send(name, Work(revoked=(task,)))
+                self._send(name, TaskWork(revoked=(task,)))
 
-    def _send(self, name: str, message: JobSpec | Work | Stop) -> None:
+    def _send(self, name: str, message: JobSpec | TaskWork | Stop) -> None:
         wire = self._places[name].wire
         assert wire is not None
         try:
@@ -479,7 +480,7 @@ class Coordinator(Closing):
                 assert place.wire is not None
                 try:
                     for message in place.wire.from_worker():
-                        if isinstance(message, Beat):
+                        if isinstance(message, WorkerBeat):
                             place.note(message)
                         elif isinstance(message, Began):
                             self._begins(place, message.task)
@@ -494,7 +495,7 @@ class Coordinator(Closing):
             self._launcher.kill(name)
 
 
-def _error_of(failure: Failure) -> PenstockError:
+def _error_of(failure: TaskFailure) -> PenstockError:
     """Return the error that stopped a worker, of the class that it had there."""
     if failure.kind == BudgetTooSmall.__name__:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)

@@ -1,7 +1,7 @@
 """A job: the plan of a conversion. The same specification gives the same job in every process.
 
-In: an operation and the tables of its sources. Out: a `Job`: recipes, files, tasks, and the key that identifies them;
-for sources that are read through a cache, the tasks whose input is in it.
+In: an operation and the tables of its sources. Out: a `ConversionJob`: recipes, files, tasks, and the key that
+identifies them; for sources that are read through a cache, the tasks whose input is in it.
 Not here: running it (`jobs.workers.worker`, `coordinator`), which tasks are done (`result.Journal`), which worker gets
 a task for its cache (`plan.placement`).
 """
@@ -19,7 +19,7 @@ from blake3 import blake3
 from penstock.digest.leaf import LEAF_BYTES, canonical, name_order
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.jobs.operations.gguf import gguf_of
-from penstock.jobs.operations.operation import UNKNOWN, Attested, Operation, Streamed
+from penstock.jobs.operations.operation import UNKNOWN, Attested, Operation, StreamedOperation
 from penstock.jobs.operations.spec import OperationSpec, code_of
 from penstock.plan.tasks import TASK_BYTES, OutputFiles, Recipe, Tasks, cut, lay_out, read_bytes, spread
 from penstock.storage.cache import CACHE_CHUNK_BYTES, CachedSource
@@ -58,7 +58,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Job:
+class ConversionJob:
     """The plan of a conversion, the same in every process that plans it from one specification."""
 
     operation: Operation
@@ -128,8 +128,8 @@ class Job:
 
 
 def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, task: int) -> int:
-    """See `Streamed.part_unit`; 0 also where a task is more than one recipe."""
-    if not isinstance(operation, Streamed) or tasks.first[task + 1] - tasks.first[task] != 1:
+    """See `StreamedOperation.part_unit`; 0 also where a task is more than one recipe."""
+    if not isinstance(operation, StreamedOperation) or tasks.first[task + 1] - tasks.first[task] != 1:
         return 0
     recipe = recipes[int(tasks.recipe[tasks.first[task]])]
     # A recipe that can be cut by rows needs no parts: its tasks are made smaller instead.
@@ -159,7 +159,7 @@ def plan_job(
     leaf_bytes: int = LEAF_BYTES,
     verify: bool = True,
     operation_specs: Sequence[OperationSpec] = (),
-) -> Job:
+) -> ConversionJob:
     """Plan a conversion.
 
     Args:
@@ -196,13 +196,13 @@ def plan_job(
     read = read_bytes(recipes, tasks, held_to)
     memory_bytes = read.sum(axis=1) + tasks.out_bytes
     least_bytes = memory_bytes.copy()
-    if isinstance(operation, Streamed):
+    if isinstance(operation, StreamedOperation):
         # Only large tasks can exceed a budget; the small ones, perhaps hundreds of thousands, need no second estimate.
         for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
             if unit := _part_unit(operation, recipes, tasks, task):
                 recipe = recipes[int(tasks.recipe[tasks.first[task]])]
                 least_bytes[task] = min(memory_bytes[task], _part_bytes(recipe, held_to, unit))
-    return Job(
+    return ConversionJob(
         operation=operation,
         recipes=recipes,
         files=files,
@@ -227,7 +227,7 @@ def _key(
     sizes: Sequence[int],
     held_to: tuple[int, ...],
 ) -> str:
-    """Return `Job.key`. ConfigError if the specs hold values that cannot be sent to a worker."""
+    """Return `ConversionJob.key`. ConfigError if the specs hold values that cannot be sent to a worker."""
     # Code and specs too: a user's function may change under one name, and its name may leave out some of its options.
     parts = [operation.name, code_of(operation), *map(str, sizes), str(held_to)]
     try:
@@ -264,7 +264,7 @@ def bytes_read(sources: Sequence[WeightSet]) -> tuple[int, int]:
     return sum(stat.miss_bytes for stat in stats), sum(stat.asked_bytes for stat in stats)
 
 
-def cached_tasks(job: Job, sources: Sequence[WeightSet]) -> list[int]:
+def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
     """Return the tasks that have at least half of their input in the cache now."""
     files = [
         [_CachedRanges(file) if isinstance(file, CachedSource) else None for file in source.sources]

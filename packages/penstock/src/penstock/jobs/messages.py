@@ -6,9 +6,9 @@ Not here: the processes at both ends (`coordinator`, `jobs.workers.process`).
     worker:       Hello --------> Ready ------> Began, Done ... Beat ------> (connection ends)
     coordinator:        JobSpec -------> Work (tasks, revoked) ------> Stop
 
-`Hello` and `JobSpec` carry the version of these messages, since nodes of a cluster may have several releases. Within
-one major version fields are only added. A field that changes what a worker writes, or that a worker must not ignore, is
-a new major version.
+`WorkerHello` and `JobSpec` carry the version of these messages, since nodes of a cluster may have several releases.
+Within one major version fields are only added. A field that changes what a worker writes, or that a worker must not
+ignore, is a new major version.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = 64 << 20
 HELLO_BYTES = 4096
 """Longest message of a peer that has not identified itself."""
 HELLO_S = 5.0
-"""Time within which a new connection must send its `Hello`."""
+"""Time within which a new connection must send its `WorkerHello`."""
 JOB_PROTOCOL = "1.0"
 """The version of these messages. The default of its field is "1.0" in all releases, and defaults are not sent: the
 first release refused unknown fields."""
@@ -69,7 +69,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     protocol: str = "1.0"
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """The first message of a worker. It shows the secret it was started with, since any process may connect."""
 
     # These fields stay in every version, so that a coordinator can tell a worker of another version from a stranger.
@@ -95,7 +95,7 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     task: int
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """A task's bytes are written."""
 
     task: int
@@ -103,10 +103,12 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """uint64, little endian: of its pieces, in order."""
     fetched_bytes: int = 0
     asked_bytes: int = 0
-    """The counts of `Beat` when the task ended: if the worker dies, only what it read for unfinished tasks is lost."""
+    """The counts of `WorkerBeat` when the task ended: if the worker dies, only what it read for unfinished tasks is
+    lost.
+    """
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A worker's progress and statistics, sent every `BEAT_S`."""
 
     moved_bytes: int
@@ -127,7 +129,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """`time.perf_counter()` of the worker's host when this was sent: spans are measured by the same clock."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+class TaskFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """The error that stopped the worker."""
 
     kind: str
@@ -140,7 +142,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     minimum_bytes: int = 0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
+class TaskWork(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
     """Tasks to run, in order; and tasks that the worker may skip."""
 
     tasks: tuple[int, ...] = ()
@@ -164,8 +166,8 @@ def check_version(protocol: str, them: str, us: str) -> None:
         raise PlanError(message, hint="install one release of Penstock on all nodes of a conversion")
 
 
-FromWorker = Hello | Ready | Began | Done | Beat | Failure
-ToWorker = JobSpec | Work | Stop
+FromWorker = WorkerHello | Ready | Began | TaskDone | WorkerBeat | TaskFailure
+ToWorker = JobSpec | TaskWork | Stop
 T = TypeVar("T")
 
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.trace import STAGES, Span
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.jobs.operations.operation import Chain, Operation
 from penstock.plan.placement import depth_of
 from penstock.report import Summarised, bytes_text
@@ -213,7 +213,9 @@ Predicted = tuple[float | None, str]
 """Seconds from the first worker's readiness to the last task's end, and their basis; or None and the reason."""
 
 
-def predict(job: Job, kept: Set[int], uris: Iterable[str], devices: Sequence[str], rates: Rates | None) -> Predicted:
+def predict(
+    job: ConversionJob, kept: Set[int], uris: Iterable[str], devices: Sequence[str], rates: Rates | None
+) -> Predicted:
     """Predict a run.
 
     Args:

@@ -1,6 +1,6 @@
 """The request of a conversion: its sources, opened, and the job that is planned for them.
 
-In: arguments of `convert`. Out: a `ConvertRequest`; for callers who only want to know, a `Job`.
+In: arguments of `convert`. Out: a `ConvertRequest`; for callers who only want to know, a `ConversionJob`.
 Not here: planning itself (`job`), running it (`convert`).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError
-from penstock.jobs.job import SHARD_BYTES, Job, plan_job
+from penstock.jobs.job import SHARD_BYTES, ConversionJob, plan_job
 from penstock.jobs.messages import JobSpec
 from penstock.jobs.operations.spec import Operations, completed, operation_of, operation_specs, stored_as
 from penstock.plan.tasks import task_bytes_of
@@ -37,7 +37,7 @@ def plan(
     shard_bytes: int | str = SHARD_BYTES,
     memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
-) -> Job:
+) -> ConversionJob:
     """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there.
 
     Args:
@@ -63,7 +63,7 @@ class ConvertRequest:
 
     settings: Settings
     opened: Sequence[WeightSet]
-    job: Job
+    job: ConversionJob
     job_spec: JobSpec
     """The job for workers, still without the directory that they write to."""
 
@@ -104,7 +104,7 @@ def plan_request(
     nbytes = sum(int(weights.manifest.tensors.nbytes.sum()) for weights in opened)
     wanted = task_bytes_of(nbytes) if task_bytes is None else parse_bytes(task_bytes)
 
-    def planned(task_bytes: int) -> Job:
+    def planned(task_bytes: int) -> ConversionJob:
         """Return the job in tasks of this size."""
         return plan_job(
             operation_of(specs),

@@ -37,7 +37,7 @@ from penstock.errors import (
     OperationFailed,
     PenstockError,
 )
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.jobs.operations.formats import keeps_codes
 from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Attested, Operation
@@ -211,14 +211,14 @@ def _locked(path: Path) -> int:
         os.close(fd)
 
 
-def forget_what_did_not_last(job: Job, journal: Journal, out: OutputSet) -> None:
+def forget_what_did_not_last(job: ConversionJob, journal: Journal, out: OutputSet) -> None:
     """Read back what earlier runs wrote, and forget tasks whose bytes are not those of their digests."""
     if lost := _lost(job, journal, out, journal.done):
         journal.forget(dict.fromkeys(lost))
     journal.kept = frozenset(journal.done)
 
 
-def check_repeated(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> None:
+def check_repeated(job: ConversionJob, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> None:
     """Read back tasks that were run more than once. Order: after the last worker has stopped writing.
 
     Raises:
@@ -233,7 +233,7 @@ def check_repeated(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[i
         )
 
 
-def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> list[int]:
+def _lost(job: ConversionJob, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> list[int]:
     """Return the tasks whose bytes on disk do not match their digests."""
 
     def lasted(task: int) -> bool:
@@ -247,7 +247,7 @@ def _lost(job: Job, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> l
         return [task for task, is_there in zip(tasks, pool.map(lasted, tasks), strict=True) if not is_there]
 
 
-def _digests_of(job: Job, task: int, out: OutputSet) -> U64:
+def _digests_of(job: ConversionJob, task: int, out: OutputSet) -> U64:
     """Return the digests of the bytes that are at a task's places now, piece by piece."""
     digests = []
     for written in job.written(task):
@@ -276,7 +276,7 @@ class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _STAMP = msgspec.json.Decoder(_Stamp)
 
 
-def stamp(job: Job, revision: str, files: Iterable[str]) -> bytes:
+def stamp(job: ConversionJob, revision: str, files: Iterable[str]) -> bytes:
     """Return the content of `STAMP`: the file in a result by which the same call, made again, finds its own result.
 
     Args:
@@ -285,7 +285,9 @@ def stamp(job: Job, revision: str, files: Iterable[str]) -> bytes:
     return msgspec.json.encode(_Stamp(job=job.key, revision=revision, files=tuple(sorted(files)))) + b"\n"
 
 
-def published(job: Job, into: str, settings: Settings, storage_options: Mapping[str, str] | None) -> str | None:
+def published(
+    job: ConversionJob, into: str, settings: Settings, storage_options: Mapping[str, str] | None
+) -> str | None:
     """Return the revision at the destination if this very job wrote it; None: another job did, or nothing is there.
 
     The key covers the operation and its options, the sources' revisions, files and identities, and the sizes. The
@@ -321,7 +323,7 @@ def published(job: Job, into: str, settings: Settings, storage_options: Mapping[
     return there.revision if is_whole else None
 
 
-def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
+def _leaves(job: ConversionJob, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
     """Return the digests of the output's leaves, and a mask of the known: those that one task wrote whole."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
@@ -341,7 +343,7 @@ def _leaves(job: Job, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
     return leaves, is_known
 
 
-def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
+def manifest_of(job: ConversionJob, journal: Journal, out: OutputSet) -> Manifest:
     """Return the output's manifest from the tasks' digests; leaves that several tasks wrote are read back."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     # A digest of a leaf cannot be made of digests of its parts; there are at most two such leaves for each task.
@@ -371,7 +373,7 @@ def manifest_of(job: Job, journal: Journal, out: OutputSet) -> Manifest:
     )
 
 
-def output_of(job: Job, sources: Sequence[WeightSet], directory: Path) -> OutputSet:
+def output_of(job: ConversionJob, sources: Sequence[WeightSet], directory: Path) -> OutputSet:
     """Return a job's files: those of safetensors, or the one of GGUF with the metadata of the first source."""
     table, body_nbytes, groups = job.files.table, job.files.body_nbytes, job.files.groups
     stored = gguf_of(job.operation)
@@ -385,7 +387,7 @@ def output_of(job: Job, sources: Sequence[WeightSet], directory: Path) -> Output
     return OutputSet(directory, table, body_nbytes, groups=groups, gguf_header=stored.header(table, source))
 
 
-def _metadata_of(job: Job, files: Sequence[FileEntry]) -> dict[str, str]:
+def _metadata_of(job: ConversionJob, files: Sequence[FileEntry]) -> dict[str, str]:
     """Return the metadata of every file: that in which the source's files agree, with `METADATA`."""
     if not files or not all(file.name.endswith(".safetensors") for file in files):
         return METADATA
@@ -466,7 +468,7 @@ def small_files(
     return files
 
 
-def sidecar_files(job: Job, manifest: Manifest, small: Mapping[str, Content]) -> dict[str, Content]:
+def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Content]) -> dict[str, Content]:
     """Return all sidecar files, after the operation has checked the result.
 
     A result of several weight sets has small files and a manifest in the directory of each. If several sets share one
@@ -528,7 +530,7 @@ class MemoryDestination(Protocol):
 
     uri: str
 
-    def take(self, job: Job, fill: Callable[[Path], Manifest]) -> None:
+    def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
         """Allocate memory for the job's one file, have it filled, and publish it: completely, or not at all.
 
         Args:
@@ -540,7 +542,7 @@ class MemoryDestination(Protocol):
         ...
 
 
-def fill(target: MemoryDestination, job: Job, run: Callable[[OutputRegion, Notes], None]) -> str:
+def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputRegion, Notes], None]) -> str:
     """Run a job into a memory destination; return the result's revision.
 
     Args:

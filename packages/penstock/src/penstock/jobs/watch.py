@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.errors import PenstockError, sendable
 from penstock.jobs.coordinator import Coordinator
-from penstock.jobs.job import Job
+from penstock.jobs.job import ConversionJob
 from penstock.jobs.observer import SHOW_S, JobError, JobObserver, JobPhase, JobState, cut
 from penstock.types import GB
 
@@ -34,7 +34,7 @@ class JobWatch:
         sources, into: URIs.
     """
 
-    def __init__(self, observer: JobObserver | None, job: Job, sources: Sequence[str], into: str) -> None:
+    def __init__(self, observer: JobObserver | None, job: ConversionJob, sources: Sequence[str], into: str) -> None:
         self._show = None if observer is None else observer.begin()
         self._began = time.monotonic()
         self._shown = float("-inf")

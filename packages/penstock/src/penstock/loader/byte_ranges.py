@@ -39,17 +39,17 @@ class RangeSet:
         return self._starts[index] if index < len(self._starts) else None
 
 
-class Block(Protocol):
+class ByteBlock(Protocol):
     """A range of a file with something of its own."""
 
     start: int
     stop: int
 
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=ByteBlock)
 
 
-class Blocks(Generic[B]):
+class ByteBlocks(Generic[B]):
     """The blocks of a file, in file order; they do not overlap.
 
     Attributes:

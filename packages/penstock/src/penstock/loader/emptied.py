@@ -23,7 +23,7 @@ from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, IntegrityError
 from penstock.loader.into import device_of, load_into, members_in, own_state, put_back, targets_of
 from penstock.loader.match import place_of
-from penstock.loader.pending import PendingTensor
+from penstock.loader.pending import LazyParameter
 from penstock.loader.report import LoadReport
 from penstock.memory.pages import give_back
 from penstock.storage.weight_set import Uris
@@ -52,7 +52,7 @@ class Emptied:
         self._tensors = {place_of(tensor): (name, tensor) for name, tensor in state.items() if tensor.numel()}
         self._digests = {name: _leaves(tensor) for name, tensor in self._tensors.values()}
         for tensor, places in members_in(module, state, "empty_module").values():
-            pending = PendingTensor.of(tensor, self._refuse, lambda: True)
+            pending = LazyParameter.of(tensor, self._refuse, lambda: True)
             for members, name in places:
                 members[name] = pending
         self.freed_bytes = sum(_give_back(tensor) for _, tensor in self._tensors.values())

@@ -23,7 +23,7 @@ from penstock.cuda.driver import QUEUE_DEPTH, load_driver
 from penstock.engine.place import HostPlace, Segment, place_on
 from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.loader.run import LoadRun
-from penstock.loader.session import Batch, Session
+from penstock.loader.session import Batch, LoadSession
 from penstock.plan.schedule import LoadPlan
 from penstock.transport.collective import GroupCollectives
 from penstock.types import I64, Box, TensorTable
@@ -42,7 +42,7 @@ _DIGEST_BYTES = 32
 
 
 def exchange(
-    session: Session, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
+    session: LoadSession, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
 ) -> Iterator[Batch]:
     """Load `table` (whole tensors) with the group; yield names and tensors, or the rank's own boxes of them.
 
@@ -85,7 +85,7 @@ def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))].clone()
 
 
-def _place(session: Session, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
+def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
     """Return the slabs, and the error that the other ranks must learn of before this one raises it."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):

@@ -26,7 +26,7 @@ from penstock.loader.match import Cast, Matched, Rename, can_cast, match_targets
 from penstock.loader.pending import own_tensor, own_tensors
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
-from penstock.loader.session import Options, Session
+from penstock.loader.session import LoadSession, ReadOptions
 from penstock.loader.tensor import as_tensor
 from penstock.memory.rehome import rehome
 from penstock.memory.targets import note_written, require_initialised
@@ -102,7 +102,7 @@ def load_into(
         )
     targets = targets_of(target, written=strict)
     device = device_of(targets)
-    options = Options(
+    options = ReadOptions(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
@@ -127,7 +127,7 @@ def _load_into(
     target: torch.nn.Module | Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     uri: Uris,
-    options: Options,
+    options: ReadOptions,
     memory_bytes: int | str | None,
     group: ProcessGroup | None,
     journey: Journey,
@@ -218,7 +218,7 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
         whole: the values are to be read: raise the error of a load that failed.
 
     Raises:
-        ConfigError: the module is being loaded (`start_loading`), or with `whole` its memory was given back.
+        ConfigError: the module is being loaded (`load_in_background`), or with `whole` its memory was given back.
     """
     # The state dict and not the parameters: buffers that a checkpoint never has are not in it. What a module gives as
     # its extra state (`get_extra_state`) is a copy, or no tensor at all, so it cannot be filled.
@@ -349,14 +349,14 @@ def require_tensors(what: str, tensors: object) -> None:
         require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
-def _fill(session: Session, matched: Matched) -> LoadReport:
+def _fill(session: LoadSession, matched: Matched) -> LoadReport:
     with marks_target(session):
         nbytes = fill(session, matched)
         return session.finish(num_tensors=len(matched.table), nbytes=nbytes)
 
 
 def fill(
-    session: Session,
+    session: LoadSession,
     matched: Matched,
     order: Sequence[int] | None = None,
     on_filled: Callable[[int], None] | None = None,
@@ -435,7 +435,7 @@ def fill(
     return sum(tensor.nbytes for tensor in lines.tensors)
 
 
-def _from_group(session: Session, group: ProcessGroup, matched: Matched) -> LoadReport:
+def _from_group(session: LoadSession, group: ProcessGroup, matched: Matched) -> LoadReport:
     from penstock.loader.group import exchange
 
     nbytes = 0
@@ -452,7 +452,7 @@ def _from_group(session: Session, group: ProcessGroup, matched: Matched) -> Load
 
 
 @contextmanager
-def marks_target(session: Session) -> Iterator[None]:
+def marks_target(session: LoadSession) -> Iterator[None]:
     """Set `mutated` of an error from the block, if any byte can have reached the target."""
     try:
         yield

@@ -25,13 +25,13 @@ from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled, ConfigError
-from penstock.lifecycle import Closing, paused_gc
+from penstock.lifecycle import Closeable, paused_gc
 from penstock.loader.boxes import Boxes, Wanted, joined
 from penstock.loader.progress import ProgressOption
-from penstock.loader.regions import Regions
+from penstock.loader.regions import TensorRegions
 from penstock.loader.report import LoadReport, outcome_of
 from penstock.loader.run import LoadRun
-from penstock.loader.session import Batch, Options, Session, resolve_device
+from penstock.loader.session import Batch, LoadSession, ReadOptions, resolve_device
 from penstock.plan.schedule import LoadPlan
 from penstock.report import bytes_text, pre
 from penstock.storage import Source
@@ -82,7 +82,7 @@ class Weights(dict[str, torch.Tensor]):
         return pre("\n".join([repr(self), *rows[:SHOWN_ROWS], *more]))
 
 
-class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
+class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     """An iterator of `(name, tensor)` in file order; each tensor is complete, verified and owned by the caller.
 
     A context manager. Leaving it early, or dropping it, ends the reads under way and frees everything not yielded.
@@ -92,8 +92,8 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
         manifest: of the requested tensors.
     """
 
-    def __init__(self, session: Session, group: ProcessGroup | None, journey: Journey) -> None:
-        self._session: Session | None = session
+    def __init__(self, session: LoadSession, group: ProcessGroup | None, journey: Journey) -> None:
+        self._session: LoadSession | None = session
         self._pid = os.getpid()
         self._journey = journey
         journey.received = session.received
@@ -180,7 +180,7 @@ class TensorStream(Closing, Iterator[tuple[str, torch.Tensor]]):
     def __del__(self) -> None:
         # `getattr`: the constructor may have failed before it set the attribute.
         if getattr(self, "_session", None) is not None and not lifecycle.is_ending():
-            with lifecycle.postponed():
+            with lifecycle.defer_in_finalizer():
                 self.close()
 
 
@@ -228,7 +228,7 @@ def load(
 
     Ownership: the caller's; dropping a tensor of 1 MiB or more frees its memory, smaller ones share slabs of ~2 MiB.
     """
-    options = Options(
+    options = ReadOptions(
         device=resolve_device(device),
         names=names,
         boxes=boxes,
@@ -244,7 +244,7 @@ def load(
 
 
 def _load(
-    uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
+    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
 ) -> Weights:
     """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
@@ -288,14 +288,14 @@ def stream(
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
     """
-    # Defaults are filled in by `_called_as`, so `options` has every field of `Options`.
-    wanted = Options(device=resolve_device(device), **options)
+    # Defaults are filled in by `_called_as`, so `options` has every field of `ReadOptions`.
+    wanted = ReadOptions(device=resolve_device(device), **options)
     with deferred_interrupts(group):
         return open_stream(uri, wanted, group, lambda: open_session(uri, wanted, memory_bytes, group))
 
 
 def open_stream(
-    uri: Uris, options: Options, group: ProcessGroup | None, open_session: Callable[[], Session]
+    uri: Uris, options: ReadOptions, group: ProcessGroup | None, open_session: Callable[[], LoadSession]
 ) -> TensorStream:
     """Return a stream of the session that a function opens, counted as a load."""
     journey = Journey("load", uri=str(uri), device=str(options.device)).begin()
@@ -312,7 +312,9 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
     return lifecycle.deferred() if group is None else nullcontext()
 
 
-def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, group: ProcessGroup | None) -> Session:
+def open_session(
+    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None
+) -> LoadSession:
     """Open the weight set; in a group, a rank that fails reports that to the others.
 
     Raises:
@@ -328,10 +330,10 @@ def open_session(uri: Uris, options: Options, memory_bytes: int | str | None, gr
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
     with reports_failure(group, options, settings.stall_s), paused_gc():
-        return Session(uri, options, settings, local_world_size=1 if group is None else group.size())
+        return LoadSession(uri, options, settings, local_world_size=1 if group is None else group.size())
 
 
-def reports_failure(group: ProcessGroup | None, options: Options, stall_s: float) -> AbstractContextManager[None]:
+def reports_failure(group: ProcessGroup | None, options: ReadOptions, stall_s: float) -> AbstractContextManager[None]:
     """Return a block whose errors are reported to the group's other ranks, which wait to agree on a plan."""
     if group is None:
         return nullcontext()
@@ -341,7 +343,7 @@ def reports_failure(group: ProcessGroup | None, options: Options, stall_s: float
     return LoadGroup(group, options.device, stall_s).reports_failure()
 
 
-def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
+def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
     """Return every tensor, complete and verified, and their bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
@@ -375,7 +377,7 @@ def _gather(session: Session, group: ProcessGroup | None) -> tuple[dict[str, tor
     return tensors, plan.nbytes
 
 
-def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
+def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield each tensor when its bytes have arrived; a generator, so that nothing starts before the first `next`."""
     if group is not None:
         for names, tensors in _exchanged(session, group):
@@ -398,20 +400,20 @@ def _yielding(session: Session, group: ProcessGroup | None) -> Generator[tuple[s
                 yield pairs.popleft()
 
 
-def _wanted(session: Session) -> Wanted:
+def _wanted(session: LoadSession) -> Wanted:
     """Enter the phase `plan`, and return the rows wanted with their boxes."""
     session.phases.enter("plan")
     return session.wanted(session.table())
 
 
-def _regions_of(session: Session, wanted: Wanted) -> Regions | None:
+def _regions_of(session: LoadSession, wanted: Wanted) -> TensorRegions | None:
     """Return the rows to read where boxes are cut from leaves, or joined; None: the boxes are read as they are."""
     regions = session.regions(wanted.table, wanted.boxes)
-    return Regions(wanted.table, wanted.boxes) if regions is None and wanted.num_boxes is not None else regions
+    return TensorRegions(wanted.table, wanted.boxes) if regions is None and wanted.num_boxes is not None else regions
 
 
 def _yielding_regions(
-    session: Session, wanted: Wanted, regions: Regions
+    session: LoadSession, wanted: Wanted, regions: TensorRegions
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield each tensor when its bytes have arrived, and each region when the leaves that have it were compared."""
     device = session.options.device
@@ -451,7 +453,7 @@ def _yielding_regions(
                     del tensor
 
 
-def _exchanged(session: Session, group: ProcessGroup) -> Iterator[Batch]:
+def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
     """Plan on this rank, and return the group's exchange of all tensors."""
     from penstock.loader.group import exchange
 
@@ -476,7 +478,7 @@ def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int,
         yield names, tensors
 
 
-def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
+def _views(session: LoadSession, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
     """Return every tensor as a view of its slab, whose bytes may not have arrived yet."""
     tensors: dict[str, torch.Tensor] = {}
     for names, batch in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
@@ -485,7 +487,7 @@ def _views(session: Session, plan: LoadPlan, place: Any) -> dict[str, torch.Tens
 
 
 def _prepare(
-    session: Session, table: TensorTable, boxes: Sequence[Box | None], *, all_at_once: bool
+    session: LoadSession, table: TensorTable, boxes: Sequence[Box | None], *, all_at_once: bool
 ) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 

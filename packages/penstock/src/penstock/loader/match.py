@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from penstock.errors import ConfigError, PlanError
-from penstock.loader.session import Session
+from penstock.loader.session import LoadSession
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.loader.tied import differing_rows
 from penstock.memory.local_shards import is_sharded, local_parts
@@ -39,7 +39,7 @@ Part = tuple[Box | None, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Lines:
+class RenameLines:
     """The parts that this process fills, one after the other in file order: the row, the box and the memory of each."""
 
     table: TensorTable
@@ -61,12 +61,12 @@ class Matched:
     table: TensorTable
     parts: list[list[Part]]
 
-    def lines(self) -> Lines:
+    def lines(self) -> RenameLines:
         """Return the parts, without the rows of which this process has none."""
         rows = [row for row, parts in enumerate(self.parts) for _ in parts]
         flat = [part for parts in self.parts for part in parts]
         table = self.table if len(rows) == len(self.parts) == len(self.table) else self.table.take(rows)
-        return Lines(table=table, boxes=tuple(box for box, _ in flat), tensors=[tensor for _, tensor in flat])
+        return RenameLines(table=table, boxes=tuple(box for box, _ in flat), tensors=[tensor for _, tensor in flat])
 
 
 def require_cast(dtype: object) -> Cast:
@@ -78,7 +78,7 @@ def require_cast(dtype: object) -> Cast:
 
 
 def match_targets(
-    session: Session,
+    session: LoadSession,
     targets: Mapping[str, torch.Tensor],
     rename: Rename,
     strict: bool,
@@ -169,7 +169,7 @@ def _is_cast(stored: torch.dtype, target: torch.dtype, cast: Cast) -> bool:
     return cast is not None and can_cast(stored, target) and (cast == "target" or cast == target)
 
 
-def _once(session: Session, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
+def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
     """Return rows and parts with each memory once: a module lists a tied weight under all its names.
 
     Raises:

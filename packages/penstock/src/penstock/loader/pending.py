@@ -3,7 +3,7 @@
 In: a parameter, and a function that waits for it. Out: a tensor of the same shape, dtype and device for the module.
 Not here: when the bytes arrive, and the swap back to the parameter itself (`start`).
 
-A `PendingTensor` has no memory of the parameter: it is a tensor on the meta device. Code that does not go through
+A `LazyParameter` has no memory of the parameter: it is a tensor on the meta device. Code that does not go through
 torch's Python functions, such as a C++ extension, finds no bytes there and fails; it cannot read bytes that have not
 arrived.
 """
@@ -59,7 +59,7 @@ def own_tensors(whole: bool) -> Iterator[None]:
         _block.whole = None
 
 
-class PendingTensor(torch.Tensor):
+class LazyParameter(torch.Tensor):
     """A parameter whose bytes have not arrived. Each use waits for them, then acts on the parameter itself."""
 
     _parameter: torch.Tensor
@@ -73,7 +73,7 @@ class PendingTensor(torch.Tensor):
         wait: Callable[[], None],
         lets_go: Callable[[], bool],
         hold: Callable[[], None] = lambda: None,
-    ) -> PendingTensor:
+    ) -> LazyParameter:
         """Return a pending tensor for a parameter or buffer.
 
         Args:
@@ -84,7 +84,7 @@ class PendingTensor(torch.Tensor):
             hold: called when the tensor is pickled, once the bytes are there: keeps it in its places in the module.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
-        pending = empty.as_subclass(PendingTensor)
+        pending = empty.as_subclass(LazyParameter)
         pending._parameter = parameter
         pending._wait = wait
         pending._lets_go = lets_go
@@ -133,7 +133,7 @@ def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     Raises:
         ConfigError: its load is still under way.
     """
-    if not isinstance(tensor, PendingTensor):
+    if not isinstance(tensor, LazyParameter):
         return tensor
     if not tensor._lets_go():
         raise ConfigError("the module is being loaded", hint="call Loading.wait() or Loading.close() first")
@@ -142,20 +142,20 @@ def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     return tensor._parameter
 
 
-def _parameter_of(pending: PendingTensor) -> torch.Tensor:
+def _parameter_of(pending: LazyParameter) -> torch.Tensor:
     return pending._parameter
 
 
-def _arrived(pending: PendingTensor) -> torch.Tensor:
+def _arrived(pending: LazyParameter) -> torch.Tensor:
     if _block.whole is not None:
         return own_tensor(pending, whole=_block.whole)
     pending._wait()
     return pending._parameter
 
 
-def _replaced(value: Any, resolve: Callable[[PendingTensor], torch.Tensor]) -> Any:
+def _replaced(value: Any, resolve: Callable[[LazyParameter], torch.Tensor]) -> Any:
     """Return arguments with each pending tensor replaced, also inside lists, tuples and dicts."""
-    if isinstance(value, PendingTensor):
+    if isinstance(value, LazyParameter):
         return resolve(value)
     if type(value) in {list, tuple}:
         return type(value)(_replaced(one, resolve) for one in value)

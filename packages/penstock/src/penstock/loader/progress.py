@@ -26,7 +26,7 @@ from penstock.waits import Threads
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from penstock.engine.run import Ticket
+    from penstock.engine.run import RunState
 
 ProgressOption = bool | Callable[[int, int], object] | None
 """True: a bar on stderr; False: nothing; None: as `PENSTOCK_PROGRESS` says, else a bar where stderr is a terminal; or a
@@ -149,16 +149,16 @@ class Progress:
             text += f", in {_clock(now - since)}" if is_over else f", {_clock((total - done) / per_s)} left"
         return text
 
-    def show(self, ticket: Ticket) -> None:
+    def show(self, ticket: RunState) -> None:
         """Show the ticket's bytes."""
         if self.enabled:
             self(ticket.moved_bytes, ticket.nbytes)
 
-    def follow(self, ticket: Ticket, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
+    def follow(self, ticket: RunState, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
         """Wait for the ticket, or until `reached()` is true, and show the ticket's bytes meanwhile.
 
         Raises:
-            As `Ticket.wait_until`.
+            As `RunState.wait_until`.
         """
         is_over = reached or (lambda: ticket.is_finished)
         # `look` is the seconds since the last progress: once they reach the deadline, the wait below raises the error.

@@ -49,7 +49,7 @@ import numpy as np
 from penstock import lifecycle
 from penstock.config import Settings
 from penstock.errors import ConfigError, PenstockError, SourceStalled
-from penstock.loader.byte_ranges import Blocks, RangeSet
+from penstock.loader.byte_ranges import ByteBlocks, RangeSet
 from penstock.storage import Source
 from penstock.storage.source import span
 from penstock.types import MIB
@@ -298,7 +298,7 @@ class ReadAhead:
         self._limit = settings.memory_bytes
         self._block_bytes = max(1, min(settings.chunk_bytes, settings.memory_bytes // 4))
         # For the pool, under its lock.
-        self.blocks = Blocks[_Block]()
+        self.blocks = ByteBlocks[_Block]()
         self.under_way = 0
         self.is_closed = False
         self._given = RangeSet()
@@ -624,10 +624,10 @@ class ReadAhead:
 
     def let_go(self) -> None:
         """In a forked child: forget the parent's blocks and reads."""
-        self.blocks = Blocks[_Block]()
+        self.blocks = ByteBlocks[_Block]()
         self.under_way = 0
         self._runs = []
         self._next_expected = 0
 
 
-_alive = lifecycle.let_go_in_children(ReadAhead.let_go)
+_alive = lifecycle.release_after_fork(ReadAhead.let_go)

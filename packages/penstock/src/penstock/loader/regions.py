@@ -96,7 +96,7 @@ def _rectangles(runs: Runs, leaf_bytes: int, starts: I64) -> Iterator[tuple[int,
             yield first, stop, offset + first * runs.pitch_bytes
 
 
-class Regions:
+class TensorRegions:
     """The rows that a plan reads for rows with boxes, and the tensors that become of them.
 
     Args:

@@ -1,6 +1,6 @@
 """The run of a load plan: fetch -> place -> compute, within one staging budget.
 
-In: a `LoadPlan`, its sources, a `Place`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
+In: a `LoadPlan`, its sources, a `Destination`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
 Not here: executors, ticket and closing (`engine.run`), what a slab becomes (`session`).
 
     reads --fetch--> staging --place--> slabs --compute--> ready, in order
@@ -23,8 +23,8 @@ import numpy as np
 from penstock import lifecycle
 from penstock.engine.check import Checker
 from penstock.engine.fetch_ring import HostedExecutor, Queued, RingFetch
-from penstock.engine.place import Place, Segment, pack
-from penstock.engine.run import Executor, Item, Pending, Run, Ticket
+from penstock.engine.place import Destination, Segment, pack
+from penstock.engine.run import Executor, Item, PendingItem, Run, RunState
 from penstock.engine.trace import Trace
 from penstock.errors import PenstockError
 from penstock.memory.staging import StagingBuffer, StagingPool
@@ -75,7 +75,7 @@ class LoadRun(Run):
         self,
         plan: LoadPlan,
         sources: Sequence[Source],
-        place: Place,
+        place: Destination,
         *,
         pool: StagingPool | None,
         num_fetch_threads: int,
@@ -144,7 +144,7 @@ class LoadRun(Run):
         self._consumed_bytes = 0
         self._is_closed = False
 
-    def start(self) -> Ticket:
+    def start(self) -> RunState:
         """Post every read and return the ticket at once."""
         if self._num_open == 0:
             self.ticket.finish()
@@ -356,7 +356,7 @@ class _Copy:
         """See `WorkItem.name`."""
         return f"place {self.priority}"
 
-    def start(self) -> Pending | None:
+    def start(self) -> PendingItem | None:
         """See `WorkItem.start`."""
         return self._run.place.copy(self._buffer, self._segments)
 
@@ -407,7 +407,7 @@ class _Read:
             return "later"
         return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
 
-    def arrived(self) -> Pending | None:
+    def arrived(self) -> PendingItem | None:
         """See `RingItem.arrived`."""
         run, buffer = self._run, self._buffer
         assert buffer is not None
@@ -420,7 +420,7 @@ class _Read:
         self._segments = self._packed(buffer)
         return run.place.copy(buffer, self._segments)
 
-    def start(self) -> Pending | None:
+    def start(self) -> PendingItem | None:
         """See `WorkItem.start`."""
         run, read, source = self._run, self.priority, self._run.sources[self._file]
         run.admit(read)

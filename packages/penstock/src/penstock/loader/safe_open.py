@@ -381,7 +381,7 @@ class _File:
         self.device = device
         self._mapping: MappedFile | None = None
         # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
-        with lifecycle.let_through() if is_remote(path) else nullcontext():
+        with lifecycle.allow_interrupts() if is_remote(path) else nullcontext():
             source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
             self.source: Source = source
             if isinstance(source, ReadAhead):
@@ -401,7 +401,7 @@ class _File:
         # `hasattr`: the constructor may have failed before it set the attribute. Postponed: Ctrl-C between two of these
         # calls would leave the source open.
         if hasattr(self, "_reader") and not lifecycle.is_ending():
-            with lifecycle.postponed():
+            with lifecycle.defer_in_finalizer():
                 self.close()
 
     def close(self) -> None:

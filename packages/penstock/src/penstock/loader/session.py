@@ -25,16 +25,16 @@ from penstock import lifecycle
 from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
-from penstock.engine.place import Place, registrar_of
+from penstock.engine.place import Destination, registrar_of
 from penstock.engine.trace import open_trace
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.loader.boxes import Boxes, Wanted, wanted_regions
 from penstock.loader.progress import Progress, ProgressOption
-from penstock.loader.regions import Regions
+from penstock.loader.regions import TensorRegions
 from penstock.loader.report import FilePath, LoadReport
 from penstock.loader.run import LoadRun
-from penstock.loader.tensor import Mappings, as_tensor, as_tensors, torch_dtype, torch_shape
+from penstock.loader.tensor import TensorMappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.phases import Phases
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -184,7 +184,7 @@ class Intake:
             pool.close()
 
 
-def _filled(uri: Uris, options: Options, settings: Settings) -> str:
+def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
     """Bring a model into the local cache of its hub; return its pinned URI. ConfigError: see `fill_weights`."""
     if not isinstance(uri, str | os.PathLike):
         raise ConfigError("cache=True takes one URI, not a list", hint="give org/name or hf://")
@@ -221,7 +221,7 @@ _DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ReadOptions:
     """The options that all loads share; see `penstock.load`."""
 
     device: torch.device
@@ -239,7 +239,7 @@ Batch = tuple[Sequence[str], list[torch.Tensor]]
 """Names and their tensors, side by side."""
 
 
-class Session(Closing):
+class LoadSession(Closeable):
     """A load under way. A context manager; leaving it drains and frees everything that was not given to the caller.
 
     Args:
@@ -258,7 +258,7 @@ class Session(Closing):
     def __init__(
         self,
         uri: Uris,
-        options: Options,
+        options: ReadOptions,
         settings: Settings,
         *,
         in_group: bool = False,
@@ -283,7 +283,7 @@ class Session(Closing):
                 self.intake.warm(uri)
             # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
             # interrupt must end it.
-            opening = lifecycle.let_through() if any(map(is_remote, texts_of(uri))) else nullcontext()
+            opening = lifecycle.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
             self._is_owner = weights is None
             with opening:
                 if options.cache:
@@ -300,7 +300,7 @@ class Session(Closing):
         self.intake.is_remote = any(is_remote(source.uri) for source in self.weights.sources)
         self.run: LoadRun | None = None
         self.plan: LoadPlan | None = None
-        self._mappings: Mappings | None = None
+        self._mappings: TensorMappings | None = None
         self.verified = False
         self.why = ""
         self.group_bytes = 0
@@ -408,15 +408,15 @@ class Session(Closing):
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
         return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
 
-    def open_mappings(self) -> Mappings:
+    def open_mappings(self) -> TensorMappings:
         """Map the files; the session closes them."""
-        self._mappings = Mappings([source for source in self.weights.sources if isinstance(source, FileSource)])
+        self._mappings = TensorMappings([source for source in self.weights.sources if isinstance(source, FileSource)])
         return self._mappings
 
     def begin(
         self,
         plan: LoadPlan,
-        place: Place,
+        place: Destination,
         *,
         sources: Sequence[Source] | None = None,
         checker: Checker | None = None,
@@ -455,12 +455,12 @@ class Session(Closing):
         ticket = self.run.ticket
         self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
-    def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> Regions | None:
+    def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> TensorRegions | None:
         """Return the rows to read for boxes, widened to whole leaves; None where there are no boxes or no digests."""
         manifest = self.manifest
         if self.options.verify is False or manifest.leaves is None or boxes.count(None) == len(boxes):
             return None
-        return Regions(table, boxes, self._leaves_of(table), manifest.leaf_bytes)
+        return TensorRegions(table, boxes, self._leaves_of(table), manifest.leaf_bytes)
 
     def _leaves_of(self, table: TensorTable) -> U64 | None:
         """Return the manifest's digests of these rows, row after row."""

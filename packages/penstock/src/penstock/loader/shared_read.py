@@ -32,7 +32,7 @@ from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import Cancelled, DestinationError, IntegrityError, NotFound, PeerLost, PenstockError, PlanError
 from penstock.loader.index import bounding_box
-from penstock.loader.shared_turns import Piece, Region, cut_turns, region_of
+from penstock.loader.shared_turns import TurnPiece, TurnRegion, cut_turns, region_of
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
@@ -147,7 +147,7 @@ class _Tensor:
         self.in_window = 0
         """Bytes counted as a part of the window."""
         self.buffer: torch.Tensor | None = None
-        self.region: Region | None = None
+        self.region: TurnRegion | None = None
         """Only this part is kept; None: all of it."""
         self.num_waiting = 0
         self.is_kept_whole = False
@@ -323,7 +323,7 @@ class SharedRead:
         self._progressed = time.monotonic()
         self._changed.notify_all()
 
-    def _demand(self, tensor: _Tensor, region: Region | None, *, is_whole: bool) -> None:
+    def _demand(self, tensor: _Tensor, region: TurnRegion | None, *, is_whole: bool) -> None:
         """Note a thread that will wait; choose what is kept of a tensor of which nothing has arrived."""
         tensor.num_waiting += 1
         if is_whole and tensor.region is None and not tensor.is_kept_whole:
@@ -418,7 +418,7 @@ class SharedRead:
 
     # -- reading
 
-    def _turns_of(self, k: int, rank: int) -> list[list[Piece]]:
+    def _turns_of(self, k: int, rank: int) -> list[list[TurnPiece]]:
         first = (k * self._ranks.world_size + rank) * self._per_round
         return self._turns[first : first + self._per_round]
 
@@ -432,7 +432,7 @@ class SharedRead:
             for at, turn in enumerate(turns)
         ]
 
-    def _read_turn(self, turn: list[Piece], staging: torch.Tensor) -> None:
+    def _read_turn(self, turn: list[TurnPiece], staging: torch.Tensor) -> None:
         view = staging.numpy().data
         for piece in turn:
             self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.stop - piece.start])
@@ -616,7 +616,7 @@ class SharedRead:
             with self._changed:
                 self._arrived(done)
 
-    def _keep(self, piece: Piece, data: torch.Tensor, done: list[_Tensor]) -> None:
+    def _keep(self, piece: TurnPiece, data: torch.Tensor, done: list[_Tensor]) -> None:
         tensor = self._tensors[piece.row]
         if tensor.is_gone:
             return

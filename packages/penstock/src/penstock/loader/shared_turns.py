@@ -16,7 +16,7 @@ from penstock.types import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TurnPiece:
     """Bytes `[start, stop)` of a tensor, at `at` in a rank's payload of a round."""
 
     row: int
@@ -26,7 +26,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class TurnRegion:
     """A range of one dim, as columns `[first, last)` of the tensor's bytes seen as `[num_rows, row_bytes]`."""
 
     num_rows: int
@@ -68,7 +68,9 @@ class Region:
             into[at + low : at + high].copy_(data[low - column : high - column])
 
 
-def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int) -> Iterator[list[Piece]]:
+def cut_turns(
+    nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int
+) -> Iterator[list[TurnPiece]]:
     """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves.
 
     Args:
@@ -77,7 +79,7 @@ def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf
         turn_bytes: most bytes of a turn; at least `leaf_bytes`.
         leaf_bytes: a tensor is cut at multiples of this only, so that a digest covers bytes of one turn.
     """
-    turn: list[Piece] = []
+    turn: list[TurnPiece] = []
     at = 0
     for row in order:
         start = 0
@@ -89,7 +91,7 @@ def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf
                 yield turn
                 turn, at = [], 0
                 continue
-            turn.append(Piece(row, start, stop, at))
+            turn.append(TurnPiece(row, start, stop, at))
             at += stop - start
             start = stop
             if at >= turn_bytes:
@@ -99,7 +101,7 @@ def cut_turns(nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf
         yield turn
 
 
-def region_of(box: Box, shape: Sequence[int], nbytes: int) -> Region | None:
+def region_of(box: Box, shape: Sequence[int], nbytes: int) -> TurnRegion | None:
     """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes.
 
     Args:
@@ -113,7 +115,7 @@ def region_of(box: Box, shape: Sequence[int], nbytes: int) -> Region | None:
         return None
     dim = cut[0]
     column = math.prod(shape[dim + 1 :]) * (nbytes // count)
-    return Region(
+    return TurnRegion(
         num_rows=math.prod(shape[:dim]),
         row_bytes=shape[dim] * column,
         first=box.start[dim] * column,

@@ -1,6 +1,7 @@
-"""The verb `start_loading`: fill a module's parameters by a thread, in the order of its forward pass, while it is used.
+"""The verb `load_in_background`: fill a module's parameters by a thread, in the order of its forward pass, while it is
+used.
 
-In: a module and a URI. Out: a `Loading`; the module may be called at once, and waits where it needs bytes.
+In: a module and a URI. Out: a `BackgroundLoad`; the module may be called at once, and waits where it needs bytes.
 Not here: the tensors that wait (`pending`), the run (`run`), a load that returns when all is there (`into`).
 
     parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
@@ -21,7 +22,7 @@ import torch
 
 from penstock.arguments import require_type
 from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
-from penstock.lifecycle import Closing, deferred, is_ending
+from penstock.lifecycle import Closeable, deferred, is_ending
 from penstock.loader.into import (
     Place,
     device_of,
@@ -36,10 +37,10 @@ from penstock.loader.into import (
 )
 from penstock.loader.load import open_session
 from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
-from penstock.loader.pending import PendingTensor
+from penstock.loader.pending import LazyParameter
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport, outcome_of
-from penstock.loader.session import Options, Session
+from penstock.loader.session import LoadSession, ReadOptions
 from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
 from penstock.waits import start_thread
@@ -48,11 +49,11 @@ _LOOK_S = 0.5
 """Longest wait of a user of the module between two looks at the state; the end of each wait is announced."""
 
 
-class Loading(Closing):
+class BackgroundLoad(Closeable):
     """A load under way into a module that may be used already. A context manager, whose exit is `close`.
 
-    Made by `start_loading`. A thread fills the parameters in order. Each use of a parameter waits until its bytes have
-    arrived and, where there are digests, were compared; after that the parameter is the same object as before.
+    Made by `load_in_background`. A thread fills the parameters in order. Each use of a parameter waits until its bytes
+    have arrived and, where there are digests, were compared; after that the parameter is the same object as before.
 
     If the load fails, or is closed before its end, each use of any of its parameters raises that error, until they are
     filled by another load.
@@ -62,7 +63,7 @@ class Loading(Closing):
     """
 
     def __init__(
-        self, module: torch.nn.Module, session: Session, journey: Journey, matched: Matched, filled: _Filled
+        self, module: torch.nn.Module, session: LoadSession, journey: Journey, matched: Matched, filled: _Filled
     ) -> None:
         self.module = module
         self._session = session
@@ -76,9 +77,9 @@ class Loading(Closing):
         self._has_arrived = [False] * (len(filled.order) + 1)
         """By slab; the last entry: everything has arrived."""
         # By slab: a model with experts has 30,000 tensors, and each is looked for once.
-        self._pending: dict[int, list[tuple[PendingTensor, torch.Tensor, list[Place]]]] = {}
+        self._pending: dict[int, list[tuple[LazyParameter, torch.Tensor, list[Place]]]] = {}
         for tensor, places, slab in filled.replaced:
-            pending = PendingTensor.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
+            pending = LazyParameter.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
             self._pending.setdefault(slab, []).append((pending, tensor, places))
         self._held: dict[int, int] = {}
         """Slabs whose pending tensors are in their places again since they were pickled, and the thread that did so."""
@@ -292,7 +293,7 @@ class _Filled:
         self.order = sorted(range(len(with_bytes)), key=lambda slab: wanted[slab])
 
 
-def start_loading(
+def load_in_background(
     module: torch.nn.Module,
     uri: Uris,
     *,
@@ -306,7 +307,7 @@ def start_loading(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
-) -> Loading:
+) -> BackgroundLoad:
     """Start to fill a module from a weight set, and return at once: the module may be called while bytes arrive.
 
     The tensors are read in the order in which the module defines them, which is the order of the forward pass in most
@@ -342,7 +343,7 @@ def start_loading(
     require_type("first", first, (list, tuple), globs)
     targets = targets_of(module, written=strict)
     device = device_of(targets)
-    options = Options(
+    options = ReadOptions(
         device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
     )
     with deferred():
@@ -359,7 +360,9 @@ def start_loading(
                 matched = match_targets(session, targets, rename, strict, cast=dtype, whole="start_loading")
                 if not strict:
                     require_no_copies(module, filled_of(targets, matched))
-                loading = Loading(module, session, journey, matched, _Filled(module, matched.lines().tensors, first))
+                loading = BackgroundLoad(
+                    module, session, journey, matched, _Filled(module, matched.lines().tensors, first)
+                )
                 loading._start()
             except BaseException:
                 session.close()

@@ -237,7 +237,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-class Mappings:
+class TensorMappings:
     """The mapped files of one load. Views outlive `close`.
 
     Args:
@@ -310,4 +310,4 @@ class _MappedSource:
         return "mmap"
 
     def close(self) -> None:
-        """Do nothing: `Mappings` closes the file."""
+        """Do nothing: `TensorMappings` closes the file."""

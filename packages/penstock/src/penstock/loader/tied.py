@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.engine.run import Item, Run
-from penstock.loader.session import Session
+from penstock.loader.session import LoadSession
 from penstock.storage.manifest import leaves_of
 from penstock.types import MIB, U64, TensorTable
 
@@ -22,7 +22,7 @@ _CHUNK_BYTES = MIB
 """Bytes of each tensor that are read and compared at a time, by each thread."""
 
 
-def differing_rows(session: Session, table: TensorTable, groups: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def differing_rows(session: LoadSession, table: TensorTable, groups: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Return the first two rows of a group whose bytes differ; None if the rows of each group have equal bytes.
 
     By the manifest's digests where there are any. Otherwise the rows are read, because nothing else can tell: a second
@@ -44,13 +44,13 @@ def differing_rows(session: Session, table: TensorTable, groups: Sequence[Sequen
     return None
 
 
-def _digests(session: Session, table: TensorTable, row: int) -> U64 | None:
+def _digests(session: LoadSession, table: TensorTable, row: int) -> U64 | None:
     manifest = session.manifest
     at = np.array([manifest.tensors.names.index(table.names[row])], np.int64)
     return leaves_of(manifest, at)
 
 
-def _have_equal_bytes(session: Session, table: TensorTable, first: int, second: int) -> bool:
+def _have_equal_bytes(session: LoadSession, table: TensorTable, first: int, second: int) -> bool:
     with _Comparison(session, table, first, second) as comparison:
         return comparison.run()
 
@@ -58,7 +58,7 @@ def _have_equal_bytes(session: Session, table: TensorTable, first: int, second: 
 class _Comparison(Run):
     """The run that reads two rows and compares them, piece by piece."""
 
-    def __init__(self, session: Session, table: TensorTable, first: int, second: int) -> None:
+    def __init__(self, session: LoadSession, table: TensorTable, first: int, second: int) -> None:
         nbytes = int(table.nbytes[first])
         super().__init__(2 * nbytes, trace=session.trace, stall_s=session.settings.stall_s)
         self._sources = [session.weights.sources[int(table.file_index[row])] for row in (first, second)]

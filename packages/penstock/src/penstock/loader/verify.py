@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, FormatError, IntegrityError, NotFound, 
 from penstock.loader.progress import Counter, Progress, ProgressOption
 from penstock.report import Summarised, bytes_text, plain
 from penstock.storage import is_remote, local_path, pinned, read_small, text_of, weight_set, write_small
-from penstock.storage.gguf import Blocks, blocks_of
+from penstock.storage.gguf import GgufBlocks, blocks_of
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import texts_of
 from penstock.storage.weight_set import Uris, build, check_signature, decode, open_weights, sidecar_uri, signature_uri
@@ -46,7 +46,7 @@ class InspectReport(Summarised):
     """Bytes of each dtype; of each type of GGUF, such as `Q4_K`, where tensors are blocks of that type."""
     not_loadable: tuple[str, ...]
     """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    blocks: Mapping[str, GgufBlocks] = field(default_factory=dict)
     """Type and shape in elements of the quantised tensors of GGUF files, by name. `load` gives their bytes, U8."""
 
     def summary(self) -> str:

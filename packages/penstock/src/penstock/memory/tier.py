@@ -19,7 +19,7 @@ PIECE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Block:
+class TierBlock:
     """The bytes `[start, stop)` of a content, which is a revision or any other name; not of a place."""
 
     content: str

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.errors import BudgetTooSmall, ConfigError, DiskFull, IntegrityError, NotFound, SourceBusy, SourceStalled
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.logs import log_named
-from penstock.memory.tier import Block, LinkStats, Room, Tier, TiersStats, TierStats, move
+from penstock.memory.tier import LinkStats, Room, Tier, TierBlock, TiersStats, TierStats, move
 
 _log = log_named("penstock.memory")
 
@@ -86,7 +86,7 @@ class _Entry:
         gone: it was removed, and waiters must not use it.
     """
 
-    block: Block
+    block: TierBlock
     fill: Fill
     again: bool
     user: BlockUser | None
@@ -97,7 +97,7 @@ class _Entry:
     places: dict[int, _Place] = field(default_factory=dict)
 
 
-class Tiers(Closing):
+class Tiers(Closeable):
     """Blocks in tiers with budgets. Any thread calls any method; a context manager whose end frees every room.
 
     Args:
@@ -111,7 +111,7 @@ class Tiers(Closing):
         self._source = len(levels)
         self._names = [*(level.tier.name for level in levels), SOURCE]
         self._stall_s = stall_s
-        self._entries: dict[Block, _Entry] = {}
+        self._entries: dict[TierBlock, _Entry] = {}
         self._used_bytes = [0] * len(levels)
         self._peak_bytes = [0] * len(levels)
         self._links: dict[tuple[str, str], LinkStats] = {}
@@ -129,7 +129,13 @@ class Tiers(Closing):
         self._pool = ThreadPoolExecutor(num_prefetching, thread_name_prefix="penstock-prefetch")
 
     def put(
-        self, block: Block, fill: Fill, *, tier: str | None = None, again: bool = True, user: BlockUser | None = None
+        self,
+        block: TierBlock,
+        fill: Fill,
+        *,
+        tier: str | None = None,
+        again: bool = True,
+        user: BlockUser | None = None,
     ) -> None:
         """Add a block: make room for it, and have it filled.
 
@@ -162,7 +168,7 @@ class Tiers(Closing):
         self._unpin(entry, place)
 
     @contextmanager
-    def pin(self, block: Block, tier: str | None = None) -> Iterator[Room]:
+    def pin(self, block: TierBlock, tier: str | None = None) -> Iterator[Room]:
         """Yield the block's room, which stays where it is until the `with` block ends.
 
         Args:
@@ -180,12 +186,12 @@ class Tiers(Closing):
         finally:
             self._unpin(entry, place)
 
-    def promote(self, block: Block, tier: str | None = None) -> None:
+    def promote(self, block: TierBlock, tier: str | None = None) -> None:
         """Bring a block up to this tier, or the fastest; see `pin`."""
         with self.pin(block, tier):
             pass
 
-    def prefetch(self, block: Block, tier: str | None = None) -> Future[None]:
+    def prefetch(self, block: TierBlock, tier: str | None = None) -> Future[None]:
         """Start to `promote` a block in the background, in the order of the calls. The future has the error, if any."""
         entry, to = self._entry(block), self._index(tier)
 
@@ -194,7 +200,7 @@ class Tiers(Closing):
 
         return self._pool.submit(bring)
 
-    def demote(self, block: Block) -> None:
+    def demote(self, block: TierBlock) -> None:
         """Move a block down to the next tier that has room.
 
         Raises:
@@ -206,7 +212,7 @@ class Tiers(Closing):
             if not self._push_down(entry):
                 raise SourceBusy(f"{block} is in {self._names[entry.at]}, in use")
 
-    def discard(self, block: Block) -> None:
+    def discard(self, block: TierBlock) -> None:
         """Drop a block's bytes in every tier, since they are damaged: it is only in its source from now on.
 
         The user cannot forbid it. SourceBusy: it is pinned, or moves; NotFound: it is not there.
@@ -218,7 +224,7 @@ class Tiers(Closing):
                 entry.busy = True
             self._arrived(entry, self._source)
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: TierBlock) -> None:
         """Remove a block. SourceBusy: it is pinned; NotFound: it is not there."""
         entry = self._entry(block)
         with self._turn():
@@ -227,7 +233,7 @@ class Tiers(Closing):
                 self._forget(entry)
             self._release(entry)
 
-    def where(self, blocks: Iterable[Block]) -> list[str | None]:
+    def where(self, blocks: Iterable[TierBlock]) -> list[str | None]:
         """Return the tier that each of these blocks is in, or `source`; None: the block is not known here."""
         with self._state:
             entries = [self._entries.get(block) for block in blocks]
@@ -266,7 +272,7 @@ class Tiers(Closing):
             raise ConfigError(f"there is no tier {tier!r}", hint=f"there are {', '.join(names)}")
         return 0 if tier is None else names.index(tier)
 
-    def _entry(self, block: Block) -> _Entry:
+    def _entry(self, block: TierBlock) -> _Entry:
         """Return a block's entry. NotFound for a block that was not put, or was dropped."""
         with self._state:
             entry = self._entries.get(block)

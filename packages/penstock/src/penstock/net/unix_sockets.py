@@ -31,7 +31,7 @@ from pathlib import Path
 from penstock import descriptors
 from penstock.config import runtime_dir
 from penstock.errors import ConfigError, PenstockError
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of Linux: process id, user id, group id. Source: unix(7)."""
@@ -272,7 +272,7 @@ class RuntimeDir:
             os.close(self._fd)
 
 
-_directories: weakref.WeakSet[RuntimeDir] = let_go_in_children(lambda directory: directory.forget())
+_directories: weakref.WeakSet[RuntimeDir] = release_after_fork(lambda directory: directory.forget())
 
 
 def _remove(path: Path, fd: int) -> None:

@@ -37,11 +37,11 @@ from penstock.hub.messages import (
     Lease,
     LeaseRequest,
     LogReply,
-    Session,
+    MemberSession,
     Upstream,
     version_fault,
 )
-from penstock.lifecycle import Closing, is_of_handler
+from penstock.lifecycle import Closeable, is_of_handler
 from penstock.net.unix_sockets import private_socket_fault
 from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
@@ -49,7 +49,7 @@ from penstock.transport.http import LOOPBACK, data_port
 T = TypeVar("T")
 
 
-class PeerClient(Closing):
+class PeerClient(Closeable):
     """A client of one peer's server for one key. A context manager; one thread uses it, any thread may interrupt it.
 
     Args:
@@ -181,7 +181,7 @@ class PeerClient(Closing):
         Raises one of `MALFORMED` for an answer that is none.
         """
         # The version alone first: a peer of another version may answer with fields that do not decode here.
-        if kind is Lease or kind is Session:
+        if kind is Lease or kind is MemberSession:
             theirs = msgspec.msgpack.decode(raw, type=AnnouncedVersion).protocol
             if theirs and (fault := version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")):
                 raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)

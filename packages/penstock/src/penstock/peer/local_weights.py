@@ -38,8 +38,8 @@ from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
 from penstock.storage.file_names import STEM, is_carried
-from penstock.transport.choose import Links
-from penstock.transport.protocol import Handle, Lending, Memory, encode
+from penstock.transport.choose import PeerLinks
+from penstock.transport.protocol import Handle, Memory, RevocableHandle, encode
 from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
@@ -378,7 +378,7 @@ class LocalWeights:
         """Return the verified bytes, and the bytes in all."""
         return int(self.layout.chunks.nbytes[self.have].sum()), self.layout.nbytes
 
-    def register(self, links: Links) -> None:
+    def register(self, links: PeerLinks) -> None:
         """Register the regions with every transport that supports them; needed before `map` and before reading."""
         if self._handles:
             return
@@ -403,7 +403,7 @@ class LocalWeights:
         chunks = self.layout.chunks
         described = tuple(
             {
-                name: encode(handle.lend(lease) if lease and isinstance(handle, Lending) else handle.descriptor)
+                name: encode(handle.lend(lease) if lease and isinstance(handle, RevocableHandle) else handle.descriptor)
                 for name, handle in handles.items()
             }
             for handles in self._handles
@@ -423,7 +423,7 @@ class LocalWeights:
         """Revoke the descriptors issued under a lease, for transports that support that."""
         for handles in self._handles:
             for handle in handles.values():
-                if isinstance(handle, Lending):
+                if isinstance(handle, RevocableHandle):
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:

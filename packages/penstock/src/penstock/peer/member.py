@@ -43,11 +43,11 @@ from penstock.hub.messages import (
     Beat,
     ClaimReply,
     ClaimRequest,
-    Complaint,
     DecideReply,
     DecideRequest,
     Drain,
     FailureReport,
+    FaultReport,
     FleetDecision,
     Hello,
     HoldingState,
@@ -73,9 +73,9 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import SOCKET_NAME, PeerServer
 from penstock.phases import Boot, boot_record
 from penstock.telemetry.endpoint import start_configured
-from penstock.telemetry.journey import Failure, recent_failures
+from penstock.telemetry.journey import JourneyFailure, recent_failures
 from penstock.telemetry.metrics import Sample, recording, watch
-from penstock.transport.choose import Links, open_links
+from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
 from penstock.types import GB
 from penstock.waits import start_thread
@@ -160,7 +160,7 @@ class Member:
                 _check_loopback(listen)
             # The data port of the transport `http` is on the same host address.
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
-            self.links: Links = open_links(
+            self.links: PeerLinks = open_links(
                 only=connection.transports,
                 listen=data_address,
                 tls=None if tls is None or listen is None else tls.serving,
@@ -505,7 +505,7 @@ class Member:
                 fault = word
                 break
         detail = error.message[:1024]
-        complaint = Complaint(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
+        complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
             self._call_hub(lambda: self._hub.complain(complaint))
             return True
@@ -577,7 +577,7 @@ class Member:
         self.leave()
 
 
-def _report_of(failure: Failure) -> FailureReport:
+def _report_of(failure: JourneyFailure) -> FailureReport:
     """Return a failure as a heartbeat has it."""
     return FailureReport(
         age_s=time.monotonic() - failure.at,

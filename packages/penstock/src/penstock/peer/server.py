@@ -49,7 +49,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.http.phases import PhasesHandler, answer_ready
-from penstock.http.server import Exchange, HttpServer, Refused
+from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.hub.messages import (
     UNANNOUNCED,
     UPGRADE_HINT,
@@ -372,13 +372,13 @@ class PeerServer:
 
     # -- Requests.
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: ServerExchange) -> None:
         """Answer one request, in the thread of its connection."""
         if exchange.head.method not in {"GET", "POST", "DELETE"}:
-            raise Refused(HTTPStatus.NOT_IMPLEMENTED)
+            raise RequestRefused(HTTPStatus.NOT_IMPLEMENTED)
         try:
             value = self._route(exchange)
-        except VersionRefused as error:
+        except RefusedVersion as error:
             _send(exchange, HTTPStatus.UPGRADE_REQUIRED, Fault(error=str(error), hint=UPGRADE_HINT))
         except PermissionDenied as error:
             _send(exchange, HTTPStatus.FORBIDDEN, _fault(error))
@@ -406,7 +406,7 @@ class PeerServer:
             else:
                 _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
 
-    def _route(self, exchange: Exchange) -> object:
+    def _route(self, exchange: ServerExchange) -> object:
         """Return the value to answer with; None: an empty answer."""
         method = exchange.head.method
         url = urlsplit(exchange.head.target)
@@ -446,7 +446,7 @@ class PeerServer:
         exchange.prove()
         return value
 
-    def _check_watcher(self, exchange: Exchange) -> None:
+    def _check_watcher(self, exchange: ServerExchange) -> None:
         """Check that a caller may see the phases: they name models, and errors.
 
         Raises:
@@ -484,7 +484,7 @@ _ANSWERED = object()
 """Returned for a request that was answered already."""
 
 
-class VersionRefused(Exception):
+class RefusedVersion(Exception):
     """An error for a reader that speaks another major version of the protocol."""
 
 
@@ -497,10 +497,10 @@ def check_version(body: bytes) -> None:
     # This field alone: another release may send others that do not decode, and must be refused for its version instead.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):
-        raise VersionRefused(fault)
+        raise RefusedVersion(fault)
 
 
-def _body(exchange: Exchange, max_bytes: int) -> bytes:
+def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
     """Receive a body, which must not be empty. Raises FormatError if it is, or is longer than `max_bytes`."""
     if not 0 < exchange.body_bytes <= max_bytes:
         raise FormatError(f"a body of {exchange.body_bytes} bytes; at most {max_bytes}")
@@ -511,11 +511,11 @@ def _fault(error: PenstockError) -> Fault:
     return Fault(error=error.message, hint=error.hint or "")
 
 
-def _send_malformed(exchange: Exchange, error: Exception) -> None:
+def _send_malformed(exchange: ServerExchange, error: Exception) -> None:
     # Nothing is known of a client that sends this; the connection is not worth keeping.
     exchange.closes = True
     _send(exchange, HTTPStatus.BAD_REQUEST, Fault(error=str(error)[:512]))
 
 
-def _send(exchange: Exchange, status: int, value: object) -> None:
+def _send(exchange: ServerExchange, status: int, value: object) -> None:
     exchange.answer(status, b"" if value is None else msgspec.msgpack.encode(value))

@@ -289,7 +289,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
         raise ConfigError(f"the file does not describe a {kind.__name__}: {error}") from error
 
 
-class Links:
+class ClusterLinks:
     """The links of a cluster, numbered, with their capacities in bytes per second.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Both sides of a sync joined by tensor, and each wanted box cut to pieces of held ones, as boxes and then as bytes.
 
-In: holdings and wants, as `Layout`s. Out: a `Match`, or PlanError listing what the sides do not agree on; `Pieces`,
-each wanted element in exactly one of them; `Strips`.
+In: holdings and wants, as `Layout`s. Out: a `Match`, or PlanError listing what the sides do not agree on; `BoxPieces`,
+each wanted element in exactly one of them; `BoxStrips`.
 Not here: which of several ranks that hold the same gives a piece (`sync`).
 
 A kind is the tensors that are held in the same forms by the same teams and wanted in the same forms: 70,000 tensors are
@@ -73,7 +73,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Pieces:
+class BoxPieces:
     """The box that each wanted box takes from each held one; sorted by `want`."""
 
     want: I64
@@ -84,7 +84,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Strips:
+class BoxStrips:
     """Pieces as bytes: strip i is `num_rows` runs of `run_bytes`, `src_pitch` apart there and `dst_pitch` here.
 
     `src` and `dst` count from where the held and the wanted box begin.
@@ -99,7 +99,7 @@ class Strips:
     dst_pitch: I64
 
 
-def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Pieces, dict[int, Box]]:
+def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxPieces, dict[int, Box]]:
     """Return pieces that cover each wanted box, and the first hole of each that the held ones do not cover.
 
     Args:
@@ -112,7 +112,7 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Piec
     boxes = Boxes.of([form.box for form in forms])
     kind = np.repeat(np.arange(len(wanted.first) - 1), wanted.counts)
     counts = held.counts[kind]
-    parts: list[Pieces] = []
+    parts: list[BoxPieces] = []
     holes: dict[int, Box] = {}
     # In blocks: all pairs of a trillion parameters at once would be gigabytes of boxes.
     for first, stop in _blocks(counts):
@@ -122,7 +122,7 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[Piec
         theirs, mine = boxes[held.values[source]], boxes[wanted.values[want]]
         cut = Boxes(start=np.maximum(theirs.start, mine.start), stop=np.minimum(theirs.stop, mine.stop))
         some = np.flatnonzero((cut.stop > cut.start).all(axis=1))
-        crossings = Pieces(want=want[some], held=source[some], boxes=cut[some])
+        crossings = BoxPieces(want=want[some], held=source[some], boxes=cut[some])
         bad = uncovered(boxes[wanted.values[first:stop]], crossings.want - first, crossings.boxes) + first
         parts.append(crossings if not len(bad) else _untangle(crossings, bad, boxes[wanted.values[bad]], holes))
     return _joined(parts, boxes.start.shape[1]), holes
@@ -169,7 +169,7 @@ def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
     raise PlanError(f"wanted box {bad[0]} {show(want)}: {what} {show(where)}")
 
 
-def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> Strips:
+def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> BoxStrips:
     """Return where the bytes of these boxes lie in both memories, in as few strips as dims that do not fold allow.
 
     Raises:
@@ -204,7 +204,9 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         raise PlanError(f"{show(boxes.box(i))} of {forms[int(want_form[i])].spec} cuts inside a byte")
     src, dst, run, src_pitch, dst_pitch = (column // 8 for column in columns)
     rows = extent[piece, 1]
-    return Strips(piece=piece, src=src, dst=dst, run_bytes=run, num_rows=rows, src_pitch=src_pitch, dst_pitch=dst_pitch)
+    return BoxStrips(
+        piece=piece, src=src, dst=dst, run_bytes=run, num_rows=rows, src_pitch=src_pitch, dst_pitch=dst_pitch
+    )
 
 
 def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]:
@@ -245,7 +247,7 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> Pieces:
+def _untangle(found: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
     """Return the pieces, the bad wants' cut until they do not overlap, the largest first; what is left is a hole."""
     keep = np.flatnonzero(~np.isin(found.want, bad))
     want, holders, new = found.want[keep].tolist(), found.held[keep].tolist(), []
@@ -268,7 +270,7 @@ def _untangle(found: Pieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> 
     wants = np.array(want, np.int64)
     order = np.argsort(wants, kind="stable")
     cut = Boxes(start=np.concatenate((whole.start, apart.start)), stop=np.concatenate((whole.stop, apart.stop)))
-    return Pieces(want=wants[order], held=np.array(holders, np.int64)[order], boxes=cut[order])
+    return BoxPieces(want=wants[order], held=np.array(holders, np.int64)[order], boxes=cut[order])
 
 
 def common_box(a: Box, b: Box) -> Box | None:
@@ -309,10 +311,10 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
     return "no piece covers", left[0]
 
 
-def _joined(parts: Sequence[Pieces], num_dims: int) -> Pieces:
+def _joined(parts: Sequence[BoxPieces], num_dims: int) -> BoxPieces:
     """Return the pieces of all blocks; also of none, with the right number of dims."""
     none = np.zeros((0, num_dims), np.int64)
-    return Pieces(
+    return BoxPieces(
         want=np.concatenate([none[:, 0], *(part.want for part in parts)]),
         held=np.concatenate([none[:, 0], *(part.held for part in parts)]),
         boxes=Boxes(

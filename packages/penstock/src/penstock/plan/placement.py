@@ -71,7 +71,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class CompletedTask:
     """The consequences of a task's end."""
 
     first: bool
@@ -217,7 +217,7 @@ class Placement:
         self._count(me)
         return Given(tasks=tuple(tasks), revoked=tuple(revoked))
 
-    def done(self, worker: str, task: int, now: float) -> Done:
+    def done(self, worker: str, task: int, now: float) -> CompletedTask:
         """Record that a worker ended a task. A worker that was lost may still report one; a task counts once."""
         me = self._workers.get(worker)
         if me is not None and task in me.tasks:
@@ -227,14 +227,14 @@ class Placement:
             self._drop(me, task)
         # The other one of two runs was first, or a worker that was taken for dead was not.
         if self._state[task] == _DONE:
-            return Done(first=False)
+            return CompletedTask(first=False)
         self._keep_no_more(task)
         self._state[task] = _DONE
         self.num_left -= 1
         others = tuple((name, task) for name in self._running.pop(task, []) if name != worker)
         for name, _ in others:
             self._drop(self._workers[name], task)
-        return Done(first=True, revoked=others)
+        return CompletedTask(first=True, revoked=others)
 
     def given(self, worker: str) -> tuple[int, ...]:
         """Return the tasks that a worker was given and has not ended."""

@@ -384,7 +384,7 @@ receiver has a chunk 3 to 4 ms after its upstream (two processes on two busy cor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Pieces:
+class ReadPieces:
     """Byte ranges of rows, as columns: row `row[i]`, bytes `[start[i], start[i] + nbytes[i])`."""
 
     row: I64
@@ -439,18 +439,18 @@ class ChunkTable:
             return self.leaves(int(chunks[0]), int(chunks[-1]) + 1)
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
 
-    def pieces(self, chunks: I64) -> Pieces:
+    def pieces(self, chunks: I64) -> ReadPieces:
         """Return the byte ranges of these chunks, in their order; neighbours within a row are one piece."""
         joins = chunks[1:] == chunks[:-1] + 1
         heads = np.flatnonzero(np.concatenate(([True], ~joins))[: len(chunks)])
         tails = np.flatnonzero(np.concatenate((~joins, [True]))[: len(chunks)])
         return self._pieces_in(self.start[chunks[heads]], self.start[chunks[tails] + 1])[0]
 
-    def pieces_apart(self, chunks: I64) -> tuple[Pieces, I64]:
+    def pieces_apart(self, chunks: I64) -> tuple[ReadPieces, I64]:
         """Return pieces as `pieces` does, but none crosses chunks; and per piece its chunk's position in `chunks`."""
         return self._pieces_in(self.start[chunks], self.start[chunks + 1])
 
-    def _pieces_in(self, start: I64, stop: I64) -> tuple[Pieces, I64]:
+    def _pieces_in(self, start: I64, stop: I64) -> tuple[ReadPieces, I64]:
         """Return the rows' parts of these ranges of the line, none of them empty; and per piece its range's number."""
         first = np.searchsorted(self.row_start, start, side="right") - 1
         counts = np.searchsorted(self.row_start, stop, side="left") - first
@@ -461,16 +461,16 @@ class ChunkTable:
         if not nbytes.all():
             has_bytes = nbytes > 0
             row, begin, nbytes, owner = row[has_bytes], begin[has_bytes], nbytes[has_bytes], owner[has_bytes]
-        return Pieces(row=row, start=begin - self.row_start[row], nbytes=nbytes), owner
+        return ReadPieces(row=row, start=begin - self.row_start[row], nbytes=nbytes), owner
 
-    def leaf_pieces(self, chunks: I64) -> Pieces:
+    def leaf_pieces(self, chunks: I64) -> ReadPieces:
         """Return the leaves of these chunks as byte ranges, in the order of `leaves_of`."""
         pieces = self.pieces(chunks)
         # A piece begins where a leaf does, and ends with one.
         counts = -(-pieces.nbytes // self.leaf_bytes)
         owner = np.repeat(np.arange(len(counts)), counts)
         at = spread(np.zeros_like(counts), counts) * self.leaf_bytes
-        return Pieces(
+        return ReadPieces(
             row=pieces.row[owner],
             start=pieces.start[owner] + at,
             nbytes=np.minimum(pieces.nbytes[owner] - at, self.leaf_bytes),

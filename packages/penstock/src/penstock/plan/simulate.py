@@ -15,7 +15,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Links, Rates
+from penstock.plan.cluster import ClusterLinks, Rates
 from penstock.types import GB, I64
 
 F64 = npt.NDArray[np.float64]
@@ -146,7 +146,7 @@ def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
 class Meter:
     """A record of the bytes over each link, and of the load of each kind of link over time."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: ClusterLinks) -> None:
         self._links = links
         self.nbytes: F64 = np.zeros(len(links.capacity))
         self._steps: list[tuple[float, float]] = []

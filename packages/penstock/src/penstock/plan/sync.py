@@ -1,6 +1,7 @@
 """The plan of a sync: the bytes that each receiver takes of each source, in order. Made once, used every step.
 
-In: publishers' holdings and receivers' wants, as layouts. Out: a frozen `SyncPlan`, and each receiver's `Part` of it.
+In: publishers' holdings and receivers' wants, as layouts. Out: a frozen `SyncPlan`, and each receiver's `ReceiverPlan`
+of it.
 Not here: which ranks hold the same (`intersect`), reading (`transport`), versions and fences (`sync`).
 
     layouts -> match: kinds of tensors -> intersect: pieces, proven -> strips
@@ -28,10 +29,10 @@ from penstock.errors import PlanError
 from penstock.plan.intersect import (
     MAX_LISTED,
     Boxes,
+    BoxPieces,
+    BoxStrips,
     Groups,
     Match,
-    Pieces,
-    Strips,
     intersect,
     match,
     prove_coverage,
@@ -83,7 +84,7 @@ def step_bytes(watermark_bytes: int) -> int:
 
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Part:
+class ReceiverPlan:
     """The reads of one receiver. Segments are in bucket order; in a bucket those of one source are neighbours.
 
     Segment i: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of source `source[i]`'s memory to `dst[i]` of ours,
@@ -195,7 +196,8 @@ class SyncPlan:
     """All parts, as columns that name what is alike once: a receiver of 130,000 segments is 5,000 rows here.
 
     A wanted row is a tensor in a pattern; the pattern's strips say which pairs of the tensor it takes from, and each
-    pair's team who has it (see `match`); the share's place on the team's line says which rank gives it (see `Lines`).
+    pair's team who has it (see `match`); the share's place on the team's line says which rank gives it (see
+    `TeamLines`).
     """
 
     key: str
@@ -235,7 +237,7 @@ class SyncPlan:
     team_first: I64
     team_source: I64
     share_first: I64
-    """Number of the first share of each receiver; see `Lines`."""
+    """Number of the first share of each receiver; see `TeamLines`."""
     share_team: I64
     share_start: I64
     share_bytes: I64
@@ -256,7 +258,7 @@ class SyncPlan:
         """Return the number of bytes that all receivers take."""
         return int(self.share_bytes.sum())
 
-    def part(self, receiver: int) -> Part:
+    def part(self, receiver: int) -> ReceiverPlan:
         """Return the segments of one receiver.
 
         Cost: linear in them; about 0.3 us each.
@@ -277,7 +279,7 @@ class SyncPlan:
         begin = self._first_source(receiver, of_each.astype(np.int64))
         order = np.argsort(bucket * len(self.sources) + (source - begin) % len(self.sources), kind="stable")
         strip, want = strip[order], want[order]
-        return Part(
+        return ReceiverPlan(
             key=self.key,
             receiver=self.receivers[receiver],
             sources=self.sources,
@@ -378,7 +380,12 @@ def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_byt
 
 
 def _assembled(
-    matched: Match, pieces: Pieces, laid: Strips, holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int
+    matched: Match,
+    pieces: BoxPieces,
+    laid: BoxStrips,
+    holdings: Sequence[Layout],
+    wants: Sequence[Layout],
+    bucket_bytes: int,
 ) -> SyncPlan:
     """Return the plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
     # A pattern is a wanted form of a kind; a receiver's rows of one pattern share its strips.
@@ -426,7 +433,7 @@ def _assembled(
     )
 
 
-def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> Lines:
+def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
     """Return shares and cuts; a receiver's rows of one pattern want the same of the same teams, so they are counted."""
     num_patterns = max(len(first) - 1, 1)
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
@@ -468,7 +475,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Lines:
+class TeamLines:
     """The shares of all receivers, as stretches of one line on which the bytes taken of each team lie end to end.
 
     Receiver r's shares are `first[r]:first[r + 1]`, by team; its share of a team begins at `start`. A rank of a team
@@ -483,7 +490,7 @@ class Lines:
     """End of the stretch of each rank of each team, in their order."""
 
 
-def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> Lines:
+def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> TeamLines:
     """Return the lines of these demands (any order, several of a receiver and team), cut so that ranks give alike.
 
     Cost: a few microseconds a team of several ranks.
@@ -500,7 +507,7 @@ def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams:
     # What each team gives in all, to be divided among its ranks.
     whole = np.zeros(num_teams, np.int64)
     np.add.at(whole, team, total)
-    return Lines(
+    return TeamLines(
         first=np.searchsorted(receiver, np.arange(num_receivers + 1)),
         team=team,
         start=start,

@@ -106,7 +106,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class TaskOutput:
     """A tensor that a recipe gives: rows `[a, b)` of the recipe are its rows `[a / per, b / per)`, rounded outwards.
 
     `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full. 0: all of it,
@@ -143,7 +143,7 @@ class Recipe:
     output is its one input unchanged, so that bytes of a dtype without arithmetic pass without being looked at.
     """
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[TaskOutput, ...]
     inputs: tuple[Input, ...]
     num_rows: int
     align: int = 1
@@ -298,7 +298,7 @@ class _Extents:
 
     @classmethod
     def of_outputs(cls, recipes: Sequence[Recipe]) -> _Extents:
-        """Return the extents of all outputs; see `Output.byte_range`."""
+        """Return the extents of all outputs; see `TaskOutput.byte_range`."""
         counts = [len(recipe.outputs) for recipe in recipes]
         return cls(counts, [_of_output(out) for recipe in recipes for out in recipe.outputs])
 
@@ -341,7 +341,7 @@ def _of_input(part: Input) -> tuple[int, ...]:
     return first, num_rows, part.at or 0, 1, row_bits, is_all, part.source, -(-math.prod(shape) * bits // 8)
 
 
-def _of_output(out: Output) -> tuple[int, ...]:
+def _of_output(out: TaskOutput) -> tuple[int, ...]:
     """Return the columns of an output. PlanError where a row does not fill whole bytes."""
     row_bytes = out.row_nbytes
     return 0, _ANY if out.per else (out.spec.shape or (1,))[0], 0, out.per or 1, 8 * row_bytes, not out.per, 0, 0

@@ -1,6 +1,6 @@
 """Rules of tensor parallelism: which part of each tensor a rank has, by the tensor's name and shape.
 
-In: names and whole shapes; the numbers of heads; rules of the user. Out: a `Rule` for a name; the boxes of a rank.
+In: names and whole shapes; the numbers of heads; rules of the user. Out: a `SplitRule` for a name; the boxes of a rank.
 Not here: reading and writing ranks (`jobs.operations.reshard`), numbers of heads in `config.json` (the callers).
 
     dim 0, parts 2:1, 2 ranks     [a0 a1 a2 a3|b0 b1]   rank 0: [a0 a1] [b0]   rank 1: [a2 a3] [b1]
@@ -59,7 +59,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SplitRule:
     """The rule that splits a tensor between ranks.
 
     `dim` None: every rank has all of it. `parts`: relative sizes of the tensors fused along `dim`; each is split
@@ -115,7 +115,7 @@ class TensorParallel:
         rules = self.rules if _OTHER_ROWS.search(name) else (*self.rules, *RULES)
         return next((str(how) for pattern, how in rules if re.search(pattern, name)), None)
 
-    def rule_of(self, name: str, shape: Sequence[int]) -> Rule:
+    def rule_of(self, name: str, shape: Sequence[int]) -> SplitRule:
         """Return the rule for a tensor. One without the rule's dim, or without elements, goes to every rank.
 
         Raises:
@@ -123,41 +123,41 @@ class TensorParallel:
         """
         rule = self._parsed(self.how(name) or "replicate", name)
         if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
-            return Rule(None)
+            return SplitRule(None)
         # Every rank has a scale that stands for the whole dim: of a tensor, or of rows in a layer cut by columns.
         is_whole = shape[rule.dim] == 1 and (rule.dim > 0 or bool(_SCALE.search(name)))
-        return Rule(None) if is_whole else rule
+        return SplitRule(None) if is_whole else rule
 
-    def _parsed(self, how: str, name: str) -> Rule:
+    def _parsed(self, how: str, name: str) -> SplitRule:
         """Parse the text of a rule, for the tensor `name`; empty: only check it. ConfigError, PlanError."""
         if how == "replicate":
-            return Rule(None)
+            return SplitRule(None)
         dim, _, parts = how.partition(":")
         try:
             if parts in _OF_HEADS and int(dim) == 0:
                 return self._of_heads(parts, name)
-            rule = Rule(int(dim), tuple(int(part) for part in parts.split(",")) if parts else (1,))
+            rule = SplitRule(int(dim), tuple(int(part) for part in parts.split(",")) if parts else (1,))
         except ValueError as error:
             raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS) from error
         if rule.dim is None or rule.dim < 0 or min(rule.parts) < 1:
             raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS)
         return rule
 
-    def _of_heads(self, kind: str, name: str) -> Rule:
+    def _of_heads(self, kind: str, name: str) -> SplitRule:
         """Return the rule for rows of heads."""
         queries, keys = self.heads or (0, 0)
         if kind != "heads":
-            return Rule(0, (1,), (queries if kind == "q" else keys,))
+            return SplitRule(0, (1,), (queries if kind == "q" else keys,))
         if not self.heads and name:
             message = "the number of heads is not known, so this fused tensor cannot be split"
             raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule with parts")
-        return Rule(0, (queries or 1, keys or 1, keys or 1), (queries, keys, keys))
+        return SplitRule(0, (queries or 1, keys or 1, keys or 1), (queries, keys, keys))
 
     def check(
         self,
         name: str,
         shape: Sequence[int],
-        rule: Rule,
+        rule: SplitRule,
         shapes: Mapping[str, Sequence[int]],
         *,
         to: int,
@@ -198,7 +198,7 @@ class TensorParallel:
                 raise PlanError(message, tensor=name, hint="dequantise first")
 
     def _check_heads(
-        self, name: str, shape: Sequence[int], rule: Rule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
+        self, name: str, shape: Sequence[int], rule: SplitRule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
     ) -> None:
         """Raise PlanError if a head could be cut, or if heads would be repeated in a module that has other heads."""
         if len(rule.heads) != 1 or not name.endswith(".weight") or max(to, of) == 1:

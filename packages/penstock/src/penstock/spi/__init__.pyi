@@ -15,15 +15,15 @@ from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
 from penstock.hub.auth import first_token as first_token
 from penstock.jobs.operations.lora import LoraMerge as LoraMerge
-from penstock.lifecycle import Closing as Closing
+from penstock.lifecycle import Closeable as Closeable
 from penstock.lifecycle import deferred as deferred
-from penstock.lifecycle import let_go_in_children as let_go_in_children
+from penstock.lifecycle import release_after_fork as release_after_fork
 from penstock.loader.load import open_stream as open_stream
 from penstock.loader.progress import ProgressOption as ProgressOption
 from penstock.loader.safe_open import SafeSlice as SafeSlice
+from penstock.loader.session import LoadSession as LoadSession
 from penstock.loader.session import MIN_CHUNK_BYTES as MIN_CHUNK_BYTES
-from penstock.loader.session import Options as Options
-from penstock.loader.session import Session as Session
+from penstock.loader.session import ReadOptions as ReadOptions
 from penstock.loader.session import resolve_device as resolve_device
 from penstock.loader.shared_files import SharedFile as SharedFile
 from penstock.loader.shared_files import SharedFiles as SharedFiles
@@ -46,9 +46,9 @@ from penstock.report import Summarised as Summarised
 from penstock.report import bytes_text as bytes_text
 from penstock.spi.engine_weights import ADAPTERS as ADAPTERS
 from penstock.spi.host_plugin import HostPlugin as HostPlugin
-from penstock.spi.received import ReceivedVersions as ReceivedVersions
+from penstock.spi.received import VersionReceiver as VersionReceiver
 from penstock.spi.received import group_of_all as group_of_all
-from penstock.spi.sender import VersionSender as VersionSender
+from penstock.spi.sender import TrainerPublisher as TrainerPublisher
 from penstock.spi.sender import WholeTensorShares as WholeTensorShares
 from penstock.spi.sleep_kernels import kernels_ready as kernels_ready
 from penstock.storage import Source as Source
@@ -92,11 +92,11 @@ from penstock.sync.recording.requirements import record as record
 from penstock.sync.report import PublishMode as PublishMode
 from penstock.sync.report import UpdateMode as UpdateMode
 from penstock.sync.shards import Declarable as Declarable
-from penstock.sync.shards import Row as ShardRow
+from penstock.sync.shards import ShardRow as ShardRow
 from penstock.sync.shards import declared as declared_shards
 from penstock.sync.shards import regions_of as regions_of
 from penstock.sync.shards import unwrapped as unwrapped
-from penstock.sync.together import Laggards as Laggards
+from penstock.sync.together import Stragglers as Stragglers
 from penstock.transport.protocol import Memory as Memory
 from penstock.transport.storages import RegisteredStorages as RegisteredStorages
 from penstock.types import TensorTable as TensorTable
@@ -105,14 +105,14 @@ __all__: list[str] = [
     "ADAPTERS",
     "Arena",
     "Around",
-    "Closing",
+    "Closeable",
     "ControlConnection",
     "Declarable",
     "Digester",
     "Header",
     "HostPlugin",
     "INDEX_SUFFIX",
-    "Laggards",
+    "Stragglers",
     "LoadFunction",
     "Log",
     "LoraMerge",
@@ -122,19 +122,19 @@ __all__: list[str] = [
     "MemoryDigests",
     "NOT_USABLE",
     "NetworkFile",
-    "Options",
+    "ReadOptions",
     "OutputSet",
     "Phases",
     "Placed",
     "ProgressOption",
     "PublishMode",
-    "ReceivedVersions",
+    "VersionReceiver",
     "Recipe",
     "RegisteredStorages",
     "Requirements",
     "SUFFIX",
     "SafeSlice",
-    "Session",
+    "LoadSession",
     "Settings",
     "ShardRow",
     "SharedFile",
@@ -149,7 +149,7 @@ __all__: list[str] = [
     "Threads",
     "Transforms",
     "UpdateMode",
-    "VersionSender",
+    "TrainerPublisher",
     "WholeTensorShares",
     "bytes_text",
     "copy_other_files",
@@ -166,7 +166,7 @@ __all__: list[str] = [
     "kernels_ready",
     "lay_out_tensors",
     "layout",
-    "let_go_in_children",
+    "release_after_fork",
     "list_uris",
     "local_path",
     "log_named",

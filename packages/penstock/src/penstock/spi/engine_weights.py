@@ -115,7 +115,7 @@ class FleetOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """The rank, device and process group of an engine's process.
 
     Each is a function, called only when the value is needed: an engine may set it up after it made its loader.
@@ -167,7 +167,7 @@ def checkpoint(
     files: str | list[str],
     wanted: Callable[[str], bool] | None,
     options: Mapping[str, Any],
-    place: Place,
+    place: RankInfo,
     *,
     model: str,
     log: Log,
@@ -179,7 +179,7 @@ def checkpoint(
         files: the checkpoint in storage; its headers describe it wherever the bytes come from.
         wanted: filter of names; None: all.
         options: as `read_options` returns them.
-        place: see `Place`.
+        place: see `RankInfo`.
         model: name, directory or URI of the model as its user gave it, whose last part is the default name of fleet and
             keeper. Not of a copy or a pinned revision: replicas must agree on it.
         log: logger of the report, and of the reason why a keeper or fleet is not used.

@@ -16,7 +16,7 @@ import torch
 import penstock
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import PeerLost
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.sync.report import UpdateReport
 from penstock.transport.collective import GroupCollectives
@@ -25,7 +25,7 @@ _REASON_BYTES = 1024
 """Size of the reason that a rank sends to the others: collectives need the same size on all."""
 
 
-class ReceivedVersions(Closing):
+class VersionReceiver(Closeable):
     """The newest version of a sync, whole, in one arena; the memory is the same for all versions.
 
     Attributes:
@@ -77,8 +77,8 @@ class ReceivedVersions(Closing):
             timeout_s: how long to wait until it is announced; None: as `Subscriber.wait`.
 
         Raises:
-            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another rank did not receive the version, or is
-                lost. The engine was given nothing.
+            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another rank did not receive the version, or
+                is lost. The engine was given nothing.
 
         Ownership: the tensors are valid until the next version is received.
         """

@@ -17,13 +17,13 @@ import torch
 import penstock
 from penstock.config import ConnectionSettings
 from penstock.errors import ConfigError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.sync.publish.publisher import Publisher
 from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.shards import Declarable, Shard
 
 
-class VersionSender(Closing):
+class TrainerPublisher(Closeable):
     """Publishes versions from one rank of a trainer.
 
     Args:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.source import take
 
@@ -328,7 +328,7 @@ def _set_aside(folder: int, name: str) -> None:
 
 
 # A forked child would keep the names bound for as long as it lives.
-_claims = let_go_in_children(socket.socket.close)
+_claims = release_after_fork(socket.socket.close)
 
 
 @functools.cache

@@ -98,7 +98,7 @@ class BlockType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class GgufBlocks:
     """The type and shape of a quantised tensor, in elements."""
 
     type: str
@@ -555,18 +555,18 @@ def _part(header: GgufHeader, key: str, name: str, uri: str) -> int:
     return int(field.value)
 
 
-def blocks_of(manifest: Manifest) -> dict[str, Blocks]:
+def blocks_of(manifest: Manifest) -> dict[str, GgufBlocks]:
     """Return type and shape, in elements, of every quantised tensor of GGUF files, by name."""
     types = [_types(file) for file in manifest.files]
     if not any(types):
         return {}
     table = manifest.tensors
-    found: dict[str, Blocks] = {}
+    found: dict[str, GgufBlocks] = {}
     for name, shape, file in zip(table.names, table.shapes, table.file_index.tolist(), strict=True):
         kind = types[file].get(name)
         if kind is not None:
             elements = shape[-1] // kind.nbytes * kind.elements
-            found[name] = Blocks(type=kind.name, shape=(*shape[:-1], elements))
+            found[name] = GgufBlocks(type=kind.name, shape=(*shape[:-1], elements))
     return found
 
 

@@ -1,6 +1,6 @@
 """Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
 
-In: an `Address` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
+In: an `Origin` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
 Not here: one request and its checks (`http.range_request`), connections (`http.pool`), signing (`objects`).
 """
 
@@ -17,7 +17,15 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound
 from penstock.http.network import Bundle, bundles, is_local_service
 from penstock.http.pool import Pool, shared_pool
-from penstock.http.range_request import ATTEMPTS_PER_STALL, Address, Arrivals, Exchange, Failed, Patience, Validators
+from penstock.http.range_request import (
+    ATTEMPTS_PER_STALL,
+    Arrivals,
+    Origin,
+    Patience,
+    RangeExchange,
+    RequestFailed,
+    Validators,
+)
 from penstock.storage.source import Source, read_whole, span
 
 S = TypeVar("S", bound="HttpSource")
@@ -79,17 +87,17 @@ class PlainAddress:
         self._current = self._origin
 
     def url(self) -> SplitResult:
-        """See `Address.url`."""
+        """See `Origin.url`."""
         return self._current
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Address.headers`."""
+        """See `Origin.headers`."""
         same = (url.scheme, url.netloc) == (self._origin.scheme, self._origin.netloc)
         # A redirect to another host must not carry the credentials of the first.
         return self._headers if same else {}
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Address.renew`. What a redirect led to may have expired."""
+        """See `Origin.renew`. What a redirect led to may have expired."""
         if url == self._origin or status not in {400, 401, 403, 404, 410}:
             return False
         # Not the new one that another thread has found meanwhile.
@@ -98,11 +106,11 @@ class PlainAddress:
         return True
 
     def is_foreign(self, url: SplitResult) -> bool:
-        """See `Address.is_foreign`. A user who names such a host may be redirected to others of the kind."""
+        """See `Origin.is_foreign`. A user who names such a host may be redirected to others of the kind."""
         return url.netloc != self._origin.netloc and not is_local_service(self._origin.hostname or "")
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """See `Address.moved`. Never from https to http, never to another scheme."""
+        """See `Origin.moved`. Never from https to http, never to another scheme."""
         try:
             target = urlsplit(urljoin(url.geturl(), location))
             _ = target.port
@@ -131,7 +139,7 @@ class HttpSource:
     def __init__(
         self,
         uri: str,
-        address: Address,
+        address: Origin,
         seen: Validators,
         *,
         settings: Settings,
@@ -163,7 +171,7 @@ class HttpSource:
             before = offset
             to_the_end = is_short and not self._is_capped
             try:
-                with Exchange(
+                with RangeExchange(
                     self.uri,
                     self._address,
                     self._pool,
@@ -185,7 +193,7 @@ class HttpSource:
                         if not left[0].nbytes:
                             del left[0]
                 patience.progress()
-            except Failed as failed:
+            except RequestFailed as failed:
                 # Bytes came, so this is a new failure, with all its retries and a renewal of the address.
                 if offset > before:
                     patience.progress()
@@ -225,7 +233,7 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     )
 
 
-def open_address(uri: str, address: Address, make: Callable[[Validators], S], *, settings: Settings) -> S:
+def open_address(uri: str, address: Origin, make: Callable[[Validators], S], *, settings: Settings) -> S:
     """Return the source that `make` makes of what is at `address` now. Raises as `open_http`; `uri` is for errors."""
     pool = _hold_pool(settings, bundles(settings))
     try:
@@ -235,7 +243,7 @@ def open_address(uri: str, address: Address, make: Callable[[Validators], S], *,
         pool.drop()
 
 
-def ask(uri: str, address: Address, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
+def ask(uri: str, address: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
     """Return the status, the headers and the body of an answer that is no object, such as a hub's listing.
 
     The body of a refusal is left out. Refusals that may pass are repeated, as for an object.
@@ -251,22 +259,22 @@ def ask(uri: str, address: Address, *, limit: int, settings: Settings) -> tuple[
     try:
         while True:
             try:
-                with Exchange(uri, address, pool, byte_range=None, seen=None) as exchange:
+                with RangeExchange(uri, address, pool, byte_range=None, seen=None) as exchange:
                     status, headers = exchange.reply.status, exchange.reply.headers
                     is_refusal = 300 <= status < 500 and status not in {407, 408, 425, 429}
                     return status, headers, b"" if is_refusal else exchange.read_whole(limit)
-            except Failed as failed:
+            except RequestFailed as failed:
                 failed.ask(patience, None)
     finally:
         pool.drop()
 
 
-def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Validators:
+def _probe(uri: str, address: Origin, pool: Pool, settings: Settings) -> Validators:
     """Return what is at `address`, by a GET of its first byte: signed URLs often allow no HEAD."""
     patience, renewed = Patience(uri, settings), False
     while True:
         try:
-            with Exchange(uri, address, pool, byte_range=(0, 1), seen=None) as exchange:
+            with RangeExchange(uri, address, pool, byte_range=(0, 1), seen=None) as exchange:
                 if not renewed and exchange.refused():
                     renewed = True
                     continue
@@ -275,7 +283,7 @@ def _probe(uri: str, address: Address, pool: Pool, settings: Settings) -> Valida
                     # An answer that is read to its end leaves a connection that the first range can use.
                     exchange.readinto(memoryview(bytearray(1)))
                 return seen
-        except Failed as failed:
+        except RequestFailed as failed:
             failed.ask(patience, (0, 1))
 
 

@@ -33,7 +33,7 @@ from penstock.errors import (
 )
 from penstock.storage.files import FileSource
 from penstock.storage.http import PlainAddress
-from penstock.storage.repository import COMMIT, Address, RepositoryFile, RepositoryStorage, ask_hub, file_of
+from penstock.storage.repository import COMMIT, RepositoryAddress, RepositoryFile, RepositoryStorage, ask_hub, file_of
 
 # Names of the files of one model that is published in several. Source: save_torch_state_dict of huggingface_hub.
 _SHARD = re.compile(r"(?P<model>.*)-\d+-of-(?P<total>\d{1,6})(?P<suffix>\.\w+)")
@@ -72,7 +72,7 @@ class HuggingFaceStorage(RepositoryStorage):
     sign_in = _SIGN_IN
 
     def list_revision(
-        self, where: Address, settings: Settings, options: Mapping[str, str], *, is_new: bool
+        self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """See `RepositoryStorage.list_revision`."""
         hub = library()
@@ -111,15 +111,17 @@ class HuggingFaceStorage(RepositoryStorage):
         self.keep(*key, commit, files=files)
         return commit, files
 
-    def open_cached(self, where: Address, revision: str, file: RepositoryFile) -> FileSource | None:
+    def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`."""
-        # Unwrapped: `integrations.accelerated` puts a function around it that also finds files which are not in the
-        # cache.
+        # Unwrapped: `integrations.patched_libraries` puts a function around it that also finds files which are not in
+        # the cache.
         look_up = inspect.unwrap(library().try_to_load_from_cache)
         found = look_up(where.name, where.path, revision=revision, repo_type=where.kind)
         return FileSource(found) if isinstance(found, str) else None
 
-    def address_of(self, where: Address, revision: str, options: Mapping[str, str]) -> tuple[PlainAddress, str, bool]:
+    def address_of(
+        self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
+    ) -> tuple[PlainAddress, str, bool]:
         """See `RepositoryStorage.address_of`."""
         url = library().hf_hub_url(
             where.name, where.path, repo_type=where.kind, revision=revision, endpoint=options.get("endpoint")
@@ -132,7 +134,7 @@ class HuggingFaceStorage(RepositoryStorage):
         """See `RepositoryStorage.home`."""
         return Path(library().constants.HF_HOME)
 
-    def require_complete(self, where: Address, revision: str, paths: Sequence[str]) -> None:
+    def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
         """Raise NotFound if the local cache, which is all that is read offline, holds a part of a model."""
         if library().constants.HF_HUB_OFFLINE:
             _require_all_shards(paths, where.at(revision, where.path))
@@ -146,7 +148,7 @@ def typed_error(error: BaseException) -> PenstockError | None:
     url = str(error.response.request.url).partition("?")[0]
     match = re.search(r"(?P<endpoint>.*)/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<commit>[^/]+)/(?P<path>.+)", url)
     uri = f"hf://{match['name']}@{match['commit']}/{match['path']}" if match else url
-    where = Address(scheme="hf", kind="model", name=match["name"] if match else "", revision=None, path="")
+    where = RepositoryAddress(scheme="hf", kind="model", name=match["name"] if match else "", revision=None, path="")
     return _refusal(error.response.status_code, error.response.headers, uri, where, match["endpoint"] if match else url)
 
 
@@ -173,7 +175,7 @@ def _token(options: Mapping[str, str]) -> str | None:
     return None if hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else hub.get_token()
 
 
-def _cached_listing(where: Address) -> tuple[str, Mapping[str, RepositoryFile]]:
+def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, RepositoryFile]]:
     """Return the commit of a revision and its files by the local cache alone. NotFound if it is not there."""
     hub = library()
     try:
@@ -208,7 +210,7 @@ def _require_all_shards(paths: Sequence[str], uri: str) -> None:
             raise NotFound(message, uri=uri, hint="unset HF_HUB_OFFLINE, or download the repository while online")
 
 
-def _require_name(where: Address, uri: str) -> None:
+def _require_name(where: RepositoryAddress, uri: str) -> None:
     """Raise ConfigError if the hub has no repositories of such a name."""
     hub = library()
     try:
@@ -218,7 +220,9 @@ def _require_name(where: Address, uri: str) -> None:
         raise ConfigError(message, uri=uri, hint=hint) from error
 
 
-def _refusal(status: int, headers: Mapping[str, str], uri: str, where: Address, endpoint: str) -> PenstockError:
+def _refusal(
+    status: int, headers: Mapping[str, str], uri: str, where: RepositoryAddress, endpoint: str
+) -> PenstockError:
     """Return the error for an answer that is a refusal. Source: huggingface_hub, `hf_raise_for_status`."""
     named = {name.lower(): value for name, value in headers.items()}
     code, message = named.get("x-error-code", ""), named.get("x-error-message", "")

@@ -160,7 +160,7 @@ class LocalFile:
         # By getattr: where opening failed, there is no descriptor.
         if getattr(self, "_fd", -1) >= 0:
             # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
-            with lifecycle.postponed():
+            with lifecycle.defer_in_finalizer():
                 self.close()
 
 

@@ -1,6 +1,6 @@
 """Lookup of the files that a URI stands for: their names, their index and their manifest.
 
-In: a file, directory, prefix, glob, index or list of files. Out: `Place`.
+In: a file, directory, prefix, glob, index or list of files. Out: `Location`.
 Not here: what the files hold (`weight_set`), how they are opened (`open_source`).
 
     directory --index there?--> its shards, else every *.safetensors --> Place(files, weight_map, sidecar)
@@ -82,7 +82,7 @@ Uris = Uri | Sequence[Uri]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     """Files that are one weight set."""
 
     uri: str
@@ -98,7 +98,7 @@ class Place:
     """Size of the index that was read."""
 
 
-def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Place:
+def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set; bodies and headers are not read.
 
     A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
@@ -204,7 +204,7 @@ def look(uri: Uri) -> None:
         _weights(uris, place, prefix)
 
 
-def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
     """Return the weight set of a directory or prefix, with an index or without."""
     # HTTP has no listing.
     if _is_http(place):
@@ -247,7 +247,7 @@ def _nothing_at(path: str) -> NotFound:
     return NotFound("no such file or directory", uri=path, hint=slashes)
 
 
-def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Place:
+def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
     """Return where nothing can be listed: the two names under which checkpoints are published."""
     index = f"{prefix}{_INDEX}"
     try:
@@ -486,11 +486,11 @@ def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
 
 
 @format_hint()
-def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
+def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
     """Return the weight set of an index."""
     weight_map = parse_index(raw, uri=display(index))
     shards = sorted(set(weight_map.values()))
-    return Place(
+    return Location(
         uri=display(place),
         files=tuple((shard, f"{prefix}{shard}") for shard in shards),
         weight_map=weight_map,
@@ -500,12 +500,12 @@ def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Place:
     )
 
 
-def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Place:
+def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Location:
     """Return the weight set of files without an index."""
-    return Place(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
+    return Location(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
 
 
-def _of_list(uris: Sequence[str]) -> Place:
+def _of_list(uris: Sequence[str]) -> Location:
     """Return the weight set of a list of files."""
     if not uris:
         raise ConfigError("an empty list of files")

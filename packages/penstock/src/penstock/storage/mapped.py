@@ -3,9 +3,9 @@
 In: a path. Out: private writable views; ranges brought into the page cache and page tables ahead of use.
 Not here: reading into the caller's buffers (`files`), opening and checking the file (`local`).
 
-Three levels, each freed by the one above it: a `Mapping` is a range of the process's address space, a `Part` is the
-bytes of one view in it, and a `MappedFile` hands views out. Every release may happen in a finalizer, between any two
-instructions of any thread, so it is done by C code wherever a signal could otherwise be lost.
+Three levels, each freed by the one above it: a `Mapping` is a range of the process's address space, a `MappedRange` is
+the bytes of one view in it, and a `MappedFile` hands views out. Every release may happen in a finalizer, between any
+two instructions of any thread, so it is done by C code wherever a signal could otherwise be lost.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MappedFile(LocalFile):
         # Views handed out of it: they never overlap, so all three lists are in file order.
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._parts: list[weakref.ref[Part]] = []
+        self._parts: list[weakref.ref[MappedRange]] = []
         # Whether a range was ever not in the page cache; see `prefetch`.
         self._cold = False
         if state is not None and not state.same_content(self.state):
@@ -95,12 +95,12 @@ class MappedFile(LocalFile):
             at = self._place(offset, stop)
             if at is None:
                 start = offset - offset % PAGE_BYTES
-                part = Part(self._map(start, stop - start), offset - start, nbytes)
+                part = MappedRange(self._map(start, stop - start), offset - start, nbytes)
                 # After the mapping, not before: a write between a check and the mapping would go unseen.
                 self.require_unmodified()
                 return part.bytes()
             mapping, index = at
-            part = Part(mapping, offset, nbytes)
+            part = MappedRange(mapping, offset, nbytes)
             self._starts.insert(index, offset)
             self._stops.insert(index, stop)
             # Weakly: a view ends with the caller's last reference to it, not with the file.
@@ -173,7 +173,7 @@ class MappedFile(LocalFile):
         index = bisect.bisect_left(self._starts, stop)
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
-    def _live(self, offset: int, stop: int) -> list[tuple[Part, int]]:
+    def _live(self, offset: int, stop: int) -> list[tuple[MappedRange, int]]:
         """Return the live parts that meet the range, with their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
@@ -181,12 +181,12 @@ class MappedFile(LocalFile):
         # None: its view is gone. The entry stays: its pages were given up, so the range must not be handed out again.
         return [(part, base) for part, base in parts if part is not None]
 
-    def _scratch(self, offset: int, stop: int) -> tuple[Part, int]:
+    def _scratch(self, offset: int, stop: int) -> tuple[MappedRange, int]:
         """Return a mapping of the range for the time of one call, and its file offset."""
         start = offset - offset % PAGE_BYTES
-        return Part(self._map(start, stop - start), 0, stop - start), start
+        return MappedRange(self._map(start, stop - start), 0, stop - start), start
 
-    def _populate(self, part: Part, start: int, nbytes: int, base: int) -> None:
+    def _populate(self, part: MappedRange, start: int, nbytes: int, base: int) -> None:
         try:
             part.populate(start, nbytes)
         except OSError as error:
@@ -194,7 +194,7 @@ class MappedFile(LocalFile):
             self.require_unmodified()
             raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
 
-    def _touch(self, part: Part, start: int, nbytes: int) -> None:
+    def _touch(self, part: MappedRange, start: int, nbytes: int) -> None:
         """Read a byte of each page."""
         # In a virtual machine a page that the device filled faults once more, in the host, at its first use by the CPU;
         # here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
@@ -236,14 +236,14 @@ class Mapping:
         return first, max(0, (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first)
 
 
-class _GivenUp(weakref.ref["Part"]):
+class _GivenUp(weakref.ref["MappedRange"]):
     """A weak reference that ctypes passes as a C int of 0, so that a function of C can be its callback."""
 
     __slots__ = ()
     _as_parameter_ = 0
 
 
-class Part:
+class MappedRange:
     """Bytes of a mapping, of one owner: when the last reference goes, their pages are given up.
 
     numpy reads it through `__array_interface__`, so an array or memoryview made of it keeps it alive.

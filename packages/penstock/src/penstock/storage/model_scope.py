@@ -37,7 +37,7 @@ from penstock.errors import (
 from penstock.logs import log_named
 from penstock.storage.files import FileSource
 from penstock.storage.http import PlainAddress
-from penstock.storage.repository import COMMIT, Address, RepositoryFile, RepositoryStorage, ask_hub, file_of
+from penstock.storage.repository import COMMIT, RepositoryAddress, RepositoryFile, RepositoryStorage, ask_hub, file_of
 from penstock.types import MIB
 
 logger = log_named(__name__)
@@ -58,7 +58,7 @@ class ModelScopeStorage(RepositoryStorage):
     sign_in = _SIGN_IN
 
     def list_revision(
-        self, where: Address, settings: Settings, options: Mapping[str, str], *, is_new: bool
+        self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """See `RepositoryStorage.list_revision`."""
         if where.kind == "space":
@@ -87,7 +87,7 @@ class ModelScopeStorage(RepositoryStorage):
         self.keep(*key, f"{revision}{_MARK}{digest}", files=files)
         return f"{revision}{_MARK}{digest}", files
 
-    def open_cached(self, where: Address, revision: str, file: RepositoryFile) -> FileSource | None:
+    def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`.
 
         The cache names branches, not contents: a file is compared with the listing's SHA-256 once in a process, which
@@ -111,7 +111,9 @@ class ModelScopeStorage(RepositoryStorage):
         self._compared.add(source.identity)
         return source
 
-    def address_of(self, where: Address, revision: str, options: Mapping[str, str]) -> tuple[PlainAddress, str, bool]:
+    def address_of(
+        self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
+    ) -> tuple[PlainAddress, str, bool]:
         """See `RepositoryStorage.address_of`."""
         with _mapped(where.at(revision, where.path), where):
             hub = _hub(where, options)
@@ -129,7 +131,7 @@ class ModelScopeStorage(RepositoryStorage):
         """See `RepositoryStorage.home`."""
         return Path(_library().HubConfig().cache_dir)
 
-    def require_complete(self, where: Address, revision: str, paths: Sequence[str]) -> None:
+    def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
         """Return: a listing is always the hub's, never the cache's."""
 
 
@@ -167,7 +169,7 @@ _MOST_REQUESTS = 1000
 class _Listing:
     """The requests for the files of one revision. The library's own send the token to any port of the host."""
 
-    def __init__(self, endpoint: str, token: str, where: Address, revision: str, settings: Settings) -> None:
+    def __init__(self, endpoint: str, token: str, where: RepositoryAddress, revision: str, settings: Settings) -> None:
         what = "tree" if where.kind == "dataset" else "files"
         self._url = f"{endpoint}/api/v1/{where.kind}s/{where.name}/repo/{what}"
         self._token = token
@@ -255,7 +257,7 @@ def _library() -> Any:
 _hubs: dict[tuple[str, str], Any] = {}
 
 
-def _hub(where: Address, options: Mapping[str, str]) -> Any:
+def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
     """Return the library's client of the site that has the repository."""
     library = _library()
     # A configuration of its own: the environment may have changed since that of the process was read.
@@ -280,7 +282,7 @@ def _sha256_of(source: FileSource) -> str:
 
 
 @contextmanager
-def _mapped(uri: str, where: Address) -> Iterator[None]:
+def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
     """Map the library's errors to typed ones. It has tried again itself where another attempt may help."""
     errors = _library().errors
     try:

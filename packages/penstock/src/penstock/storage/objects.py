@@ -24,7 +24,7 @@ from obstore.exceptions import BaseError
 from penstock import waits
 from penstock.config import Settings
 from penstock.errors import FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
-from penstock.http.range_request import Address, Arrivals, Patience, Validators
+from penstock.http.range_request import Arrivals, Origin, Patience, Validators
 from penstock.storage.http import HttpSource
 from penstock.storage.object_stores import (
     ObjectKey,
@@ -79,7 +79,7 @@ class SignedAddress:
         self._current: tuple[SplitResult, float] | None = None
 
     def url(self) -> SplitResult:
-        """See `Address.url`."""
+        """See `Origin.url`."""
         # One attribute for both, read once: another thread may renew it in between.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
@@ -88,15 +88,15 @@ class SignedAddress:
         return current[0]
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Address.headers`: all that is needed is in the URL."""
+        """See `Origin.headers`: all that is needed is in the URL."""
         return {}
 
     def is_foreign(self, url: SplitResult) -> bool:
-        """See `Address.is_foreign`."""
+        """See `Origin.is_foreign`."""
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Address.renew`. The credentials may have been replaced meanwhile."""
+        """See `Origin.renew`. The credentials may have been replaced meanwhile."""
         current = self._current
         if current is not None and current[0] == url:
             self._current = None
@@ -104,7 +104,7 @@ class SignedAddress:
         return status in {400, 401, 403}
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """See `Address.moved`: a signature holds for one host."""
+        """See `Origin.moved`: a signature holds for one host."""
         return "it redirects a signed request; the bucket may be in another region: set AWS_REGION"
 
 
@@ -115,23 +115,23 @@ class AnonymousAddress:
         self._url = url
 
     def url(self) -> SplitResult:
-        """See `Address.url`."""
+        """See `Origin.url`."""
         return self._url
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Address.headers`."""
+        """See `Origin.headers`."""
         return {}
 
     def is_foreign(self, url: SplitResult) -> bool:
-        """See `Address.is_foreign`."""
+        """See `Origin.is_foreign`."""
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Address.renew`."""
+        """See `Origin.renew`."""
         return False
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """See `Address.moved`."""
+        """See `Origin.moved`."""
         return "it redirects; the bucket may be in another region: set AWS_REGION"
 
 
@@ -231,7 +231,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     return HttpSource(uri, address, seen, settings=settings, trusted=place.trusted)
 
 
-def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Address | None, str]:
+def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
     """Return where to read `place` by URL; or None, and why not."""
     if place.unsignable:
         return None, place.unsignable

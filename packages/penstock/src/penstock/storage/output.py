@@ -31,7 +31,7 @@ from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.local import exchange, is_in_memory, reserve
 from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
-from penstock.storage.place import STAMP, Place, fill, foreign, locked, unlock
+from penstock.storage.place import STAMP, OutputPlace, fill, foreign, locked, unlock
 from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
 from penstock.storage.safetensors import encode_header
 from penstock.storage.write import MAKE_ROOM, short_name, typed
@@ -298,7 +298,7 @@ class OutputSet:
         with typed(into):
             # Checked again, and as late as possible. The lock keeps other writers of Penstock's out, and no others.
             with locked(self.directory.parent):
-                place = Place.at(into)
+                place = OutputPlace.at(into)
                 place.require_free(replace=replace)
                 unlock(self.directory)
                 if self.directory.parent == place.path:

@@ -1,6 +1,7 @@
 """Local places that are written to: checked before the work, and taken by one writer at a time.
 
-In: a path that a user gave. Out: a `Place`, or an error before any work was done; a directory in which files grow.
+In: a path that a user gave. Out: a `OutputPlace`, or an error before any work was done; a directory in which files
+grow.
 Not here: the files themselves (`output`), object stores (`output.require_free_remote`).
 
     Place.at(path)    an absolute path, through a link
@@ -35,7 +36,7 @@ from penstock.errors import (
     NotFound,
     SourceError,
 )
-from penstock.lifecycle import Closing, let_go_in_children
+from penstock.lifecycle import Closeable, release_after_fork
 from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.local import read_bounded
 from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
@@ -61,7 +62,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class OutputPlace:
     """A local directory that a weight set is published as."""
 
     path: Path
@@ -71,7 +72,7 @@ class Place:
     directory, or in a directory that cannot be written."""
 
     @classmethod
-    def at(cls, destination: str | os.PathLike[str]) -> Place:
+    def at(cls, destination: str | os.PathLike[str]) -> OutputPlace:
         """Return the place of a path or file:// URI.
 
         Raises:
@@ -295,7 +296,7 @@ def _links(path: Path) -> Iterator[Path]:
             yield from map(Path, list_uris(str(path), settings=Settings.read()))
 
 
-class Claim(Closing):
+class DestinationClaim(Closeable):
     """The directory in which one writer's files grow, made and locked; closing it releases the lock.
 
     The lock is one of the kernel's, on a file in the directory: it ends with the process, however that ends.
@@ -313,7 +314,7 @@ class Claim(Closing):
 
     def __init__(self, place: Path, staging: Path, *, mode: int = 0o777, is_shared: bool = False) -> None:
         self.staging = staging
-        self._release: weakref.finalize[..., Claim] | None = None
+        self._release: weakref.finalize[..., DestinationClaim] | None = None
         where = staging.parent
         with typed(place):
             self._new = [directory for directory in (where, *where.parents) if not directory.exists()]
@@ -366,7 +367,7 @@ class Claim(Closing):
             self._release()
 
 
-_claims = let_go_in_children(Claim.let_go)
+_claims = release_after_fork(DestinationClaim.let_go)
 
 
 def _busy(place: Path) -> DestinationError:
@@ -408,7 +409,7 @@ def _is_locked(staging: Path) -> bool:
     return False
 
 
-def remove_dead(place: Place, kind: str) -> None:
+def remove_dead(place: OutputPlace, kind: str) -> None:
     """Remove the directories of growing files whose token begins with `kind` and whose writer has ended."""
     staging = place.staging(kind)
     with typed(place.path):
@@ -469,7 +470,10 @@ def clear(staging: Path) -> None:
 
 
 def unlock(staging: Path) -> None:
-    """Remove the lock file from a directory that is complete. The lock itself is held until its `Claim` is closed."""
+    """Remove the lock file from a directory that is complete.
+
+    The lock itself is held until its `DestinationClaim` is closed.
+    """
     (staging / _LOCK).unlink(missing_ok=True)
 
 

@@ -58,7 +58,7 @@ class RepositoryFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class RepositoryAddress:
     """The parts of a repository's URI."""
 
     scheme: str
@@ -99,7 +99,7 @@ class Contents:
         return f"{self.root}/{name}"
 
 
-def parse(uri: str, scheme: str) -> Address:
+def parse(uri: str, scheme: str) -> RepositoryAddress:
     """Return the parts of a repository's URI. ConfigError if it is none."""
     hint = f"write it as {scheme}://[datasets/]org/name[@revision][/file]"
     match = _URI.fullmatch(uri)
@@ -114,7 +114,7 @@ def parse(uri: str, scheme: str) -> Address:
     kind = (match["kind"] or "models").removesuffix("s")
     if ".." in path.split("/") or path.startswith("/"):
         raise ConfigError("a file of a repository cannot have this name", uri=uri)
-    return Address(scheme=scheme, kind=kind, name=match["name"], revision=revision, path=path.rstrip("/"))
+    return RepositoryAddress(scheme=scheme, kind=kind, name=match["name"], revision=revision, path=path.rstrip("/"))
 
 
 MAX_LISTING_BYTES = 256 << 20
@@ -157,7 +157,7 @@ def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, u
     return name, RepositoryFile(nbytes=nbytes if isinstance(nbytes, int) else -1, sha256=sha256, identity=identity)
 
 
-def paths_of(where: Address, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
+def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
     """Return the names of the files that a URI names, of a directory also those in directories below if asked."""
     # A file of this name is itself, even if it reads as a glob.
     if where.path in files:
@@ -189,7 +189,7 @@ class RepositoryStorage(ABC):
 
     @abstractmethod
     def list_revision(
-        self, where: Address, settings: Settings, options: Mapping[str, str], *, is_new: bool
+        self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """Return a revision that does not move, and its files. One request, or none for one listed before.
 
@@ -204,11 +204,13 @@ class RepositoryStorage(ABC):
         """
 
     @abstractmethod
-    def open_cached(self, where: Address, revision: str, file: RepositoryFile) -> FileSource | None:
+    def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """Return a file of the library's local cache; None if it is not there."""
 
     @abstractmethod
-    def address_of(self, where: Address, revision: str, options: Mapping[str, str]) -> tuple[PlainAddress, str, bool]:
+    def address_of(
+        self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
+    ) -> tuple[PlainAddress, str, bool]:
         """Return where a file is read, the page of its repository for people, and whether a token is sent."""
 
     @abstractmethod
@@ -216,7 +218,7 @@ class RepositoryStorage(ABC):
         """Return the directory in which the hub's library keeps what is the user's."""
 
     @abstractmethod
-    def require_complete(self, where: Address, revision: str, paths: Sequence[str]) -> None:
+    def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
         """Raise NotFound if the listing of a directory may have a part of a model's files."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
@@ -328,7 +330,7 @@ class RepositoryStorage(ABC):
                 self._listings.popitem(last=False)
 
     def _listing(
-        self, where: Address, settings: Settings, options: Mapping[str, str], *, is_new: bool = False
+        self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool = False
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         unknown = set(options) - {"token", "endpoint"}
         if unknown:
@@ -336,12 +338,17 @@ class RepositoryStorage(ABC):
             raise ConfigError(message, hint="token, endpoint")
         return self.list_revision(where, settings, options, is_new=is_new)
 
-    def _own_path(self, where: Address, revision: str) -> Path:
+    def _own_path(self, where: RepositoryAddress, revision: str) -> Path:
         folder = f"{where.kind}s--{where.name.replace('/', '--')}"
         return self.home() / "penstock" / folder / revision.replace("/", "--") / where.path.replace("/", "--")
 
     def _open_remote(
-        self, where: Address, revision: str, file: RepositoryFile, settings: Settings, options: Mapping[str, str]
+        self,
+        where: RepositoryAddress,
+        revision: str,
+        file: RepositoryFile,
+        settings: Settings,
+        options: Mapping[str, str],
     ) -> Source:
         """Open a file for streaming; the redirect to signed storage is followed, and again when it expires."""
         uri = where.at(revision, where.path)

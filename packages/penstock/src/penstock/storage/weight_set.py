@@ -28,11 +28,11 @@ from penstock.arguments import require_texts, require_type
 from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small, timed
 from penstock.storage.headers import read_header
 from penstock.storage.locate import (
-    Place,
+    Location,
     Uri,
     Uris,
     display,
@@ -91,7 +91,7 @@ _LOCAL_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightSet(Closing):
+class WeightSet(Closeable):
     """A manifest and an open source for each of its files. Closing it closes the sources; also a context manager."""
 
     uri: str
@@ -157,7 +157,7 @@ def open_weights(
 
 @format_hint()
 def open_place(
-    place: Place,
+    place: Location,
     *,
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
@@ -201,7 +201,7 @@ def open_place(
 
 
 def _open_all(
-    place: Place,
+    place: Location,
     files: Sequence[tuple[str, str]],
     settings: Settings,
     options: Mapping[str, str] | None,
@@ -376,7 +376,7 @@ def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> No
 
 
 def _manifest(
-    opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Place
+    opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Location
 ) -> tuple[Manifest, str | None]:
     """Return the manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
     files = tuple(

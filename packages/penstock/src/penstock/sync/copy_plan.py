@@ -22,12 +22,12 @@ from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
 from penstock.errors import DestinationError, PenstockError, PlanError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Segments
-from penstock.sync.local_version import Regions, locate
-from penstock.transport.choose import Links
+from penstock.sync.local_version import VersionRegions, locate
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Memory
 from penstock.types import I64
 
@@ -80,7 +80,7 @@ def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 
 
-class Copy:
+class MemoryCopy:
     """A prepared copy that can run any number of times.
 
     Args:
@@ -198,7 +198,7 @@ def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]
     return Segments(src=begin, dst=begin, nbytes=some.run_bytes[at])
 
 
-def received(part: Part) -> Strips:
+def received(part: ReceiverPlan) -> Strips:
     """Return the strips of the receiver's memory that a part fills."""
     return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
 
@@ -238,7 +238,7 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
     return tuple(Memory(address=a.address, nbytes=a.nbytes, device=a.device, owner=a) for a in arenas)
 
 
-class StagingCopy(Closing):
+class StagingCopy(Closeable):
     """Second memory for a target's regions, as large as they are, on the same devices; a context manager.
 
     A flip copies the version to the live memory. Where the live memory is remappable (`cuda.device_memory`), it
@@ -257,16 +257,16 @@ class StagingCopy(Closing):
         ConfigError: no transport reaches it.
     """
 
-    def __init__(self, live: Sequence[Memory], links: Links, *, served: Regions | None = None) -> None:
+    def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
         self._live = tuple(live)
         self._served = served
-        self.regions = Regions(allocate_like(live, is_remappable=served is not None), links)
+        self.regions = VersionRegions(allocate_like(live, is_remappable=served is not None), links)
         if any(memory_of(memory.address) is None for memory in self.regions.memories):
             self._served = None
-        self._copies: dict[tuple[str, int, int], Copy] = {}
+        self._copies: dict[tuple[str, int, int], MemoryCopy] = {}
         self._rest: tuple[str, Strips | None] = ("", None)
 
-    def flip(self, part: Part, *, stall_s: float = 30.0) -> bool:
+    def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
         """Make the strips that the part filled live; return whether the memory was exchanged.
 
         Raises:
@@ -289,16 +289,16 @@ class StagingCopy(Closing):
         self._exchange()
         return True
 
-    def _copy(self, part: Part, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> Copy:
+    def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
         """Return the prepared copy; those of an earlier plan are dropped, because a new plan replaces it for good."""
         # By addresses too: of memory that is exchanged each flip has others.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
-            self._copies = {**kept, key: Copy(dst, src, strips)}
+            self._copies = {**kept, key: MemoryCopy(dst, src, strips)}
         return self._copies[key]
 
-    def _rest_of(self, part: Part) -> Strips | None:
+    def _rest_of(self, part: ReceiverPlan) -> Strips | None:
         """Return the strips of the live memory that a part does not fill; None: a flip should copy the part."""
         if self._rest[0] != part.key:
             self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)

@@ -3,8 +3,8 @@
 In: memory of a device or of the host, and strips of it. Out: a digest of each strip, of the bytes as they are now.
 Not here: the kernels (`digest.cuda`), when the bytes may be read (`local_version`).
 
-A `Digester` keeps the tables of strips on the device. For a snapshot in host memory (`Foreseen`) the device computes
-the digests while it copies: a host core digests 7 GB/s, and the copy runs at 55 GB/s.
+A `Digester` keeps the tables of strips on the device. For a snapshot in host memory (`PrecomputedDigests`) the device
+computes the digests while it copies: a host core digests 7 GB/s, and the copy runs at 55 GB/s.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
     return out
 
 
-class Foreseen:
+class PrecomputedDigests:
     """Digests of a host copy: strips requested of one version are digested on the device while the next is copied.
 
     Args:

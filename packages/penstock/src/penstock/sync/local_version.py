@@ -8,7 +8,8 @@ Not here: servers and grants (`peer`), answering peers (`request_handler`), the 
     fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
     a reader: map() -> digests(strips), which waits for their rows -> read -> same generation still: the bytes are of v
 
-`Regions` counts one range of offsets over all regions of a rank, as layouts do. The digests themselves: `digester`.
+`VersionRegions` counts one range of offsets over all regions of a rank, as layouts do. The digests themselves:
+`digester`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from penstock.cuda.events import record_events
 from penstock.digest.strip import Strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
 from penstock.hub.messages import FleetDecision, prepare
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.plan.layout import Layout
-from penstock.sync.digester import Digester, Foreseen, digesters_of
+from penstock.sync.digester import Digester, PrecomputedDigests, digesters_of
 from penstock.sync.messages import NewsReply, PackReply
 from penstock.sync.packer import Packer
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode
 from penstock.types import I64, U64
 
 
-class Regions(Closing):
+class VersionRegions(Closeable):
     """Registered memory; a context manager.
 
     Args:
@@ -49,14 +50,16 @@ class Regions(Closing):
         ConfigError: no transport reaches one of the memories; none stays registered.
     """
 
-    def __init__(self, memories: Sequence[Memory], links: Links, *, foreseen: Sequence[Foreseen] = ()) -> None:
+    def __init__(
+        self, memories: Sequence[Memory], links: PeerLinks, *, foreseen: Sequence[PrecomputedDigests] = ()
+    ) -> None:
         self.memories = tuple(memories)
         self.links = links
         # The first offset of each region, and the end of the last.
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
         of_device = digesters_of(self.memories)
         others = (of_device[memory.device] for memory in self.memories[len(foreseen) :])
-        self._digesters: tuple[Digester | Foreseen, ...] = (*foreseen, *others)
+        self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*foreseen, *others)
         # For each region by transport: registrations that peers read, and handles to read into.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
@@ -93,7 +96,7 @@ class Regions(Closing):
             for handle in handles.values():
                 handle.fence()
 
-    def exchange(self, other: Regions) -> None:
+    def exchange(self, other: VersionRegions) -> None:
         """Exchange memory and registrations with regions of the same sizes.
 
         Order: after a fence of what is served, and while nothing is read into either.
@@ -255,7 +258,7 @@ class LocalVersion:
         layout: rows that lie in `memories`.
         memories: the layout's regions, in order.
         links: the transports of this process.
-        foreseen: see `Regions`.
+        foreseen: see `VersionRegions`.
         pack_bytes: bound of the memory of one device into which short runs are packed; 0: none are.
 
     Raises:
@@ -267,16 +270,16 @@ class LocalVersion:
         self,
         layout: Layout,
         memories: Sequence[Memory],
-        links: Links,
+        links: PeerLinks,
         *,
-        foreseen: Sequence[Foreseen] = (),
+        foreseen: Sequence[PrecomputedDigests] = (),
         pack_bytes: int = 0,
     ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"{layout.member}: the layout's regions differ from the memory's")
         self.layout = layout
-        self.regions = Regions(memories, links, foreseen=foreseen)
+        self.regions = VersionRegions(memories, links, foreseen=foreseen)
         self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}

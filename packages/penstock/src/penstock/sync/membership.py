@@ -40,7 +40,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.client import TIMEOUT_S, HubClient
-from penstock.hub.messages import Fault, Session, SessionRequest, SyncMember, Upstream, sync_key
+from penstock.hub.messages import Fault, MemberSession, SessionRequest, SyncMember, Upstream, sync_key
 from penstock.peer.client import PeerClient
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode
@@ -56,7 +56,7 @@ from penstock.sync.messages import (
     PackRequest,
     PartReply,
     PartRequest,
-    Progress,
+    RankProgress,
     TableReply,
 )
 
@@ -331,7 +331,7 @@ class SyncClient(PeerClient):
         # A grant can be used once; further connections to this member continue its session.
         if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
-            session = self._ask("POST", f"/v1/{self._handler}", Session, request).session
+            session = self._ask("POST", f"/v1/{self._handler}", MemberSession, request).session
         self._session_path = f"/v1/{self._handler}/{session}"
         return session
 
@@ -397,7 +397,7 @@ class SyncClient(PeerClient):
         """See `LocalVersion.hold_packed`."""
         self._ask("POST", f"{self._session_path}/packed", type(None), PackLeases(keep=keep, release=release))
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: RankProgress) -> None:
         """Report this receiver's progress to a planner."""
         self._ask("POST", f"{self._session_path}/progress", type(None), progress)
 

@@ -142,7 +142,7 @@ class BeginsAfter(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's progress, sent to the planner of its part."""
 
     version: Version

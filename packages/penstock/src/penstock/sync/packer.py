@@ -28,10 +28,10 @@ from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_pack
 from penstock.digest.strip import Strips, memory_at, pack_strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, StaleDescriptor
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena
 from penstock.plan.packing import NUM_BUFFERS
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode
 
 LEASE_S = 3.0
@@ -66,7 +66,7 @@ class _Pool:
     buffers: list[_Buffer] = field(default_factory=list)
 
 
-class Packer(Closing):
+class Packer(Closeable):
     """See the module. Used by any number of threads.
 
     Attributes:
@@ -78,7 +78,7 @@ class Packer(Closing):
         pack_bytes: bound of the buffers of one device together.
     """
 
-    def __init__(self, links: Links, pack_bytes: int) -> None:
+    def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
         self._links = links
         self.buffer_bytes = pack_bytes // NUM_BUFFERS
         self.num_packed = 0

@@ -36,7 +36,7 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, NotFound, PermissionDenied, StaleDescriptor
-from penstock.hub.messages import LeaseRequest, Session, SessionRequest
+from penstock.hub.messages import LeaseRequest, MemberSession, SessionRequest
 from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.layout import encode
@@ -52,7 +52,7 @@ from penstock.sync.messages import (
     PackRequest,
     PartReply,
     PartRequest,
-    Progress,
+    RankProgress,
     TableReply,
 )
 
@@ -91,7 +91,7 @@ class ProgressReceiver(Protocol):
         """Note a receiver's request for its part as a sign of life."""
         ...
 
-    def note_progress(self, member: str, progress: Progress) -> None:
+    def note_progress(self, member: str, progress: RankProgress) -> None:
         """Note a receiver's progress report."""
         ...
 
@@ -168,7 +168,7 @@ class SyncHandler:
         number = {name: _number(query, name) for name in ("after", "version", "rank", "wait_ms")}
         return self._get(member, path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
-    def _open(self, request: SessionRequest) -> Session:
+    def _open(self, request: SessionRequest) -> MemberSession:
         """Check a grant and open a session for its member."""
         if request.key != self._key:
             raise NotFound("this member takes no part in this sync")
@@ -181,7 +181,7 @@ class SyncHandler:
             for expired in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
                 del self._sessions[expired]
             self._sessions[session] = _OpenSession(request.member, now)
-        return Session(session=session, ttl_s=SESSION_S)
+        return MemberSession(session=session, ttl_s=SESSION_S)
 
     def _member_of(self, session: str) -> str | None:
         """Return the member of a session, and extend the session; None: it is unknown or has ended."""
@@ -224,7 +224,7 @@ class SyncHandler:
             self._served().hold_packed(leases.keep, leases.release)
             return None
         if route == "progress":
-            progress = msgspec.msgpack.decode(raw, type=Progress)
+            progress = msgspec.msgpack.decode(raw, type=RankProgress)
             if self._subscriber_progress is not None:
                 self._subscriber_progress.note_progress(member, progress)
             return None

@@ -1,7 +1,7 @@
 """Declaration of the boxes of tensors in a rank's memory, as views.
 
-In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `Row`s; the regions of memory behind them;
-the `Layout` that a planner needs.
+In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `ShardRow`s; the regions of memory behind
+them; the `Layout` that a planner needs.
 Not here: a receiver's requirements (`sync.recording.requirements`), Megatron's names (`integrations.megatron`),
 registering memory (`local_version`).
 
@@ -34,7 +34,7 @@ from penstock.types import Box, DType
 
 # `eq=False`, here and below: rows compare by identity, because torch compares tensors element by element.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Row:
+class ShardRow:
     """A box of one tensor in this rank's memory."""
 
     name: str
@@ -62,7 +62,7 @@ _PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
 _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shards by name"
 
 
-def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, ...]:
+def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardRow, ...]:
     """Return the rows of all tensors of a rank.
 
     Args:
@@ -85,7 +85,7 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[Row, .
 
 def row_of(
     name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
-) -> Row:
+) -> ShardRow:
     """Return the row of a tensor that is the box at `offset` of a tensor of `global_shape`.
 
     Raises:
@@ -108,7 +108,7 @@ def row_of(
         # `form_of` is cached over tensors, so it cannot know the name.
         error.tensor = name
         raise
-    return Row(name=name, tensor=tensor, form=form)
+    return ShardRow(name=name, tensor=tensor, form=form)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -141,7 +141,7 @@ def form_of(
     return form
 
 
-def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
+def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
     """Return the memory behind rows: the arena that a row lies in, else its torch storage.
 
     Raises:
@@ -155,7 +155,7 @@ def regions_of(rows: Iterable[Row], arenas: Sequence[Arena] = ()) -> tuple[Memor
     return place_rows(tensors, arenas).regions
 
 
-def layout_of(rows: Sequence[Row], member: str, address: str, regions: Sequence[Memory]) -> Layout:
+def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
     """Return the layout of rows, as a planner receives it.
 
     Args:
@@ -252,7 +252,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _rows(name: str, value: Declarable) -> Iterator[Row]:
+def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
     """Yield the rows of one declared value."""
     if isinstance(value, Shard):
         yield row_of(name, value.tensor, value.global_shape, value.offset, tag=value.tag)

@@ -23,7 +23,7 @@ from typing import Literal
 from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision
 
-Laggards = Literal["leave_out", "withdraw"]
+Stragglers = Literal["leave_out", "withdraw"]
 """`leave_out`: commit without subscribers that are late or failed. `withdraw`: commit with all, or not at all."""
 Standing = Literal["waiting", "prepared", "failed", "gone", "late", "refused"]
 
@@ -63,13 +63,13 @@ class Verdict:
 class Ballot:
     """The reports of all subscribers on one version. Immutable: every report makes a new ballot."""
 
-    laggards: Laggards
+    laggards: Stragglers
     needs_check: bool = False
     """Whether the version needs one check that passed."""
     votes: Mapping[str, Vote] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, expected: Iterable[str], laggards: Laggards, *, needs_check: bool = False) -> Ballot:
+    def of(cls, expected: Iterable[str], laggards: Stragglers, *, needs_check: bool = False) -> Ballot:
         """Return the ballot of these subscribers."""
         votes = dict.fromkeys(sorted(expected), Vote())
         return cls(laggards=laggards, needs_check=needs_check, votes=votes)
@@ -167,7 +167,7 @@ Question = Literal["coordinator", "hub"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class DecisionReply:
     """An answer to a question, or the lack of one."""
 
     at: float
@@ -185,7 +185,9 @@ class Undecided:
     """Whether later versions are decided: this one will not be."""
 
 
-def learn(begun: float, *, limit_s: float, stall_s: float) -> Generator[Question, Reply, FleetDecision | Undecided]:
+def learn(
+    begun: float, *, limit_s: float, stall_s: float
+) -> Generator[Question, DecisionReply, FleetDecision | Undecided]:
     """Ask until the decision is known, or cannot be learned. A generator: it yields questions and is sent replies.
 
     Args:

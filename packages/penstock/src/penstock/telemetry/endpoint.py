@@ -23,8 +23,8 @@ from penstock.arguments import require_type
 from penstock.config import MetricsAddress, Settings, asks_for_metrics, metrics_address
 from penstock.errors import ConfigError, MissingExtra
 from penstock.http.phases import PhasesHandler, answer_ready
-from penstock.http.server import Exchange, HttpServer, Refused
-from penstock.lifecycle import Closing
+from penstock.http.server import HttpServer, RequestRefused, ServerExchange
+from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.net.listener import bound_socket
 from penstock.telemetry.metrics import Registry, start_recording
@@ -37,7 +37,7 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = log_named("penstock.metrics")
 
 
-class MetricsEndpoint(Closing):
+class MetricsEndpoint(Closeable):
     """The endpoint of this process. Made by `serve_metrics`; a context manager.
 
     Attributes:
@@ -84,19 +84,19 @@ class MetricsEndpoint(Closing):
         """Return False in a forked child, which has no endpoint: the sockets are its parent's."""
         return self._pid == os.getpid()
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: ServerExchange) -> None:
         path, _, query = exchange.head.target.partition("?")
         if path == "/v1/ready" and exchange.head.method == "GET":
             answer_ready(exchange)
             return
         if not self._is_allowed(exchange.head.headers.get("authorization", "")):
-            raise Refused(HTTPStatus.UNAUTHORIZED)
+            raise RequestRefused(HTTPStatus.UNAUTHORIZED)
         # A stranger cannot take this connection's place any more.
         exchange.prove()
         if path not in {"/metrics", "/v1/phases"}:
-            raise Refused(HTTPStatus.NOT_FOUND, closes=False)
+            raise RequestRefused(HTTPStatus.NOT_FOUND, closes=False)
         if exchange.head.method != "GET":
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED)
         if path == "/v1/phases":
             # By a digest: what counts streams for each caller must not hold tokens.
             caller = hashlib.sha256(exchange.head.headers["authorization"].encode()).hexdigest()

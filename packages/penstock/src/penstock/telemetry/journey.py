@@ -26,7 +26,7 @@ MAX_FAILURES = 4
 """Most recent failures of this process that are remembered: enough for a person, and bounded in each heartbeat."""
 
 
-class Failure(NamedTuple):
+class JourneyFailure(NamedTuple):
     """A journey that failed, for people who look at the fleet."""
 
     at: float
@@ -40,10 +40,10 @@ class Failure(NamedTuple):
     hint: str
 
 
-_failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+_failures: deque[JourneyFailure] = deque(maxlen=MAX_FAILURES)
 
 
-def recent_failures() -> tuple[Failure, ...]:
+def recent_failures() -> tuple[JourneyFailure, ...]:
     """Return the failures of this process's last journeys, the newest last."""
     return tuple(_failures)
 
@@ -108,7 +108,7 @@ class Journey:
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
         if isinstance(error, PenstockError) and result == "failed":
             _failures.append(
-                Failure(
+                JourneyFailure(
                     time.monotonic(),
                     self.kind,
                     sendable(self.model, 256),

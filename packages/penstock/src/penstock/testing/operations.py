@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from penstock.jobs.operations.operation import Operation, Streamed
+from penstock.jobs.operations.operation import Operation, StreamedOperation
 from penstock.loader.tensor import dtype_of, torch_dtype
 from penstock.plan.tasks import Recipe, Spec, lay_out
 from penstock.types import TensorTable
@@ -45,7 +45,7 @@ def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> di
 def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
     """`made` of whole recipes, held against cuts at random and against what is made in parts, bit for bit."""
     whole = made(operation, *sources)
-    if isinstance(operation, Streamed):
+    if isinstance(operation, StreamedOperation):
         _check_parts(operation, sources, whole)
     for seed in seeds:
         cut = made(operation, *sources, seed=seed)
@@ -57,7 +57,7 @@ def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = r
 
 def _check_parts(operation: Operation, sources: Sequence[Tensors], whole: Tensors) -> None:
     """Recipes that can be made in parts, made so."""
-    assert isinstance(operation, Streamed)
+    assert isinstance(operation, StreamedOperation)
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
 
         def read(index: int, start: int, stop: int, recipe: Recipe = recipe) -> torch.Tensor:

@@ -67,7 +67,7 @@ def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int
         base = torch.empty(source.untyped_storage().nbytes() // source.element_size(), dtype=source.dtype)
         base.copy_(torch.as_strided(source, base.shape, (1,), 0))
         moved = torch.as_strided(base.to(device), source.shape, source.stride(), source.storage_offset())
-        jobs.append(fuse.Job(source=moved, outputs=outs, amax=amax))
+        jobs.append(fuse.KernelJob(source=moved, outputs=outs, amax=amax))
     for job in jobs:
         fuse.fuse(form, [job])  # its checks
     fusion = fuse.lay_out(form, tuple(jobs), device)

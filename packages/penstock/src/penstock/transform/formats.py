@@ -297,7 +297,7 @@ for _built_in in (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class FormatOutput:
     """A tensor that a format stores, and the box of it that is made of some box of the source."""
 
     name: str
@@ -385,7 +385,7 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
     return tuple(left)
 
 
-def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[Output, ...]:
+def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[FormatOutput, ...]:
     """Return the tensors that a format stores of one, codes first, with the box of each that is made of `box`.
 
     Raises:
@@ -408,12 +408,12 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
     # The scale of the whole tensor is stored once, by the rank that holds the first element.
     first = bool(box.num_elements) and not any(box.start)
     whole = Box(start=(0,), stop=(int(first),))
-    return codes, scales, Output(name=name + form.global_suffix, dtype=DType.F32, shape=(1,), box=whole)
+    return codes, scales, FormatOutput(name=name + form.global_suffix, dtype=DType.F32, shape=(1,), box=whole)
 
 
-def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tuple[int, ...]) -> Output:
+def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tuple[int, ...]) -> FormatOutput:
     """Return the tensor that has one element for each block of `step`."""
     count = tuple(-(-n // s) for n, s in zip(shape, step, strict=True))
     start = tuple(-(-a // s) for a, s in zip(box.start, step, strict=True))
     stop = tuple(-(-b // s) for b, s in zip(box.stop, step, strict=True))
-    return Output(name=name, dtype=dtype, shape=count, box=Box(start=start, stop=stop))
+    return FormatOutput(name=name, dtype=dtype, shape=count, box=Box(start=start, stop=stop))

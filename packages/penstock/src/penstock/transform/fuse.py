@@ -43,7 +43,7 @@ _FLAT = (1, 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
+class KernelJob:
     """A tensor, or a shard of it that cuts no block: its source and the places of its parts."""
 
     source: torch.Tensor
@@ -84,7 +84,7 @@ class Fusion:
     """
 
     form: Format
-    jobs: tuple[Job, ...]
+    jobs: tuple[KernelJob, ...]
     groups: tuple[_Group, ...]
     peaks: torch.Tensor
     """int32, one for each job that has its amax measured."""
@@ -146,7 +146,7 @@ class Fusion:
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
 
 
-def fuse(form: Format, jobs: Iterable[Job]) -> Fusion:
+def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
     """Lay out jobs of one format and device.
 
     Raises:
@@ -165,7 +165,7 @@ def fuse(form: Format, jobs: Iterable[Job]) -> Fusion:
     return lay_out(form, jobs, device)
 
 
-def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion:
+def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> Fusion:
     """Lay out checked jobs for the kernels; on the CPU only under Triton's interpreter."""
     # Jobs whose amax is given take it from there; the others get a place each, which the kernels measure into.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
@@ -188,7 +188,7 @@ def lay_out(form: Format, jobs: tuple[Job, ...], device: torch.device) -> Fusion
     return Fusion(form=form, jobs=jobs, groups=groups, peaks=peaks)
 
 
-def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
+def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> None:
     """Raise PlanError unless a job's tensors are what the format takes and stores, on this device."""
     shape = tuple(job.source.shape)
     want = outputs(form, f"job {number}", dtype_of(job.source), shape, Box.full(shape))
@@ -208,7 +208,7 @@ def _check(form: Format, number: int, job: Job, device: torch.device) -> None:
         raise PlanError(f"job {number}: an output's last dim is not contiguous")
 
 
-def _matrices(form: Format, job: Job, peak: int) -> Iterator[tuple[int, ...]]:
+def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ...]]:
     """Yield the table's entries: the last two dims, for each element of the others; one row for a contiguous cast."""
     source, out = job.source, job.outputs[0]
     if not source.numel():

@@ -116,7 +116,7 @@ _WEIGHT = re.compile(r"weight$|_(packed|blocks)$|qdata$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredFormat:
     """A tensor that is stored as codes and scales."""
 
     name: str
@@ -159,7 +159,7 @@ class Stored:
 class Quantised:
     """The quantised tensors of a checkpoint, by how they can be read."""
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredFormat]
     """Tensors that can be read, by the name of what they stand for."""
     companions: frozenset[str]
     """Tensors that mean nothing without the codes, scales among them."""
@@ -200,7 +200,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     """
     specs = {name: (dtype, shape) for name, dtype, shape in tensors}
     blocks = tuple(_declared_blocks(config or {}))
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredFormat] = {}
     unread: dict[str, str] = {}
     used: set[str] = set()
     # Packed tensors first: their scales may be E4M3, and would be taken for codes.
@@ -209,9 +209,9 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
             continue
         layout = _layout(name, specs, blocks, config)
         # Both would be written under one name.
-        if isinstance(layout, Stored) and layout.name != name and (layout.name in specs or layout.name in stored):
+        if isinstance(layout, StoredFormat) and layout.name != name and (layout.name in specs or layout.name in stored):
             layout = f"there is another tensor {layout.name}"
-        if isinstance(layout, Stored):
+        if isinstance(layout, StoredFormat):
             stored[layout.name] = layout
             used.update(layout.parts)
         elif layout:
@@ -296,7 +296,7 @@ def _may_be_codes(name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
     )
 
 
-def is_in(form: Format, layout: Stored, dtypes: Mapping[str, DType]) -> bool:
+def is_in(form: Format, layout: StoredFormat, dtypes: Mapping[str, DType]) -> bool:
     """Return whether a tensor is stored as `form` stores it; the checkpoint's configuration must name that format.
 
     Args:
@@ -406,7 +406,7 @@ def _layout(
     specs: _Specs,
     blocks: tuple[Block, ...],
     config: Mapping[str, Any] | None,
-) -> Stored | str:
+) -> StoredFormat | str:
     """Return the layout of codes, going by their name; or the reason why they cannot be read; empty: no scales."""
     if name.endswith("_packed"):
         return _packed(name, specs)
@@ -422,7 +422,7 @@ def _plain(
     specs: _Specs,
     blocks: tuple[Block, ...],
     config: Mapping[str, Any] | None,
-) -> Stored | str:
+) -> StoredFormat | str:
     """Return the layout of codes under the tensor's own name, or the reason why it cannot be read; empty: no scales."""
     dtype, shape = specs[name]
     # torchao stores `a.weight` as `a._weight_qdata` and `a._weight_scale`.
@@ -459,19 +459,19 @@ def _plain(
     if f"{module}.comfy_quant" in specs and (dtype not in FP8 or block[1] != WHOLE or kind not in FLOATS):
         return "ComfyUI's blocks (comfy_quant) are in an order that is not known"
     own_name = _TORCHAO.sub(r"\1", name)
-    return Stored(name=own_name, shape=shape, codes=name, scales=scales, block=block)
+    return StoredFormat(name=own_name, shape=shape, codes=name, scales=scales, block=block)
 
 
-def _packed_experts(name: str, scales: str, specs: _Specs) -> Stored | str:
+def _packed_experts(name: str, scales: str, specs: _Specs) -> StoredFormat | str:
     """Return the layout of DeepSeek-V4's experts, E2M1 two a byte in I8 with an exponent for 32; or why it is not."""
     shape = specs[name][1]
     values = (*shape[:-1], shape[-1] * 2) if shape else ()
     if len(values) < 2 or values[-1] % 32 or specs[scales][1] != (*values[:-1], values[-1] // 32):
         return f"{_MISFIT}{list(specs[scales][1])} are not those of 32 E2M1 values each in {list(shape)} bytes"
-    return Stored(name=name, shape=values, codes=name, scales=scales, block=(1, 32), packed=True)
+    return StoredFormat(name=name, shape=values, codes=name, scales=scales, block=(1, 32), packed=True)
 
 
-def _packed_blocks(name: str, specs: _Specs) -> Stored | str:
+def _packed_blocks(name: str, specs: _Specs) -> StoredFormat | str:
     """Return the layout of gpt-oss's experts, blocks of 16 bytes with an exponent each; or the reason why it is not."""
     base = name.removesuffix("_blocks")
     scales = f"{base}_scales"
@@ -481,10 +481,10 @@ def _packed_blocks(name: str, specs: _Specs) -> Stored | str:
     if kind not in _EXPONENTS or shape_of_scales != shape[:-1]:
         return f"{_MISFIT}{kind} {list(shape_of_scales)} are not those of blocks {list(shape)}"
     values = (*shape[:2], shape[2] * 32)
-    return Stored(name=base, shape=values, codes=name, scales=scales, block=(1, 32), packed=True, transposed=True)
+    return StoredFormat(name=base, shape=values, codes=name, scales=scales, block=(1, 32), packed=True, transposed=True)
 
 
-def _packed(name: str, specs: _Specs) -> Stored | str:
+def _packed(name: str, specs: _Specs) -> StoredFormat | str:
     """Return the layout of two codes a byte: NVFP4 or MXFP4 of compressed-tensors, NVFP4 of ModelOpt; or why it is not.
 
     Other than compressed-tensors, ModelOpt keeps the name of the weight, and the inverse of the global scale.
@@ -501,7 +501,7 @@ def _packed(name: str, specs: _Specs) -> Stored | str:
         return f"{_MISFIT}{kind} {list(shape_of_scales)} are not those of {cols} E2M1 values each"
     if whole in specs and (specs[whole][0] is not DType.F32 or math.prod(specs[whole][1]) != 1):
         return f"its global scale is {specs[whole][0]} {list(specs[whole][1])}"
-    return Stored(
+    return StoredFormat(
         name=base,
         shape=values,
         codes=name,

@@ -5,13 +5,13 @@ Not here: which bytes cross and when (`plan`, `fetch`, `sync`).
 """
 
 from penstock.transport.choose import TransportKind, TransportSetup, register_transport
-from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Transport
+from penstock.transport.protocol import Descriptor, Handle, Memory, PendingRead, Transport
 
 __all__ = [
     "Descriptor",
     "Handle",
     "Memory",
-    "Pending",
+    "PendingRead",
     "Transport",
     "TransportKind",
     "TransportSetup",

@@ -26,7 +26,7 @@ from penstock.arguments import require_type
 from penstock.cuda.driver import CudaDriver
 from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, MissingExtra, PlanError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
@@ -221,7 +221,7 @@ def _routes() -> Iterator[_Route]:
                 yield _Route(name, inner, kind)
 
 
-class Links(Closing):
+class PeerLinks(Closeable):
     """The transports of one process, each opened once; a context manager.
 
     Args:
@@ -394,7 +394,7 @@ def open_links(
     listen: str | None = None,
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
-) -> Links:
+) -> PeerLinks:
     """Open the transports of this process.
 
     Args:
@@ -425,7 +425,7 @@ def open_links(
             refused[name] = why
         else:
             makers[name] = functools.partial(kind.open, setup)
-    links = Links(makers)
+    links = PeerLinks(makers)
     links.add_device_targets()
     links.refused |= refused
     return links

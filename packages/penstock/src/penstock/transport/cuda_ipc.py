@@ -44,20 +44,20 @@ from penstock.net.unix_sockets import pid_namespace
 from penstock.segments import Rectangles, Segments, gathered
 from penstock.transport.fd_server import receive_fds
 from penstock.transport.host_endpoint import (
-    Claim,
     Endpoint,
     FencedHandle,
     GenerationAddress,
     GenerationTable,
-    Mappings,
+    MemoryClaim,
     OwnHandle,
+    PeerMappings,
     handle_here,
 )
 from penstock.transport.protocol import (
     Descriptor,
     Handle,
     Memory,
-    Pending,
+    PendingRead,
     Reaching,
     Striding,
     Sweeping,
@@ -322,9 +322,9 @@ class _Group:
 
 
 class CudaRead:
-    """See `Pending`. Keeps both memories alive until its last event, also if its waiter gave up."""
+    """See `PendingRead`. Keeps both memories alive until its last event, also if its waiter gave up."""
 
-    def __init__(self, into: OwnHandle, claim: Claim, source: Mapped | None, nbytes: int) -> None:
+    def __init__(self, into: OwnHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
         self.into = into
         self.claim = claim
         self.source = source
@@ -354,7 +354,7 @@ class CudaIpcTransport:
         self._driver: CudaDriver = load_driver() if driver is None else driver
         page = GenerationTable.create()
         self._endpoint = Endpoint(self.name, page, abstract_name=f"penstock-{page.name}")
-        self._mapped: Mappings[Mapped] = Mappings()
+        self._mapped: PeerMappings[Mapped] = PeerMappings()
         self._laid_out: WeakKeyDictionary[Rectangles, dict[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
         )
@@ -489,7 +489,7 @@ class CudaIpcTransport:
             self._reap()
             self._mapped.sweep()
 
-    def _map(self, claim: Claim, payload: CudaPayload, device: int) -> Mapped:
+    def _map(self, claim: MemoryClaim, payload: CudaPayload, device: int) -> Mapped:
         """Return the peer's memory, mapped once; reads of memory that is mapped already do not wait for it."""
         source = claim.source
         # The driver refuses to open memory of the process itself; it is at its own address already.
@@ -547,7 +547,7 @@ class CudaIpcTransport:
         self._driver.record(event, group.stream)
         read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`.
 
         Raises:

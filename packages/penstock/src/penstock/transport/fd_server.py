@@ -29,7 +29,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.net.admission import Admission, Connection, ConnectionLimits
 from penstock.net.listener import ThreadedListener
 from penstock.net.unix_sockets import RuntimeDir, connect_unix, private_socket_fault
@@ -135,7 +135,7 @@ class FdServer:
             listener.forget()
 
 
-_servers: weakref.WeakSet[FdServer] = let_go_in_children(lambda server: server.forget())
+_servers: weakref.WeakSet[FdServer] = release_after_fork(lambda server: server.forget())
 
 
 def _send(peer: socket.socket, fds: list[int]) -> None:

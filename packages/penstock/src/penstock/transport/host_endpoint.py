@@ -30,7 +30,7 @@ from typing import Annotated, Generic, Protocol, TypeVar
 import msgspec
 
 from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.memory.memfd import MappedMemfd, check_peer_memfd, create_memfd, open_memfd_of_process
 from penstock.net.unix_sockets import host_id, namespace_id, pid_namespace
 from penstock.transport.fd_server import PAGE, FdServer, receive_fd
@@ -71,7 +71,7 @@ def checksum_of(descriptor: Descriptor) -> int:
 
 
 # A child inherits the lock, and while it has it a dead parent looks alive. It must not write to the shared page either.
-_pages: weakref.WeakSet[GenerationTable] = let_go_in_children(lambda page: page.forget())
+_pages: weakref.WeakSet[GenerationTable] = release_after_fork(lambda page: page.forget())
 
 
 class GenerationTable:
@@ -369,7 +369,7 @@ class IntoHandle:
 OwnHandle = FencedHandle | IntoHandle
 
 
-class Claim:
+class MemoryClaim:
     """A peer's registration as a descriptor describes it, to be checked before and after its bytes are read."""
 
     def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
@@ -386,7 +386,7 @@ class Claim:
 _Mapped = TypeVar("_Mapped")
 
 
-class Mappings(Generic[_Mapped]):
+class PeerMappings(Generic[_Mapped]):
     """The mappings of peers' memory, each kept from its first read until its registration is over.
 
     A mapping keeps memory from being freed that its holder gave up, so `sweep` is called now and then. A mapping is
@@ -394,14 +394,14 @@ class Mappings(Generic[_Mapped]):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int, int], tuple[_Mapped, Claim]] = {}
+        self._kept: dict[tuple[str, int, int], tuple[_Mapped, MemoryClaim]] = {}
 
-    def get(self, claim: Claim, device: int = 0) -> _Mapped | None:
+    def get(self, claim: MemoryClaim, device: int = 0) -> _Mapped | None:
         """Return the mapping of this registration for this device."""
         entry = self._kept.get((claim.source.endpoint, claim.address.serial, device))
         return entry and entry[0]
 
-    def put(self, claim: Claim, mapped: _Mapped, device: int = 0) -> None:
+    def put(self, claim: MemoryClaim, mapped: _Mapped, device: int = 0) -> None:
         """Keep a mapping; let go of those that are over."""
         self.sweep()
         self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
@@ -521,7 +521,7 @@ class Endpoint:
             raise ConfigError(f"a {source.transport} descriptor was given to {self.transport}")
         self.check_open()
 
-    def claim(self, source: Descriptor, address: GenerationAddress) -> Claim:
+    def claim(self, source: Descriptor, address: GenerationAddress) -> MemoryClaim:
         """Return the claim of a descriptor, checked once.
 
         Raises as `PeerGenerationTable.open` and `PeerGenerationTable.check`.
@@ -535,7 +535,7 @@ class Endpoint:
                 # Opening a page is rare: the moment to drop the pages of processes that ended.
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
                 page = self._peers.setdefault(source.endpoint, opened)
-        claim = Claim(page, source, address)
+        claim = MemoryClaim(page, source, address)
         claim.check()
         return claim
 

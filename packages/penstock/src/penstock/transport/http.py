@@ -26,15 +26,15 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import Cancelled, ConfigError
-from penstock.http.compression import Choice
+from penstock.http.compression import CompressionChoice
 from penstock.http.region_messages import ReadRequest
-from penstock.http.region_server import Region, RegionServer
-from penstock.lifecycle import let_go_in_children
+from penstock.http.region_server import RegionServer, ServedRegion
+from penstock.lifecycle import release_after_fork
 from penstock.net.listener import bound_socket
 from penstock.net.unix_sockets import RuntimeDir
 from penstock.segments import Segments
-from penstock.transport.http_reader import Address, Peer, Read, cut_into_parts
-from penstock.transport.protocol import Descriptor, Handle, Memory, Pending, Transport, decode, decode_payload
+from penstock.transport.http_reader import Peer, Read, RegionAddress, cut_into_parts
+from penstock.transport.protocol import Descriptor, Handle, Memory, PendingRead, Transport, decode, decode_payload
 
 CONNECTIONS = 2
 """Default of connections to one peer. Source: benchmarks/results/cpu2_202611/hosts.md."""
@@ -50,13 +50,13 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
     is_tls: bool = False
 
     @property
-    def address(self) -> Address:
-        return Address(host=self.host, port=self.port, path=self.path, is_tls=self.is_tls)
+    def address(self) -> RegionAddress:
+        return RegionAddress(host=self.host, port=self.port, path=self.path, is_tls=self.is_tls)
 
 
 _DECODER = msgspec.msgpack.Decoder(_Payload)
 
-_transports: weakref.WeakSet[HttpTransport] = let_go_in_children(lambda transport: transport.forget())
+_transports: weakref.WeakSet[HttpTransport] = release_after_fork(lambda transport: transport.forget())
 
 
 class HttpHandle:
@@ -71,12 +71,12 @@ class HttpHandle:
         self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
         self._region, self.descriptor = self._begin()
 
-    def _begin(self) -> tuple[Region, Descriptor]:
+    def _begin(self) -> tuple[ServedRegion, Descriptor]:
         at, memory = self.transport, self.memory
         region = at.server.show(self.view, memory.is_there)
         return region, self._described(region, region.key)
 
-    def _described(self, region: Region, key: bytes) -> Descriptor:
+    def _described(self, region: ServedRegion, key: bytes) -> Descriptor:
         at, address = self.transport, self.transport.address
         payload = _Payload(key=key, host=address.host, port=address.port, path=address.path, is_tls=address.is_tls)
         return Descriptor(
@@ -88,13 +88,13 @@ class HttpHandle:
         )
 
     def lend(self, borrower: str) -> Descriptor:
-        """See `Lending.lend`."""
+        """See `RevocableHandle.lend`."""
         with self.transport.changing:
             self.check_open()
             return self._described(self._region, self.transport.server.lend(self._region, borrower))
 
     def take_back(self, borrower: str) -> None:
-        """See `Lending.take_back`."""
+        """See `RevocableHandle.take_back`."""
         self.transport.server.take_back(self._region, borrower)
 
     def fence(self) -> Descriptor:
@@ -126,7 +126,7 @@ class HttpHandle:
 
 
 class HttpRead(Read):
-    """See `Pending`."""
+    """See `PendingRead`."""
 
     peer: Peer
 
@@ -174,7 +174,7 @@ class HttpTransport:
         self._trust = trust
         self._num_connections = num_connections
         self._compress = compress
-        self._peers: dict[Address, Peer] = {}
+        self._peers: dict[RegionAddress, Peer] = {}
         self.server = RegionServer(listener, endpoint=self.endpoint, tls=tls)
         _transports.add(self)
 
@@ -213,7 +213,7 @@ class HttpTransport:
         read.peer.post(parts)
         return read
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`. Also PermissionDenied (the peer refuses our certificate), FormatError."""
         assert isinstance(pending, HttpRead)
         pending.wait(pending.peer, stall_s)
@@ -261,33 +261,33 @@ class HttpTransport:
         if not self.is_mine:
             raise Cancelled("the transport is closed")
 
-    def _peer(self, address: Address) -> Peer:
+    def _peer(self, address: RegionAddress) -> Peer:
         # By address and not by endpoint: connections to a member serve all its registrations, in any generation.
         if address not in self._peers:
             self._peers[address] = Peer(
                 address,
                 trust=self._trust,
                 num_connections=self._num_connections,
-                choice=Choice(self._compress),
+                choice=CompressionChoice(self._compress),
             )
         return self._peers[address]
 
 
-def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, Address]:
+def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
     """Return a bound socket and the address by which readers find it. ConfigError if it cannot be had."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
-        return _bound(path, listen), Address(path=path, is_tls=is_tls)
+        return _bound(path, listen), RegionAddress(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
     if host in EVERYWHERE:
         # Readers connect to the address in the descriptor, so it must be one that they can use.
         message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
         raise ConfigError(message, hint="listen at the address by which other hosts reach this one, as 10.0.0.5:0")
     bound = _bound((host, port), listen)
-    return bound, Address(host=host, port=bound.getsockname()[1], is_tls=is_tls)
+    return bound, RegionAddress(host=host, port=bound.getsockname()[1], is_tls=is_tls)
 
 
-def data_port(encoded: bytes) -> Address:
+def data_port(encoded: bytes) -> RegionAddress:
     """Return the address that an encoded descriptor of this transport names. FormatError if it is malformed."""
     return decode_payload(decode(encoded), _DECODER).address
 

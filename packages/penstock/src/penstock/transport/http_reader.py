@@ -32,7 +32,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.http.client import ClientConnection, connect_tcp
-from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, Choice, Planes, block_bytes
+from penstock.http.compression import MAX_FRAME_BYTES, REQUEST_BYTES, CompressionChoice, Planes, block_bytes
 from penstock.http.compression import PIECE_BYTES as TIMED_PIECE_BYTES
 from penstock.http.connection import HttpConnection, advance, front
 from penstock.http.head import MalformedMessage
@@ -69,7 +69,7 @@ MAX_FRUITLESS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class RegionAddress:
     """The address of a peer: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""
@@ -85,7 +85,7 @@ class Address:
         return connect_tcp(self.host, self.port, CONNECT_S, context)
 
 
-class Part:
+class ResponsePart:
     """A part of a read that one connection brings: the runs that are still missing, and the views that they fill."""
 
     def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
@@ -203,7 +203,7 @@ class Read:
             raise self.error
 
 
-def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[Part]:
+def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[ResponsePart]:
     """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS`: neighbours are joined, long runs split."""
     rows = segments.joined().cut(PART_BYTES)
     parts = []
@@ -211,7 +211,7 @@ def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[P
         runs = rows[indices]
         ends = zip(runs.dst.tolist(), (runs.dst + runs.nbytes).tolist(), strict=True)
         views = [memory[start:stop] for start, stop in ends]
-        parts.append(Part(read, runs.src.tolist(), runs.nbytes.tolist(), views))
+        parts.append(ResponsePart(read, runs.src.tolist(), runs.nbytes.tolist(), views))
     read.num_left = len(parts)
     return parts
 
@@ -226,18 +226,18 @@ class Peer:
 
     def __init__(
         self,
-        address: Address,
+        address: RegionAddress,
         *,
         trust: ssl.SSLContext | None,
         num_connections: int,
-        choice: Choice,
+        choice: CompressionChoice,
     ) -> None:
         self.address = address
         self.trust = trust
         self.progress_at = time.monotonic()
         self.choice = choice
         self._num_connections = num_connections
-        self._queue: collections.deque[Part] = collections.deque()
+        self._queue: collections.deque[ResponsePart] = collections.deque()
         self._changed = threading.Condition()
         self._is_open = True
         self._num_idle = 0
@@ -245,7 +245,7 @@ class Peer:
         host = f"[{address.host}]" if ":" in address.host else address.host or "unix"
         self.host_field = ("Host", host)
 
-    def post(self, parts: list[Part]) -> None:
+    def post(self, parts: list[ResponsePart]) -> None:
         """Queue parts for the threads, and start threads up to the limit."""
         with self._changed:
             self._queue.extend(parts)
@@ -269,7 +269,7 @@ class Peer:
             self._queue.clear()
             self._changed.notify_all()
 
-    def _next(self) -> Part | None:
+    def _next(self) -> ResponsePart | None:
         with self._changed:
             self._num_idle += 1
             self._changed.wait_for(lambda: self._queue or not self._is_open, IDLE_S)
@@ -309,7 +309,7 @@ class _Carrier:
             self._connection.close()
             self._connection = None
 
-    def carry(self, part: Part) -> None:
+    def carry(self, part: ResponsePart) -> None:
         """Bring a part, over as many connections as it takes. Errors go to its read."""
         fruitless = 0
         read = part.read
@@ -347,7 +347,7 @@ class _Carrier:
             raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
         return self._connection
 
-    def _exchange(self, connection: ClientConnection, part: Part) -> bool:
+    def _exchange(self, connection: ClientConnection, part: ResponsePart) -> bool:
         """Send one request for the part or its beginning, and receive; False if the connection ended before."""
         read, choice = part.read, self._peer.choice
         src, length = part.front(REQUEST_BYTES if choice.is_open else None)
@@ -379,7 +379,7 @@ class _Carrier:
             choice.end(is_coded)
             read.end(connection.wire)
 
-    def _receive(self, wire: HttpConnection, part: Part, left: int) -> bool:
+    def _receive(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
         """Receive the bytes of the runs, then the trailer. False if the connection ended before."""
         peer, read = self._peer, part.read
         trailer = b""
@@ -406,7 +406,7 @@ class _Carrier:
             self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
         return self._coded
 
-    def _receive_coded(self, wire: HttpConnection, part: Part, left: int) -> bool:
+    def _receive_coded(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
         """Receive the runs as coded frames, a chunk each, then the trailer. False if the connection ended before.
 
         Raises:
@@ -434,7 +434,7 @@ class _Carrier:
         self._peer.progress_at = time.monotonic()
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
-    def _landed(self, part: Part, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
+    def _landed(self, part: ResponsePart, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
         """Note that the next bytes of a part are in place."""
         self._peer.progress_at = time.monotonic()
         part.took(nbytes)

@@ -27,7 +27,7 @@ from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_fre
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Rectangles, Segments
-from penstock.transport.host_endpoint import Claim, Endpoint, GenerationTable, IntoHandle, Mappings
+from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, PeerMappings
 from penstock.transport.protocol import (
     Coding,
     DeferredRead,
@@ -35,7 +35,7 @@ from penstock.transport.protocol import (
     Filling,
     Handle,
     Memory,
-    Pending,
+    PendingRead,
     Reaching,
     Striding,
     Sweeping,
@@ -198,7 +198,7 @@ class _DeviceRegistrar:
 
 
 class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
-    """See `Pending`."""
+    """See `PendingRead`."""
 
     def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
         self._transport = transport
@@ -237,7 +237,7 @@ class StagedTransport(IntoDevice):
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         return StagedRead(self, mine, source, segments.joined())
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`.
 
         Raises:
@@ -332,14 +332,14 @@ class _Pinned:
                 self._driver.unpin(self._mapped.address)
 
 
-class PinnedRead(DeferredRead[IntoHandle, Claim, _Pinned, int]):
-    """See `Pending`."""
+class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
+    """See `PendingRead`."""
 
     def __init__(
         self,
         transport: PinnedTransport,
         into: IntoHandle,
-        claim: Claim,
+        claim: MemoryClaim,
         source: _Pinned,
         base: int,
         rows: Segments,
@@ -351,7 +351,7 @@ class PinnedRead(DeferredRead[IntoHandle, Claim, _Pinned, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: IntoHandle, claim: Claim, source: _Pinned, base: int) -> None:
+    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: _Pinned, base: int) -> None:
         for turn in batches(self._rows, TURN_BYTES):
             into.check_open()
             claim.check()
@@ -384,7 +384,7 @@ class PinnedTransport(IntoDevice):
     def __init__(self, shm: ShmTransport, driver: CudaDriver | None = None) -> None:
         super().__init__(self.name, shm.name, driver)
         self._shm = shm
-        self._pinned: Mappings[_Pinned] = Mappings()
+        self._pinned: PeerMappings[_Pinned] = PeerMappings()
 
     def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`; pins too. Raises as `post_read`."""
@@ -417,7 +417,7 @@ class PinnedTransport(IntoDevice):
         driver = self._driver
         self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)
 
-    def _reached(self, name: str, source: Descriptor) -> tuple[Claim, _Pinned, int]:
+    def _reached(self, name: str, source: Descriptor) -> tuple[MemoryClaim, _Pinned, int]:
         """Return the claim, the memory pinned for a device, and the address of the registration in this process."""
         claim, mapped, base = self._shm.view(source)
         device = ordinal(name)
@@ -430,7 +430,7 @@ class PinnedTransport(IntoDevice):
                 self._pinned.put(claim, pinned, device)
         return claim, pinned, base
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""
         assert isinstance(pending, PinnedRead)
         try:

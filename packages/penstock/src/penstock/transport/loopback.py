@@ -14,7 +14,7 @@ import threading
 
 from penstock.errors import Cancelled, ConfigError, StaleDescriptor
 from penstock.segments import Segments
-from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport
+from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, PendingRead, Transport
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
@@ -71,7 +71,7 @@ class LoopbackHandle:
 
 
 class LoopbackRead(DeferredRead["LoopbackHandle", "LoopbackHandle", Segments]):
-    """See `Pending`."""
+    """See `PendingRead`."""
 
     def __init__(self, into: LoopbackHandle, source: Descriptor, segments: Segments) -> None:
         self._source = source
@@ -116,7 +116,7 @@ class LoopbackTransport:
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         return LoopbackRead(into, source, segments)
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`. A copy within the process does not stall."""
         assert isinstance(pending, LoopbackRead)
         pending.run(stall_s)

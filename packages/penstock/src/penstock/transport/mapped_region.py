@@ -19,7 +19,7 @@ from penstock.cuda.device_memory import array_interface
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import ConfigError, FormatError
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
-from penstock.transport.host_endpoint import Claim, GenerationAddress, PeerGenerationTable, handle_here
+from penstock.transport.host_endpoint import GenerationAddress, MemoryClaim, PeerGenerationTable, handle_here
 from penstock.transport.protocol import Descriptor, decode_payload
 from penstock.transport.shm import ShmPayload, open_payload
 
@@ -58,7 +58,7 @@ class MappedRegion:
     """
 
     def __init__(
-        self, claim: Claim, device: str, address: int, nbytes: int, owner: HostBytes | DeviceBytes, offset: int
+        self, claim: MemoryClaim, device: str, address: int, nbytes: int, owner: HostBytes | DeviceBytes, offset: int
     ) -> None:
         self._claim = claim
         self.device = device
@@ -98,8 +98,8 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
     raise ConfigError(f"memory behind {source.transport} cannot be mapped", hint="shm and cuda_ipc can, on one host")
 
 
-def _claim(source: Descriptor, address: GenerationAddress) -> Claim:
-    claim = Claim(PeerGenerationTable.open(source, address), source, address)
+def _claim(source: Descriptor, address: GenerationAddress) -> MemoryClaim:
+    claim = MemoryClaim(PeerGenerationTable.open(source, address), source, address)
     claim.check()
     return claim
 

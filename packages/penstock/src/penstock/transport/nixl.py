@@ -26,11 +26,11 @@ import numpy as np
 
 from penstock.config import Settings
 from penstock.errors import Cancelled, ConfigError, PenstockError
-from penstock.lifecycle import let_go_in_children
+from penstock.lifecycle import release_after_fork
 from penstock.segments import Segments
 from penstock.transport.host_endpoint import checksum_of
-from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, Job, Payload, Reader, pieces, place_of
-from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, Pending, Transport, decode_payload
+from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, NixlPost, Payload, Reader, pieces, place_of
+from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, PendingRead, Transport, decode_payload
 from penstock.waits import start_thread
 
 LINGER_S = 3.0
@@ -50,7 +50,7 @@ NUM_SLOTS = 4096
 """Registrations at once."""
 
 _DECODER = msgspec.msgpack.Decoder(Payload)
-_transports: weakref.WeakSet[NixlTransport] = let_go_in_children(lambda transport: transport.forget())
+_transports: weakref.WeakSet[NixlTransport] = release_after_fork(lambda transport: transport.forget())
 
 
 def _at_exit() -> None:
@@ -122,7 +122,7 @@ class NixlHandle:
 
 
 class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
-    """See `Pending`. Carried out by the first thread that waits."""
+    """See `PendingRead`. Carried out by the first thread that waits."""
 
     def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
         super().__init__(int(segments.nbytes.sum()), into, source, payload, segments)
@@ -139,7 +139,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
             raise
 
     def _read(self, stall_s: float, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
-        job = Job(
+        job = NixlPost(
             owner=into,
             memory=into.memory,
             source=source,
@@ -248,7 +248,7 @@ class NixlTransport:
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         return NixlRead(into, source, decode_payload(source, _DECODER), segments)
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`."""
         assert isinstance(pending, NixlRead)
         pending.run(stall_s)

@@ -310,7 +310,7 @@ class _Remote:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class NixlPost:
     """The rest of a read; `owner` stands for the registration read into."""
 
     owner: object
@@ -357,7 +357,7 @@ class Reader:
         """In a forked child: never touch the agent again."""
         self._agent.forget()
 
-    def carry(self, job: Job) -> None:
+    def carry(self, job: NixlPost) -> None:
         """Carry out a read. Raises as `Transport.wait`, or Discarded: the rest of `job.todo` is still to do."""
         with self._connected(job) as remote, self._scratch_word() as slot:
             transfers: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
@@ -381,7 +381,7 @@ class Reader:
                 self._drain(job, remote, transfers)
                 raise
 
-    def _move(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+    def _move(self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         # Posted up to a window and awaited in order: while one piece arrives, the next is under way already.
         kinds = (place_of(job.memory.device)[0], place_of(job.source.device)[0])
         while job.todo or transfers:
@@ -392,13 +392,15 @@ class Reader:
             self._land(job, remote, transfers)
         job.check_wanted()
 
-    def _land(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+    def _land(self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         self._wait(job, remote, transfers[0][0])
         transfer, piece = transfers.popleft()
         self._agent.drop(transfer)
         job.landed(int(piece[0][:, 1].sum()))
 
-    def _drain(self, job: Job, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
+    def _drain(
+        self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]
+    ) -> None:
         """Wait for reads in flight: they would write to the memory after the caller got the error."""
         try:
             while transfers:
@@ -406,7 +408,7 @@ class Reader:
         except PenstockError:
             self.discard()
 
-    def _wait(self, job: Job, remote: _Remote, transfer: PostedTransfer) -> None:
+    def _wait(self, job: NixlPost, remote: _Remote, transfer: PostedTransfer) -> None:
         """Wait until a transfer is complete. SourceStalled, PeerLost, Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
@@ -422,7 +424,7 @@ class Reader:
                 self._agent.notify(remote.name, b"reading")
             time.sleep(POLL_S if turn > 4 else POLL_S / 10)
 
-    def _check_word(self, job: Job, remote: _Remote, slot: int) -> None:
+    def _check_word(self, job: NixlPost, remote: _Remote, slot: int) -> None:
         mine = np.array([[int(self._scratch.ctypes.data) + WORD_BYTES * slot, WORD_BYTES, 0]], np.int64)
         theirs = np.array([[job.payload.word, WORD_BYTES, 0]], np.int64)
         transfer = self._agent.read(remote.name, ("DRAM", "DRAM"), mine, theirs)
@@ -460,7 +462,7 @@ class Reader:
             self._free.append(slot)
 
     @contextlib.contextmanager
-    def _connected(self, job: Job) -> Iterator[_Remote]:
+    def _connected(self, job: NixlPost) -> Iterator[_Remote]:
         """Yield the peer, connected and counted as read from. StaleDescriptor if the metadata is another's."""
         name = job.source.endpoint
         with self._lock:

@@ -149,7 +149,7 @@ class Handle(Protocol):
 
 
 @runtime_checkable
-class Lending(Protocol):
+class RevocableHandle(Protocol):
     """A handle whose descriptors can be taken back one by one, without a new generation for all readers."""
 
     def lend(self, borrower: str) -> Descriptor:
@@ -161,7 +161,7 @@ class Lending(Protocol):
         ...
 
 
-class Pending(Protocol):
+class PendingRead(Protocol):
     """A posted read; `moved_bytes` of `nbytes` have arrived."""
 
     @property
@@ -205,7 +205,7 @@ class Transport(Protocol):
         """Make memory reachable, to be read by peers and read into. ConfigError for a device it cannot reach."""
         ...
 
-    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> Pending:
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:
         """Request segments of a peer's memory and return at once; nothing runs on the peer.
 
         Raises, with nothing touched:
@@ -221,7 +221,7 @@ class Transport(Protocol):
         """
         ...
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """Return once every byte is there. May be called again; an error's `mutated` says if any byte was written.
 
         Raises:
@@ -241,7 +241,7 @@ class Transport(Protocol):
 class Striding(Protocol):
     """A transport that reads rectangles without a table of their runs, of which there may be millions."""
 
-    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> Pending:
+    def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PendingRead:
         """Request rectangles of a peer's memory; see `Transport.post_read`."""
         ...
 
@@ -288,7 +288,7 @@ LATE_S = 1.0
 peer that fell silent end after `stall_s` and a second for each, not after a hundred times `stall_s`."""
 
 
-def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
+def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
     """Wait for all reads that are posted, failed or not, so that none of them is under way any more.
 
     Args:
@@ -299,7 +299,7 @@ def wait_all(posting: Iterable[tuple[Transport, Pending]], *, stall_s: float) ->
         The first failure, but a DestinationError before others, since bytes may still arrive; and whether a byte of our
         memory may have been written.
     """
-    posted: list[tuple[Transport, Pending]] = []
+    posted: list[tuple[Transport, PendingRead]] = []
     failed: PenstockError | None = None
     is_touched = False
     try:
@@ -328,7 +328,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class DeferredRead(ABC, Generic[*Ts]):
-    """A `Pending` that is carried out by the first thread that waits for it, once, however many wait.
+    """A `PendingRead` that is carried out by the first thread that waits for it, once, however many wait.
 
     Args:
         nbytes: bytes that it is to move.

@@ -24,21 +24,21 @@ from penstock.memory.memfd import check_peer_memfd, open_memfd_of_process, share
 from penstock.segments import Rectangles, Segments
 from penstock.transport.fd_server import receive_fd
 from penstock.transport.host_endpoint import (
-    Claim,
     Endpoint,
     FencedHandle,
     GenerationAddress,
     GenerationTable,
     IntoHandle,
-    Mappings,
+    MemoryClaim,
     OwnHandle,
+    PeerMappings,
 )
 from penstock.transport.protocol import (
     DeferredRead,
     Descriptor,
     Handle,
     Memory,
-    Pending,
+    PendingRead,
     Striding,
     Sweeping,
     Transport,
@@ -88,11 +88,17 @@ class MappedMemory:
         return self.address + offset
 
 
-class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
-    """See `Pending`."""
+class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
+    """See `PendingRead`."""
 
     def __init__(
-        self, into: OwnHandle, claim: Claim, source: MappedMemory, base: int, rows: Segments, short: Rectangles | None
+        self,
+        into: OwnHandle,
+        claim: MemoryClaim,
+        source: MappedMemory,
+        base: int,
+        rows: Segments,
+        short: Rectangles | None,
     ) -> None:
         self._rows = rows
         self._short = short
@@ -101,7 +107,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: OwnHandle, claim: Claim, source: MappedMemory, base: int) -> None:
+    def _carry(self, stall_s: float, into: OwnHandle, claim: MemoryClaim, source: MappedMemory, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
@@ -119,7 +125,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
         # After the last byte: a holder fences before it changes a byte, so a claim that still holds saw no change.
         claim.check()
 
-    def _copy_short(self, into: OwnHandle, claim: Claim, theirs: Bytes, table: Rectangles) -> None:
+    def _copy_short(self, into: OwnHandle, claim: MemoryClaim, theirs: Bytes, table: Rectangles) -> None:
         ours = memory_at(into.memory.address, into.memory.nbytes)
         columns = (table.src, table.dst, table.run_bytes, table.num_rows, table.src_pitch, table.dst_pitch)
         for src, dst, run, count, src_pitch, dst_pitch in zip(*(column.tolist() for column in columns), strict=True):
@@ -131,7 +137,7 @@ class ShmRead(DeferredRead[OwnHandle, Claim, MappedMemory, int]):
                 _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = source
                 self._moved(num * run)
 
-    def _look(self, into: OwnHandle, claim: Claim) -> None:
+    def _look(self, into: OwnHandle, claim: MemoryClaim) -> None:
         # A look is a system call, so many short runs are copied between two looks.
         if self._unlooked >= PIECE_BYTES:
             into.check_open()
@@ -154,7 +160,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._endpoint = Endpoint(self.name, GenerationTable.create())
-        self._mapped: Mappings[MappedMemory] = Mappings()
+        self._mapped: PeerMappings[MappedMemory] = PeerMappings()
 
     def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
@@ -198,7 +204,7 @@ class ShmTransport:
         claim, mapped, base = self.view(source)
         return ShmRead(mine, claim, mapped, base, rows.joined(), short)
 
-    def view(self, source: Descriptor) -> tuple[Claim, MappedMemory, int]:
+    def view(self, source: Descriptor) -> tuple[MemoryClaim, MappedMemory, int]:
         """Return the claim on a peer's memory, the memory, mapped once, and the registration's address in this process.
 
         Order: the claim is to be checked before and after each look at the bytes. Raises as `post_read`.
@@ -219,7 +225,7 @@ class ShmTransport:
         with self._endpoint.changing:
             self._mapped.sweep()
 
-    def wait(self, pending: Pending, *, stall_s: float) -> None:
+    def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`. A copy on the host does not stall, be the peer stopped or not."""
         assert isinstance(pending, ShmRead)
         try:
@@ -235,7 +241,7 @@ class ShmTransport:
         self._mapped.clear()
 
 
-def open_payload(claim: Claim, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
+def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
     """Return a mapping of the memfd that a claim is about, made by `mapping` of its file descriptor.
 
     Raises:

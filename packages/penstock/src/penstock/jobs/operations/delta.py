@@ -22,7 +22,7 @@ from blake3 import blake3
 from penstock.digest.leaf import num_leaves
 from penstock.errors import MALFORMED, FormatError, IntegrityError, PlanError
 from penstock.jobs.operations.operation import Unchanged, copy_recipe, specs_of
-from penstock.plan.tasks import Input, Output, Recipe, Spec
+from penstock.plan.tasks import Input, Recipe, Spec, TaskOutput
 from penstock.types import U64, Box, DType, Manifest, TensorTable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Changed(msgspec.Struct, forbid_unknown_fields=True):
     """All of them where the base has no tensor of this name, dtype and shape."""
 
 
-class Delta(msgspec.Struct, forbid_unknown_fields=True):
+class DeltaOperation(msgspec.Struct, forbid_unknown_fields=True):
     """The description of a delta."""
 
     base: str
@@ -56,7 +56,7 @@ class Delta(msgspec.Struct, forbid_unknown_fields=True):
     version: int = 1
 
 
-def delta_of(base: Manifest, new: Manifest) -> Delta:
+def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
     """Return the changes, found from digests alone. Both manifests must have them, with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
@@ -69,7 +69,7 @@ def delta_of(base: Manifest, new: Manifest) -> Delta:
         # Unchanged tensors are left out: applying the delta copies them from the base.
         elif runs := _runs(np.flatnonzero(old[2] != leaves).tolist()):
             changed[name] = Changed(dtype, shape, runs)
-    return Delta(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
+    return DeltaOperation(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
 
 
 def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[str, tuple[DType, tuple[int, ...], U64]]:
@@ -103,7 +103,7 @@ class _DeltaOperation(Unchanged):
 
     # Cached, and the dataclass therefore without slots: it is read for every tensor of every task.
     @cached_property
-    def _delta(self) -> Delta:
+    def _delta(self) -> DeltaOperation:
         return decoded(self.delta)
 
     def _byte_runs(self, name: str, nbytes: int) -> Runs:
@@ -112,15 +112,15 @@ class _DeltaOperation(Unchanged):
         return [(a * leaf_bytes, min(b * leaf_bytes, nbytes)) for a, b in self._delta.tensors[name].leaves]
 
 
-def encoded(delta: Delta) -> bytes:
+def encoded(delta: DeltaOperation) -> bytes:
     """Return the content of `FILE`."""
     return msgspec.json.encode(delta)
 
 
-def decoded(raw: bytes) -> Delta:
+def decoded(raw: bytes) -> DeltaOperation:
     """Decode what `encoded` returned. FormatError for anything else."""
     try:
-        delta = msgspec.json.decode(raw, type=Delta)
+        delta = msgspec.json.decode(raw, type=DeltaOperation)
     except MALFORMED as error:
         raise FormatError(f"not a delta: {error}") from error
     if delta.version != 1 or delta.leaf_bytes < 1:
@@ -151,7 +151,7 @@ class MakeDelta(_DeltaOperation):
                 at += stop - start
             # A changed tensor of no bytes is in the description alone.
             if inputs:
-                out = Output(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
+                out = TaskOutput(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
                 recipes.append(Recipe(outputs=(out,), inputs=tuple(inputs), num_rows=at, align=align))
         return recipes
@@ -259,7 +259,7 @@ def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec |
     # Rows that end inside a byte cannot be told apart in bytes: then the tensor is one row.
     bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     per = 0 if bits % 8 else bits // 8 if spec.nbytes else 1
-    return Recipe(outputs=(Output(spec=spec, per=per),), inputs=tuple(inputs), num_rows=spec.nbytes, align=per)
+    return Recipe(outputs=(TaskOutput(spec=spec, per=per),), inputs=tuple(inputs), num_rows=spec.nbytes, align=per)
 
 
 def _flat(spec: Spec) -> Spec:

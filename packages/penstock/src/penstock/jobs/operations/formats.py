@@ -1,6 +1,6 @@
 """Operations that change how values are stored: casts and block formats, and back.
 
-In / Out: see `operation`: `Store` quantises or casts, `Dequantise` restores.
+In / Out: see `operation`: `StoreOperation` quantises or casts, `Dequantise` restores.
 Not here: the bits of each format, and the default choice of tensors (`penstock.transform`).
 """
 
@@ -22,7 +22,7 @@ from penstock.jobs.operations.operation import (
     specs_of,
     whole,
 )
-from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.plan.tasks import Recipe, Spec, TaskOutput
 from penstock.storage.foreign_json import write_object
 from penstock.transform.formats import Format, alignment, fault, format_of, outputs
 from penstock.transform.stored import Quantised, declared, find, is_in, unreadable, without_declared
@@ -50,7 +50,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 _NOT_READ = "no operation reads this format: restore the weights with the library that wrote them"
 
 
-class Store:
+class StoreOperation:
     """Store tensors in a format: those that are selected and that the format allows. Others are copied.
 
     On a device one kernel per tensor makes the same bits as the CPU (`transform.fuse`).
@@ -168,7 +168,7 @@ class Store:
         inputs = (whole(0, spec),) if align else (all_of(0, spec),)
         return Recipe(
             outputs=tuple(
-                Output(spec=Spec(name=out.name, dtype=out.dtype, shape=out.shape), per=per)
+                TaskOutput(spec=Spec(name=out.name, dtype=out.dtype, shape=out.shape), per=per)
                 for out, per in zip(stored_parts, pers, strict=True)
             ),
             inputs=inputs,
@@ -182,7 +182,7 @@ class Store:
         """See `Operation.run`."""
         import torch
 
-        from penstock.transform.fuse import Job as FusedJob
+        from penstock.transform.fuse import KernelJob as FusedJob
         from penstock.transform.fuse import lay_out
         from penstock.transform.quantize import dtype_of, torch_dtype
 
@@ -214,7 +214,7 @@ def keeps_codes(operation: Operation) -> bool:
     """Return whether an operation leaves quantised tensors as they are, so that what describes them stays true."""
     if isinstance(operation, Chain):
         return all(map(keeps_codes, operation.operations))
-    return isinstance(operation, Unchanged) or (isinstance(operation, Store) and operation.is_cast)
+    return isinstance(operation, Unchanged) or (isinstance(operation, StoreOperation) and operation.is_cast)
 
 
 def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
@@ -320,7 +320,7 @@ class Dequantise:
                 codes = whole(0, spec) if layout.shape else all_of(0, spec)
                 recipes.append(
                     Recipe(
-                        outputs=(Output(spec=out, per=1 if layout.shape else 0),),
+                        outputs=(TaskOutput(spec=out, per=1 if layout.shape else 0),),
                         inputs=(codes, *others),
                         num_rows=rows,
                         align=1 if layout.shape else 0,

@@ -23,7 +23,7 @@ from penstock.jobs.operations.operation import (
     specs_of,
     whole,
 )
-from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.plan.tasks import Recipe, Spec, TaskOutput
 from penstock.storage.gguf import BLOCK_TYPES, BY_NAME, PLAIN, GgufHeader, Info, encode_header, number_field, text_field
 from penstock.transform.stored import find
 from penstock.types import DType, TensorTable
@@ -90,8 +90,8 @@ class DequantiseBlocks:
         out = Spec(name=spec.name, dtype=DType(self.to), shape=shape)
         # A vector is one row: its blocks are not rows of the recipe.
         if len(shape) == 1:
-            return Recipe(outputs=(Output(spec=out, per=0),), inputs=(all_of(0, spec),), num_rows=1, align=0)
-        return Recipe(outputs=(Output(spec=out),), inputs=(whole(0, spec),), num_rows=shape[0], align=1)
+            return Recipe(outputs=(TaskOutput(spec=out, per=0),), inputs=(all_of(0, spec),), num_rows=1, align=0)
+        return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=shape[0], align=1)
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -188,7 +188,7 @@ class StoreGguf(Unchanged):
                 dtype=DType.U8,
                 shape=(*spec.shape[:-1], spec.shape[-1] // kind.elements * kind.nbytes),
             )
-            return Recipe(outputs=(Output(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
+            return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
         if wanted not in {kind.value for kind in PLAIN.values()}:
             hint = "leave it out: `rename` it to nothing; or `dequantise` before"
             raise PlanError(f"{self.name}: GGUF has no type for {spec.dtype}", tensor=spec.name, hint=hint)
@@ -197,8 +197,8 @@ class StoreGguf(Unchanged):
             return copy_recipe(0, spec)
         out = Spec(name=spec.name, dtype=DType(wanted), shape=spec.shape)
         if not spec.shape:
-            return Recipe(outputs=(Output(spec=out, per=0),), inputs=(all_of(0, spec),), num_rows=1, align=0)
-        return Recipe(outputs=(Output(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
+            return Recipe(outputs=(TaskOutput(spec=out, per=0),), inputs=(all_of(0, spec),), num_rows=1, align=0)
+        return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
 
     def _wanted(self, spec: Spec) -> str:
         """Return the type that a tensor gets."""

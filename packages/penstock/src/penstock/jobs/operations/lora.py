@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import FLOATS, all_of, copy_recipe, specs_of, whole
-from penstock.plan.tasks import Input, Output, Recipe, Spec
+from penstock.plan.tasks import Input, Recipe, Spec, TaskOutput
 from penstock.types import TensorTable
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ class LoraMerge:
             # Rows of B are rows of the result, so a task reads only its own; transposed, every row needs all of both.
             inputs += (all_of(1, a), all_of(1, b) if turned else whole(1, b))
         if not begins.shape:
-            return Recipe(outputs=(Output(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
-        return Recipe(outputs=(Output(spec=output),), inputs=inputs, num_rows=begins.shape[0], align=_ROWS)
+            return Recipe(outputs=(TaskOutput(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
+        return Recipe(outputs=(TaskOutput(spec=output),), inputs=inputs, num_rows=begins.shape[0], align=_ROWS)
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]

@@ -26,7 +26,7 @@ from penstock.jobs.operations.operation import (
     specs_of,
     whole,
 )
-from penstock.plan.tasks import Output, Recipe, Spec
+from penstock.plan.tasks import Recipe, Spec, TaskOutput
 from penstock.transform.stored import find
 from penstock.types import TensorTable
 
@@ -69,9 +69,9 @@ def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
     # A scalar has no rows to cut by.
     if not rows or not spec.shape:
         inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
-        return Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
+        return Recipe(outputs=(TaskOutput(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
     inputs = tuple(whole(i, source_spec) for i, source_spec in enumerate(specs))
-    return Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
+    return Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
 
 
 class _Merge(Unchanged, ABC):

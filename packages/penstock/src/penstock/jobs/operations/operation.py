@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.tasks import Input, Output, Recipe, Spec, lay_out
+from penstock.plan.tasks import Input, Recipe, Spec, TaskOutput, lay_out
 from penstock.types import Box, DType, Manifest, TensorTable
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ again; the caller may write into it."""
 
 
 @runtime_checkable
-class Streamed(Protocol):
+class StreamedOperation(Protocol):
     """An operation that can also read its inputs in parts, perhaps more than once, instead of as whole tensors.
 
     A worker uses parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
@@ -157,7 +157,7 @@ def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(
-        outputs=(Output(spec=output),),
+        outputs=(TaskOutput(spec=output),),
         inputs=(whole(source, spec),),
         num_rows=spec.shape[0] if spec.shape else 1,
         align=align,
@@ -185,7 +185,7 @@ class Unchanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy(Unchanged):
+class CopyOperation(Unchanged):
     """Copy tensors: into shards of another size, into one file, or from one store to another."""
 
     name = "copy"
@@ -202,7 +202,7 @@ class Copy(Unchanged):
 
 
 @dataclass(frozen=True, slots=True)
-class Rename(Copy):
+class Rename(CopyOperation):
     """Copy tensors under other names; those renamed to nothing are left out.
 
     Args:
@@ -351,11 +351,14 @@ class Chain:
         return results
 
     def part_unit(self, recipe: Recipe) -> int:
-        """See `Streamed.part_unit`. The second must work row by row; a part has at least the rows that it needs."""
+        """See `StreamedOperation.part_unit`.
+
+        The second must work row by row; a part has at least the rows that it needs.
+        """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
         # Several recipes of the first operation would have to run in step; only one can.
-        if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, Streamed):
+        if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
         for part in seconds:
@@ -368,11 +371,11 @@ class Chain:
         return unit and -(-_row_unit(spec, seconds) // unit) * unit
 
     def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
-        """See `Streamed.run_parts`."""
+        """See `StreamedOperation.run_parts`."""
         import torch
 
         (((operation, source, first),), seconds) = self._parts[recipe.outputs[0].spec.path]
-        assert isinstance(operation, Streamed)
+        assert isinstance(operation, StreamedOperation)
         spec, num_done = first.outputs[0].spec, 0
         unit = _row_unit(spec, seconds)
         used = Counter(

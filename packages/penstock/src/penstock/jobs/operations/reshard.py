@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.merge import same_everywhere
 from penstock.jobs.operations.operation import Unchanged, all_of, whole
-from penstock.plan.tasks import Input, Output, Recipe, Spec
-from penstock.plan.tensor_parallel import FORMS, Rule, TensorParallel
+from penstock.plan.tasks import Input, Recipe, Spec, TaskOutput
+from penstock.plan.tensor_parallel import FORMS, SplitRule, TensorParallel
 from penstock.types import Box, TensorTable
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ class Reshard(Unchanged):
             recipes.append(self._by_rows(specs, rule) if rule.dim == 0 else self._by_columns(specs, rule))
         return recipes
 
-    def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[Output, ...]:
+    def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[TaskOutput, ...]:
         """Return the outputs of all ranks, in the groups of the layout."""
         outputs = []
         for rank in range(self.to):
             group = f"rank-{rank:05d}-of-{self.to:05d}" if self.to > 1 else ""
             group = f"model-rank-{rank}-part-*" if self.layout == "vllm" else group
-            outputs.append(Output(spec=Spec(name=spec.name, dtype=spec.dtype, shape=shape, group=group), per=per))
+            outputs.append(TaskOutput(spec=Spec(name=spec.name, dtype=spec.dtype, shape=shape, group=group), per=per))
         return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
@@ -105,7 +105,7 @@ class Reshard(Unchanged):
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
-    def _by_rows(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
+    def _by_rows(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
         """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank.
 
         After these are the copies of heads that several sources have, to be compared with the first one.
@@ -136,7 +136,7 @@ class Reshard(Unchanged):
         outputs = self._outputs(spec, (rows, *spec.shape[1:]))
         return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
-    def _by_columns(self, specs: Sequence[Spec], rule: Rule) -> Recipe:
+    def _by_columns(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
         """Return a recipe that cuts along another dim: each row of an output needs that row of every source."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])

@@ -30,7 +30,7 @@ from penstock.errors import ConfigError, OperationFailed, PenstockError, PlanErr
 from penstock.jobs.operations.operation import (
     FLOATS,
     Chain,
-    Copy,
+    CopyOperation,
     Operation,
     Rename,
     Unchanged,
@@ -40,7 +40,7 @@ from penstock.jobs.operations.operation import (
     specs_of,
     whole,
 )
-from penstock.plan.tasks import Output, Recipe
+from penstock.plan.tasks import Recipe, TaskOutput
 from penstock.plan.tensor_parallel import heads_of
 from penstock.storage.beside import read_sibling
 from penstock.storage.foreign_json import read_object
@@ -67,9 +67,9 @@ Operations = str | OperationSpec | Sequence[str | OperationSpec]
 """Operations as a caller passes them: texts as of `--op`, mappings, or a list of both."""
 
 _MADE_BY: Mapping[str, str] = {
-    "copy": "penstock.jobs.operations.operation:Copy",
+    "copy": "penstock.jobs.operations.operation:CopyOperation",
     "rename": "penstock.jobs.operations.spec:_rename",
-    "store": "penstock.jobs.operations.formats:Store",
+    "store": "penstock.jobs.operations.formats:StoreOperation",
     "dequantise": "penstock.jobs.operations.spec:_dequantise",
     "gguf": "penstock.jobs.operations.gguf:StoreGguf",
     "average": "penstock.jobs.operations.merge:Linear",
@@ -171,7 +171,7 @@ def operation_of(specs: Sequence[OperationSpec]) -> Operation:
     for spec in specs:
         following = _make(dict(spec))
         operation = following if operation is None else Chain(operation, following)
-    return Copy() if operation is None else operation
+    return CopyOperation() if operation is None else operation
 
 
 def usage(name: str) -> str:
@@ -223,7 +223,7 @@ def _make(spec: dict[str, Any]) -> Operation:
     if prepared is None:
         return operation
     return Chain(
-        [Copy() if before is None else _make({"op": "dequantise", **before}) for before in prepared], operation
+        [CopyOperation() if before is None else _make({"op": "dequantise", **before}) for before in prepared], operation
     )
 
 
@@ -547,10 +547,10 @@ class Function(Unchanged):
                 recipes.append(copy_recipe(0, spec))
             elif rows and spec.shape:
                 inputs = (whole(0, spec),)
-                recipes.append(Recipe(outputs=(Output(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
+                recipes.append(Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
             else:
                 inputs = (all_of(0, spec),)
-                recipes.append(Recipe(outputs=(Output(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0))
+                recipes.append(Recipe(outputs=(TaskOutput(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0))
         return recipes
 
     def run(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.digest.leaf import leaf_digests
-from penstock.engine.run import Pending
+from penstock.engine.run import PendingItem
 from penstock.errors import Cancelled
 from penstock.types import I64, MIB, U64
 
@@ -165,7 +165,7 @@ class ComputeBackend(Protocol):
         """Fill a part of a `room` by `read`, a multiple of `leaf_bytes` at a time; complete on return."""
         ...
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
         """Call `run` and digest its outputs; complete once the pending is done.
 
         Args:
@@ -211,7 +211,7 @@ class HostCompute:
         """See `ComputeBackend.fill`."""
         read(0, as_view(inputs))
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
         """See `ComputeBackend.make`."""
         raw = [as_bytes(tensor) for tensor in run()]
         digests, at = np.empty(sum(len(some) - 1 for some in cuts), np.uint64), 0

@@ -19,7 +19,7 @@ import torch
 from penstock.cuda.driver import load_driver
 from penstock.digest.cuda import leaf_digests_cuda
 from penstock.engine.place import CudaRegistrar
-from penstock.engine.run import Pending
+from penstock.engine.run import PendingItem
 from penstock.errors import DeviceOutOfMemory
 from penstock.jobs.workers.compute import Buffers, Made, Read, Write, as_bytes
 from penstock.jobs.workers.staged_copies import StagedCopies
@@ -88,7 +88,7 @@ class CudaCompute:
         step = max(self._piece_bytes // leaf_bytes, 1) * leaf_bytes
         self._copies.fill(inputs.data_ptr(), len(inputs), read, step=step)
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, Pending | None]:
+    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
         """See `ComputeBackend.make`."""
         with self.entered():
             outputs = [as_bytes(tensor) for tensor in run()]
@@ -121,7 +121,7 @@ class _StreamPosition:
         self._event.record(stream)
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """See `PendingItem.done`."""
         return bool(self._event.query())
 
 

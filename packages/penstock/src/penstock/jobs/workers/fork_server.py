@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from penstock import descriptors
 from penstock.errors import PeerLost
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 START_S = 120.0
 """Deadline for the imports of a new fork server: they take seconds, or a minute on a busy machine."""
@@ -97,7 +97,7 @@ class Forked:
         return self._code
 
 
-class ForkServer(Closing):
+class ForkServer(Closeable):
     """A handle of the fork server's process. A context manager. Any thread.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.entry_points import extras_named
 from penstock.errors import PenstockError
 from penstock.jobs.workers.fork_server import END_S
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.waits import start_thread
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Worker:
     is_killed: threading.Event = field(default_factory=threading.Event)
 
 
-class ThreadLauncher(Closing):
+class ThreadLauncher(Closeable):
     """A launcher of workers on the CPU that are threads of this process. A context manager.
 
     Raises:

@@ -34,7 +34,7 @@ from penstock.config import visible_devices
 from penstock.entry_points import install_hint, require_package
 from penstock.errors import ConfigError, MissingExtra, PeerLost, PenstockError
 from penstock.jobs.workers.fork_server import END_S, START_S, Forked, ForkServer
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 
 IMPORTS = (
     "penstock.jobs.workers.process",
@@ -80,7 +80,7 @@ class Launcher(Protocol):
         ...
 
 
-class LocalLauncher(Closing):
+class LocalLauncher(Closeable):
     """A launcher of processes of this host, which end with the thread that started them. A context manager.
 
     Attributes:

@@ -4,7 +4,7 @@ In: the coordinator's address and secret, a name, a device. Out: an exit code.
 Not here: running a task (`worker`), assigning tasks (`jobs.coordinator`).
 
 Threads: the main one reads messages and sends beats; one posts tasks, which waits for memory; those of the executors
-send `Began` and `Done`.
+send `Began` and `TaskDone`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import torch
 from penstock.config import Settings
 from penstock.cuda.driver import load_driver
 from penstock.digest.cuda import warm_up
-from penstock.engine.run import Failed, guarded
+from penstock.engine.run import RunFailed, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
-from penstock.jobs.job import Job, cached_tasks, plan_job, shared_as
+from penstock.jobs.job import ConversionJob, cached_tasks, plan_job, shared_as
 from penstock.jobs.messages import (
-    Beat,
     Began,
-    Done,
-    Failure,
-    Hello,
     JobSpec,
     Ready,
     Stop,
+    TaskDone,
+    TaskFailure,
+    TaskWork,
     ToWorker,
     Wire,
-    Work,
+    WorkerBeat,
+    WorkerHello,
     check_version,
     end_with_peer,
 )
@@ -94,7 +94,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         # While the job is planned.
         awake = waking.submit(_wake, device, trace)
         waking.end()
-        wire.send(Hello(worker=worker, secret=secret, device=str(device)))
+        wire.send(WorkerHello(worker=worker, secret=secret, device=str(device)))
         try:
             with trace.stage("wait for the job"):
                 job_spec = _receive_job(wire)
@@ -134,9 +134,9 @@ def _receive_job(wire: Wire) -> JobSpec | None:
     return None if more else job_spec
 
 
-def failure_of(error: PenstockError) -> Failure:
+def failure_of(error: PenstockError) -> TaskFailure:
     """Return an error as a message for the coordinator."""
-    return Failure(
+    return TaskFailure(
         kind=type(error).__name__,
         message=error.message,
         hint=error.hint or "",
@@ -190,7 +190,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
         fetched_bytes, asked_bytes = worker.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
-            wire.send(Done(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
+            wire.send(TaskDone(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
 
     with trace.stage("device"):
         worker = stack.enter_context(
@@ -226,7 +226,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     wire.close()
 
 
-def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Job]:
+def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], ConversionJob]:
     """Return the sources, open until the stack ends, and the job. PlanError if it is not the coordinator's job."""
     settings = Settings.read(stall_s=job_spec.stall_s)
     options = job_spec.storage_options or None
@@ -263,7 +263,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
         for message in wire.to_worker():
             if isinstance(message, Stop):
                 return
-            if isinstance(message, Work):
+            if isinstance(message, TaskWork):
                 for task in message.revoked:
                     worker.revoke(task)
                 for task in message.tasks:
@@ -271,10 +271,10 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
                     todo.put(task)
 
 
-def _beat(worker: Worker) -> Beat:
+def _beat(worker: Worker) -> WorkerBeat:
     """Return the worker's progress and statistics, with the trace's spans since the last beat."""
     fetched_bytes, asked_bytes = worker.bytes_read()
-    return Beat(
+    return WorkerBeat(
         moved_bytes=worker.ticket.moved_bytes,
         num_reports=worker.num_reports,
         fetched_bytes=fetched_bytes,
@@ -289,7 +289,7 @@ def _beat(worker: Worker) -> Beat:
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Post tasks until None, or until the ticket fails. The root of a thread: `guarded` gives errors to the ticket."""
     while (task := todo.get()) is not None:
-        if isinstance(guarded(worker.ticket, partial(worker.post, task)), Failed):
+        if isinstance(guarded(worker.ticket, partial(worker.post, task)), RunFailed):
             return
 
 

@@ -24,11 +24,11 @@ import torch
 
 from penstock.digest.leaf import leaf_digests
 from penstock.engine.check import TensorChecker
-from penstock.engine.run import Executor, Item, Pending, Run
+from penstock.engine.run import Executor, Item, PendingItem, Run
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, IntegrityError, OperationFailed, PenstockError
-from penstock.jobs.job import Job, Written, bytes_read
-from penstock.jobs.operations.operation import UNKNOWN, Streamed, report_to
+from penstock.jobs.job import ConversionJob, Written, bytes_read
+from penstock.jobs.operations.operation import UNKNOWN, StreamedOperation, report_to
 from penstock.jobs.workers.compute import (
     ALIGN_BYTES,
     ComputeBackend,
@@ -40,7 +40,7 @@ from penstock.jobs.workers.compute import (
     packed,
 )
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
-from penstock.plan.tasks import Output, Recipe
+from penstock.plan.tasks import Recipe, TaskOutput
 from penstock.storage import is_remote
 from penstock.storage.cache import CachedSource
 from penstock.storage.output import OutputSet
@@ -86,7 +86,7 @@ class Worker(Run):
 
     def __init__(
         self,
-        job: Job,
+        job: ConversionJob,
         sources: Sequence[WeightSet],
         out: OutputSet,
         *,
@@ -274,7 +274,9 @@ class _TaskRun:
         else:
             self._post_reads()
 
-    def _item(self, verb: str, nbytes: int, start: Callable[[], Pending | None], finish: Callable[[], None]) -> Item:
+    def _item(
+        self, verb: str, nbytes: int, start: Callable[[], PendingItem | None], finish: Callable[[], None]
+    ) -> Item:
         return Item(self._task, f"{verb} {self._name}", nbytes, start, finish)
 
     def _pass_on(self, executor: Executor, item: Item) -> None:
@@ -396,7 +398,7 @@ class _TaskRun:
 
     # -- make
 
-    def _make(self) -> Pending | None:
+    def _make(self) -> PendingItem | None:
         """Run the operation and compute digests."""
         worker = self._worker
         worker.began(self._task)
@@ -439,7 +441,7 @@ class _TaskRun:
             ]
         return results
 
-    def _checked(self, output: Output, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _checked(self, output: TaskOutput, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor if it has the dtype, shape and device of the recipe for these rows. OperationFailed."""
         # A user's function may return anything, and its bytes go to a place of fixed size.
         spec, (first, last) = output.spec, output.rows(start, stop)
@@ -506,7 +508,7 @@ class _TaskRun:
         worker.began(self._task)
         ((recipe, _, _),) = self._entries
         operation = worker.job.operation
-        assert isinstance(operation, Streamed)
+        assert isinstance(operation, StreamedOperation)
         writers = [_OutputInParts(worker, where) for where in self._outputs]
         scratch: dict[int, torch.Tensor] = {}
         with worker.backend.entered(), self._operating():

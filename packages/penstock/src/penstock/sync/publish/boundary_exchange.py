@@ -24,16 +24,16 @@ from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, Source
 from penstock.hub.messages import SyncMember
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode, encode
-from penstock.plan.sync import Part, SyncPlan, plan_sync
-from penstock.sync.local_version import LocalVersion, Regions, VersionStatus
+from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_sync
+from penstock.sync.local_version import LocalVersion, VersionRegions, VersionStatus
 from penstock.sync.membership import Membership
-from penstock.sync.messages import Decision, PartReply, PartRequest, Progress, TableReply
+from penstock.sync.messages import Decision, PartReply, PartRequest, RankProgress, TableReply
 from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
 from penstock.sync.receive.sources import LinkRequests, LocalLink, SourceFailed
 from penstock.sync.receive.transfer import Transfer
 from penstock.sync.request_handler import SyncHandler
-from penstock.sync.shards import Row, layout_of, regions_of
+from penstock.sync.shards import ShardRow, layout_of, regions_of
 
 HANDLER = "boundary"
 """Name of the request handler at the publishers' servers."""
@@ -177,8 +177,8 @@ class BoundaryExchange:
         self,
         member: Member,
         name: str,
-        rows: Sequence[Row],
-        wants: Sequence[Row],
+        rows: Sequence[ShardRow],
+        wants: Sequence[ShardRow],
         *,
         is_first: bool,
         world_size: int,
@@ -204,7 +204,7 @@ class BoundaryExchange:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
             self._local_version = LocalVersion(layout, memories, member.links)
             stack.callback(self._local_version.close)
-            self._into = Regions(into, member.links)
+            self._into = VersionRegions(into, member.links)
             stack.pop_all()
         self._planner = BoundaryPlanner(self._membership, layout)
         member.server.handlers[HANDLER] = SyncHandler(
@@ -272,7 +272,7 @@ class BoundaryExchange:
     def _report(self, version: int, run: str, why: str) -> None:
         """Report to rank 0 that this rank is done, or the reason of its failure."""
         moved = self.moved_bytes
-        progress = Progress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
+        progress = RankProgress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
             self._peers.note_progress(self._member.id, progress)
         else:
@@ -342,7 +342,7 @@ class BoundaryExchange:
                     if self._is_gone(rank.member):
                         raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
         if reply.part is not None:
-            part = decode(reply.part, Part)
+            part = decode(reply.part, ReceiverPlan)
             names = self._want.names
             self._transfer = Transfer(part, self._into, names=names, stall_s=self._stall_s, threads=self._threads)
         if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):

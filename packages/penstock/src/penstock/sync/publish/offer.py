@@ -22,20 +22,20 @@ from penstock.cuda.events import record_events, wait_events
 from penstock.digest.strip import Strips
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena, populate
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.plan.sync import layer_order
-from penstock.sync.copy_plan import Copy, allocate_like, streams_of
-from penstock.sync.digester import Foreseen, digesters_of
+from penstock.sync.copy_plan import MemoryCopy, allocate_like, streams_of
+from penstock.sync.digester import PrecomputedDigests, digesters_of
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.fill import fill
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
-from penstock.sync.shards import Row, regions_of
+from penstock.sync.shards import ShardRow, regions_of
 from penstock.transform.formats import format_of
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Memory
 from penstock.types import GIB, I64
 
@@ -68,7 +68,7 @@ class Offer:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[ShardRow],
         transforms: Transforms | None,
         *,
         keep_plain: bool,
@@ -166,7 +166,7 @@ class _CopyBatch:
     """Rows that are copied at once."""
 
     rows: I64
-    copy: Copy
+    copy: MemoryCopy
 
     def queue(self) -> list[torch.cuda.Event]:
         """See `fill.Batch`."""
@@ -185,7 +185,7 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
         rows = order[batch == number]
-        yield _CopyBatch(rows, Copy(dst, src, _spans(layout.offset[rows], span[rows], first), streams))
+        yield _CopyBatch(rows, MemoryCopy(dst, src, _spans(layout.offset[rows], span[rows], first), streams))
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
@@ -204,7 +204,7 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
     return Strips(at=begin, run_bytes=size, num_rows=np.ones(len(begin), np.int64), pitch=size)
 
 
-class VersionSnapshot(Closing):
+class VersionSnapshot(Closeable):
     """A copy of a rank's regions with the same layout; a context manager.
 
     Receivers read a copy on the device while it is made, layer after layer. A host copy they read once it is complete:
@@ -233,7 +233,7 @@ class VersionSnapshot(Closing):
         self,
         layout: Layout,
         live: Sequence[Memory],
-        links: Links,
+        links: PeerLinks,
         *,
         address: str = "",
         on_host: bool = False,
@@ -241,14 +241,14 @@ class VersionSnapshot(Closing):
         pack_bytes: int = 0,
     ) -> None:
         self._pinned: list[tuple[CudaRegistrar, int]] = []
-        self._foreseen: tuple[Foreseen, ...] = ()
+        self._foreseen: tuple[PrecomputedDigests, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
             # A host core digests at an eighth of the speed of the copy, so the device does it. Only where all regions
             # are on devices: `foreseen` stands for the first regions of the copy, in order.
             if on_host and len(live) <= MOST_FORESEEN and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
-                self._foreseen = tuple(Foreseen(memory, digesters[memory.device]) for memory in live)
+                self._foreseen = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
             shown = dataclasses.replace(layout, address=address)
             self.local_version = LocalVersion(
                 shown, [*memories, *filled], links, foreseen=self._foreseen, pack_bytes=pack_bytes
@@ -257,7 +257,7 @@ class VersionSnapshot(Closing):
             self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
             raise
         self._devices = sorted({memory.device for memory in live} - {"cpu"})
-        self._copy = Copy(memories, live) if on_host else None
+        self._copy = MemoryCopy(memories, live) if on_host else None
         self._batches = () if on_host else tuple(_copy_batches(layout, memories, live))
 
     def _on_host(self, memory: Memory) -> Memory:

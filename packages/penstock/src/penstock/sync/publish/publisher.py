@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import MAX_VERSION, FleetDecision, SyncState
-from penstock.lifecycle import Closing, quick_handover
+from penstock.lifecycle import Closeable, quick_handover
 from penstock.logs import log_named
 from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
@@ -53,7 +53,7 @@ from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable
-from penstock.sync.together import Laggards, Verdict, refusal
+from penstock.sync.together import Stragglers, Verdict, refusal
 from penstock.telemetry.journey import Journey
 from penstock.waits import Threads
 
@@ -71,7 +71,7 @@ class _Pending:
     decision: Future[Decision]
 
 
-class Publisher(Closing):
+class Publisher(Closeable):
     """A rank that publishes. Made by `publisher`; a context manager. One thread at a time publishes.
 
     Attributes:
@@ -204,7 +204,7 @@ class Publisher(Closing):
         *,
         commit: Commit = "each",
         deadline_s: float | None = None,
-        laggards: Laggards = "leave_out",
+        laggards: Stragglers = "leave_out",
         check: Mapping[str, object] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
@@ -323,7 +323,7 @@ class Publisher(Closing):
         self._version_status.post(self._run, self.version, is_open=False)
 
     def _terms(
-        self, commit: Commit, deadline_s: float | None, laggards: Laggards, *, needs_check: bool
+        self, commit: Commit, deadline_s: float | None, laggards: Stragglers, *, needs_check: bool
     ) -> rank_group.Together | None:
         """Return the checked terms of a version that is published together; None: it is not."""
         if commit not in ("each", "together"):

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from penstock.errors import ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import FleetDecision, SyncMember
 from penstock.sync.membership import Membership, Whereabouts
-from penstock.sync.messages import Decision, Progress
-from penstock.sync.together import Ballot, Laggards, Standing, Verdict
+from penstock.sync.messages import Decision, RankProgress
+from penstock.sync.together import Ballot, Standing, Stragglers, Verdict
 
 # With jitter below: hundreds of ranks start together, and would ask the hub in step.
 _LOOK_S = 0.2
@@ -244,7 +244,7 @@ class Together:
     """The terms of a version that the fleet commits together; see `Publisher.publish`."""
 
     deadline_s: float
-    laggards: Laggards
+    laggards: Stragglers
     needs_check: bool
 
 
@@ -321,7 +321,7 @@ class SubscriberProgress:
                 if member in showing.waited:
                     showing.waited[member].seen = time.monotonic()
 
-    def note_progress(self, member: str, progress: Progress) -> None:
+    def note_progress(self, member: str, progress: RankProgress) -> None:
         """Note a receiver's progress report."""
         with self._changed:
             self.absent.discard(member)
@@ -348,7 +348,7 @@ class SubscriberProgress:
             elif listener is not None and progress.moved_bytes != listener.moved_bytes:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
-    def _vote(self, showing: _Showing, member: str, progress: Progress) -> None:
+    def _vote(self, showing: _Showing, member: str, progress: RankProgress) -> None:
         """Note a report on a version that is published together. Order: the caller has the lock."""
         assert showing.ballot is not None
         # Subscribers that do not know such versions report `committed` when they have the bytes; they are not sent
@@ -361,7 +361,7 @@ class SubscriberProgress:
     def cannot_wait(self, member: str, version: int) -> None:
         """Note that a subscriber has no staging copy in which a version could wait for its decision."""
         why = "it cannot keep a version staged: its mode is direct, or its release is older"
-        self.note_progress(member, Progress(version=version, outcome="failed", why=why))
+        self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
     def cancel(self, version: int, why: str) -> None:
         """Withdraw a version that is not decided yet."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.errors import ConfigError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.placed import Placed, is_at
 from penstock.sync.publish.offer import Offer, VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of, to_arenas
+from penstock.sync.shards import Declarable, ShardRow, declared, layout_of, regions_of, to_arenas
 from penstock.transport.protocol import Memory
 from penstock.transport.storages import RegisteredStorages
 from penstock.types import Box, DType
@@ -80,7 +80,7 @@ def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declara
         )
 
 
-class Registered(Closing):
+class Registered(Closeable):
     """The tensors of one rank, registered for receivers, and registered again by `follow` after they moved.
 
     Attributes:
@@ -253,7 +253,7 @@ class Registered(Closing):
             self._registration.close()
 
 
-def require_same(before: Iterable[Row], now: Iterable[Row]) -> None:
+def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
     """Check that these are the same boxes of the same tensors; strides and places may differ.
 
     Raises:
@@ -271,11 +271,11 @@ def require_same(before: Iterable[Row], now: Iterable[Row]) -> None:
     )
 
 
-def _boxes(rows: Iterable[Row]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
+def _boxes(rows: Iterable[ShardRow]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
     return {(row.name, row.form.values) for row in rows}
 
 
-def _are_in_place(before: Sequence[Row], now: Sequence[Row]) -> bool:
+def _are_in_place(before: Sequence[ShardRow], now: Sequence[ShardRow]) -> bool:
     """Return whether each row is a view of the same memory as before."""
     return all(
         mine.name == other.name and mine.form == other.form and is_at(mine.tensor, other.tensor)

@@ -27,9 +27,9 @@ from penstock.plan.intersect import common_box
 from penstock.plan.sync import layer_order
 from penstock.sync.publish.fill import fill
 from penstock.sync.recording.layout import cut
-from penstock.sync.shards import Row, row_of
-from penstock.transform.formats import Format, Output, alignment, fault, foreign, format_of, outputs, owned
-from penstock.transform.fuse import Fusion, Job, fuse
+from penstock.sync.shards import ShardRow, row_of
+from penstock.transform.formats import Format, FormatOutput, alignment, fault, foreign, format_of, outputs, owned
+from penstock.transform.fuse import Fusion, KernelJob, fuse
 from penstock.transform.select import reasons
 from penstock.types import I64, MIB, Box, DType
 
@@ -45,7 +45,7 @@ millisecond per batch are hidden. Source: benchmarks/results/h200_202611/transfo
 class Chosen:
     """A row of this rank that is offered in another format."""
 
-    row: Row
+    row: ShardRow
     form: Format
     owned: Box
     """The blocks that this rank serves; empty: other ranks serve them."""
@@ -71,7 +71,7 @@ class _Batch:
         return record_events(sorted(str(device) for device in devices if device.type == "cuda"))
 
 
-def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
+def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
     """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks choose alike.
 
     A cast applies to every tensor that matches by name and has another dtype; a block format to linear weights only
@@ -99,7 +99,7 @@ def choose(transforms: Transforms, rows: Sequence[Row]) -> tuple[Chosen, ...]:
     return tuple(chosen)
 
 
-def _reasons_plain(form: Format, rows: Sequence[Row], patterns: Sequence[str] | None) -> dict[str, str]:
+def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[str] | None) -> dict[str, str]:
     """Return the reason why each row is not offered in a format; an empty reason: the row is offered."""
     specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
     if form.scaling != "none":
@@ -186,7 +186,7 @@ _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 def _lay_out(
     chosen: Sequence[Chosen],
-) -> tuple[list[Chosen], list[tuple[Chosen, Output]], list[tuple[Chosen, Box]]]:
+) -> tuple[list[Chosen], list[tuple[Chosen, FormatOutput]], list[tuple[Chosen, Box]]]:
     """Return the rows that own blocks, by layer; the stored parts of each; and its boundary blocks."""
     # By layer, because receivers read in that order: the first rows to be ready are the first to be read.
     mine = [choice for choice in chosen if choice.owned.num_elements]
@@ -195,12 +195,12 @@ def _lay_out(
     return mine, parts, [(choice, edge) for choice in mine for edge in _boundary_blocks(choice)]
 
 
-def _outputs(choice: Chosen, box: Box) -> tuple[Output, ...]:
+def _outputs(choice: Chosen, box: Box) -> tuple[FormatOutput, ...]:
     """Return the stored parts of a box of whole blocks: codes, and scales where the format has them."""
     return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
-def _specs(parts: Sequence[tuple[Chosen, Output]]) -> list[_Spec]:
+def _specs(parts: Sequence[tuple[Chosen, FormatOutput]]) -> list[_Spec]:
     return [(choice.row.tensor.device, torch_dtype(part.dtype), part.box.shape) for choice, part in parts]
 
 
@@ -243,7 +243,7 @@ def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
     return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
 
 
-def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[Row]:
+def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[ShardRow]:
     """Yield the rows of the boundary buffers for elements that are not on this rank."""
     for edge, buffer in boundary:
         for box in foreign(choice.row.form.box, edge):
@@ -265,7 +265,7 @@ def _batches(
     """Cut the chosen rows, in order, into batches of about equal bytes."""
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    jobs: dict[tuple[str, torch.device], list[Job]] = {}
+    jobs: dict[tuple[str, torch.device], list[KernelJob]] = {}
     forms = {choice.form.tag: choice.form for choice in mine}
     nbytes = first = 0
 
@@ -296,9 +296,9 @@ def _batches(
         yield batch()
 
 
-def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> Job:
+def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> KernelJob:
     """Return the job that quantises a box of whole blocks into its place among this rank's codes and scales."""
     whole = _outputs(choice, choice.owned)
     parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
-    return Job(source=source, outputs=places)
+    return KernelJob(source=source, outputs=places)

@@ -1,7 +1,7 @@
 """A transfer in two parts: bytes that are staged while the engine serves, and the rest, read into the live memory.
 
-In: a receiver's `Part`, its regions, a bound in bytes. Out: a run like that of `Transfer`, which pauses the engine only
-for what does not fit the bound.
+In: a receiver's `ReceiverPlan`, its regions, a bound in bytes. Out: a run like that of `Transfer`, which pauses the
+engine only for what does not fit the bound.
 Not here: the steps of a run and their verification (`transfer`), the choice of the version and retries (`update`).
 
     part --split--> first bytes: read into packed memory, verify | pause | the rest: read in place, verify; then copy
@@ -25,12 +25,12 @@ from penstock.digest.strip import Strips, memory_at
 from penstock.engine.threads import KeptThreads
 from penstock.errors import PenstockError
 from penstock.memory.arena import Arena
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Rectangles
-from penstock.sync.local_version import Regions, locate
+from penstock.sync.local_version import VersionRegions, locate
 from penstock.sync.receive.packed import ShortRuns
 from penstock.sync.receive.sources import LinkReport, SourceLink, TransferReport
-from penstock.sync.receive.transfer import Delta, Transfer
+from penstock.sync.receive.transfer import ChangedRanges, Transfer
 from penstock.transport.protocol import Memory
 from penstock.types import I64, U64
 
@@ -39,7 +39,7 @@ ALIGN_BYTES = 16
 _SEGMENT_COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
 
 
-def split(part: Part, ahead_bytes: int) -> tuple[Part, Part]:
+def split(part: ReceiverPlan, ahead_bytes: int) -> tuple[ReceiverPlan, ReceiverPlan]:
     """Return the segments of a part that fit `ahead_bytes` once they are packed, in order, and the other segments.
 
     The segment at the edge is cut between two rows, or inside its only row. The key of both is the part's own.
@@ -101,8 +101,8 @@ class SplitTransfer:
 
     def __init__(
         self,
-        part: Part,
-        into: Regions,
+        part: ReceiverPlan,
+        into: VersionRegions,
         *,
         ahead_bytes: int,
         names: Sequence[str],
@@ -118,8 +118,8 @@ class SplitTransfer:
         self.staging_bytes = self._packed.nbytes
         self.ahead_bytes = self._live.nbytes
         options = {"names": names, "watermark_bytes": watermark_bytes, "stall_s": stall_s, "threads": threads}
-        self._first = Transfer(self._packed.part, self._packed.regions, delta=Delta(), **options)  # type: ignore[arg-type]
-        self._rest = Transfer(rest, into, delta=Delta(), **options)  # type: ignore[arg-type]
+        self._first = Transfer(self._packed.part, self._packed.regions, delta=ChangedRanges(), **options)  # type: ignore[arg-type]
+        self._rest = Transfer(rest, into, delta=ChangedRanges(), **options)  # type: ignore[arg-type]
         self.proven: list[tuple[Strips, U64]] = []
         self.lost: str | None = None
 
@@ -173,7 +173,7 @@ class SplitTransfer:
 class _Packed:
     """Memory in which the strips of a part lie one after the other, on the devices of the live memory."""
 
-    def __init__(self, live: Part, into: Regions) -> None:
+    def __init__(self, live: ReceiverPlan, into: VersionRegions) -> None:
         self._live = live
         self._into = into
         self._region = locate(into.first, live.dst, live.dst + (live.num_rows - 1) * live.dst_pitch + live.run_bytes)
@@ -193,7 +193,7 @@ class _Packed:
             arena = Arena.allocate(max(nbytes, 1), device)
             memories.append(Memory(address=arena.address, nbytes=nbytes, device=arena.device, owner=arena))
         self.nbytes = base
-        self.regions = Regions(memories, into.links)
+        self.regions = VersionRegions(memories, into.links)
         self.part = replace(live, dst=self._at, dst_pitch=live.run_bytes)
         # Sorted for `in_place`: with several devices the order of the part is not that of the memory.
         self._order = np.argsort(self._at, kind="stable")

@@ -1,7 +1,7 @@
 """The cut of a part into steps: reads from one source, bounded in bytes, in the order of the buckets.
 
-In: a `Part`, the regions of both ends, a bound. Out: `Step`s, each with pieces of one window from one source, and
-windows of whole buckets.
+In: a `ReceiverPlan`, the regions of both ends, a bound. Out: `Step`s, each with pieces of one window from one source,
+and windows of whole buckets.
 Not here: running the steps (`transfer`).
 
     buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.digest.strip import Strips
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Rectangles, spread
 from penstock.sync.local_version import locate
 from penstock.types import I64, U64
@@ -42,7 +42,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class DigestRequest:
+class StepDigests:
     """Steps of one source whose digests are requested together."""
 
     steps: tuple[Step, ...]
@@ -60,7 +60,7 @@ class Windows:
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
 
-    def digest_requests(self, source: int, ask_bytes: int) -> list[DigestRequest]:
+    def digest_requests(self, source: int, ask_bytes: int) -> list[StepDigests]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
         # As if a request were full: the first step opens one.
@@ -72,13 +72,13 @@ class Windows:
                     taken = 0
                 groups[-1].append(step)
                 taken += step.nbytes
-        return [DigestRequest(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
+        return [StepDigests(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
 
     def __len__(self) -> int:
         return len(self.bucket_first) - 1
 
 
-def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
+def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
     """Cut a checked part into windows and steps.
 
     Args:
@@ -113,7 +113,7 @@ def cut(part: Part, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piec
     return Windows(bucket_first=tuple(windows), steps=_by_turns(steps))
 
 
-def _pieces(part: Part, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
+def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     """Return the segments in this order, cut to at most `piece_bytes`, and the segment of each piece."""
     # Long runs are cut into columns, and then many rows into blocks.
     run = part.run_bytes[order]

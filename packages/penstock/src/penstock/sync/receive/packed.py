@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from penstock.digest.strip import Strips
 from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.errors import PenstockError
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.sync.messages import PackReply
 from penstock.sync.packer import LEASE_S
 
@@ -50,7 +50,7 @@ class ShortRuns:
     """The reason why others were read where they lie."""
 
 
-class BufferLeases(Closing):
+class BufferLeases(Closeable):
     """The leases of buffers that a transfer reads now; a thread tells the sources that the buffers are still read.
 
     Args:

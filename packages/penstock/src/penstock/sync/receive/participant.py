@@ -24,7 +24,7 @@ from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
-from penstock.sync.together import MAX_REASON_CHARS, Reply, Undecided, learn, refusal
+from penstock.sync.together import MAX_REASON_CHARS, DecisionReply, Undecided, learn, refusal
 
 ASK_S = 1.0
 """How long one request for a decision waits at rank 0."""
@@ -155,7 +155,7 @@ class Participant:
         if decision.outcome == "withdrawn":
             raise refusal(name, decision)
 
-    def _ask_rank_0(self, run: str, version: int) -> Reply:
+    def _ask_rank_0(self, run: str, version: int) -> DecisionReply:
         """Return rank 0's answer about a version, which comes as soon as there is a decision."""
         try:
             answer: Decision = self._membership.ask(
@@ -163,13 +163,13 @@ class Participant:
             )
         except PeerLost:
             is_gone = self._membership.has_left(run, max_age_s=ASK_S)
-            return Reply(at=time.monotonic(), kind="gone" if is_gone else "silent")
+            return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
-            return Reply(at=time.monotonic(), kind="silent")
+            return DecisionReply(at=time.monotonic(), kind="silent")
         # A rank 0 that does not know the version has forgotten it, among many later ones.
-        return Reply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
+        return DecisionReply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
 
-    def _ask_hub(self, run: str, version: int) -> Reply:
+    def _ask_hub(self, run: str, version: int) -> DecisionReply:
         """Propose to the hub to withdraw a version, and return the decision that it has recorded."""
         member = self._membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
@@ -177,8 +177,8 @@ class Participant:
         try:
             answer = member.decide(self._membership.name, proposal)
         except PenstockError:
-            return Reply(at=time.monotonic(), kind="silent")
-        return Reply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
+            return DecisionReply(at=time.monotonic(), kind="silent")
+        return DecisionReply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
         """Return the terms of a version that this subscriber plans for another receiver; see `Planner`."""

@@ -36,8 +36,8 @@ from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.layout import cut, writing
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.shards import Row
-from penstock.transport.choose import Links
+from penstock.sync.shards import ShardRow
+from penstock.transport.choose import PeerLinks
 from penstock.types import U64, Box, DType
 
 _LISTED = 10
@@ -185,7 +185,9 @@ class ReleasedVersion:
     digests: MemoryDigests | None
     """Of the memory, where the engine brings the bytes back itself."""
 
-    def read_stored(self, update_loop: UpdateLoop, stored: StoredVersion, links: Links, error: PenstockError) -> Staged:
+    def read_stored(
+        self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError
+    ) -> Staged:
         """Fill the target from a stored version, and verify it if it is the version that was released.
 
         Args:
@@ -280,7 +282,7 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def _part(row: Row, tensor: torch.Tensor) -> torch.Tensor:
+def _part(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a checkpoint's tensor that a row has."""
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)

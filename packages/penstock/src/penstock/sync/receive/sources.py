@@ -29,12 +29,12 @@ from penstock.engine.threads import KeptThreads
 from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, batches, packable, packed_segments
 from penstock.segments import Rectangles, Segments
-from penstock.sync.local_version import Answer, LocalVersion, Regions, VersionMap
+from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionRegions
 from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
 from penstock.sync.receive.batches import Step
 from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
-from penstock.transport.protocol import Descriptor, Handle, Pending, Reaching, Striding, Transport, wait_all
+from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
 from penstock.types import GB, U64
 
 T = TypeVar("T")
@@ -291,7 +291,7 @@ class SourceRead:
         leases: keeps the leases of the source's buffers; None: short runs are read where they lie.
     """
 
-    def __init__(self, link: SourceLink, into: Regions, leases: BufferLeases | None = None) -> None:
+    def __init__(self, link: SourceLink, into: VersionRegions, leases: BufferLeases | None = None) -> None:
         self.link = link
         self.member = link.member
         self.short_runs = ShortRuns()
@@ -379,7 +379,9 @@ class SourceRead:
                 link.hold_packed((), release)
         return failed, is_touched
 
-    def _posting(self, step: Step, packed: list[tuple[int, int, Rectangles]]) -> Iterator[tuple[Transport, Pending]]:
+    def _posting(
+        self, step: Step, packed: list[tuple[int, int, Rectangles]]
+    ) -> Iterator[tuple[Transport, PendingRead]]:
         """Post the reads of a step, one by one as the caller iterates; add to `packed` what the source is to pack."""
         for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
@@ -527,7 +529,7 @@ class SourceRead:
 
 def _posted(
     transport: Transport, into: Handle, descriptor: Descriptor, segments: Segments
-) -> Iterator[tuple[Transport, Pending]]:
+) -> Iterator[tuple[Transport, PendingRead]]:
     # A generator, so that `wait_all` gets the errors of posting too.
     yield transport, transport.post_read(into, descriptor, segments)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.plan.sync import WATERMARK_BYTES, Part
+from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
 from penstock.sync.messages import PartReply
 from penstock.sync.recording.layout import Load
 
@@ -19,7 +19,7 @@ class Staged:
 
     version: int
     run: str
-    part: Part | None
+    part: ReceiverPlan | None
     """The strips that were received; None: the version is live already, and nothing was read."""
     begun: float
     attempts: int
@@ -50,7 +50,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class UpdateOptions:
     """The options for filling a target; see `subscriber`."""
 
     staged: bool

@@ -17,7 +17,7 @@ from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.hub.client import resolve_connection
 from penstock.sync.membership import joined, rank_of
 from penstock.sync.receive.hooks import Hooks
-from penstock.sync.receive.staged import Options
+from penstock.sync.receive.staged import UpdateOptions
 from penstock.sync.receive.subscriber import Subscriber
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.transfer import LEAST_BYTES
@@ -93,7 +93,7 @@ def subscriber(
     has_check = hooks is not None and hooks.check is not None
     if has_check and mode == "direct":
         raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
-    options = Options(
+    options = UpdateOptions(
         staged=mode == "staged",
         load=load,
         strict=strict,

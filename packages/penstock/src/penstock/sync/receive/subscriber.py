@@ -36,7 +36,7 @@ from penstock.errors import (
     VersionRefused,
 )
 from penstock.hub.messages import SyncState
-from penstock.lifecycle import Closing
+from penstock.lifecycle import Closeable
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.peer.member import Member
 from penstock.sync.membership import Membership
@@ -47,7 +47,7 @@ from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import ReleasedMemory, ReleasedVersion, StoredVersion
 from penstock.sync.receive.serving import Serving
-from penstock.sync.receive.staged import Options, Staged
+from penstock.sync.receive.staged import Staged, UpdateOptions
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.receive.versions import each_version
@@ -63,7 +63,7 @@ GRACE_S = 1.0
 _PAUSE_S = 0.1
 
 
-class Subscriber(Closing):
+class Subscriber(Closeable):
     """A rank that receives. Made by `subscriber`; a context manager. One thread at a time updates.
 
     Attributes:
@@ -80,7 +80,7 @@ class Subscriber(Closing):
         name: str,
         target: Target,
         member: Member,
-        options: Options,
+        options: UpdateOptions,
         *,
         rank: int,
         world_size: int,

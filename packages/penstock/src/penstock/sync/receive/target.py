@@ -1,7 +1,7 @@
 """The target of a subscriber: the tensors that it fills, as rows of the checkpoint on offer, and the memory for them.
 
 In: a module with or without a loader, or tensors by name; the publishers' table, with tags; the requested tags.
-Out: `Shown`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
+Out: `Selection`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
 Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.publish.transformed`), reading a version
 (`update`).
 
@@ -28,14 +28,14 @@ from penstock.plan.intersect import MAX_LISTED, prefix_hint
 from penstock.plan.layout import Layout
 from penstock.report import names_text
 from penstock.sync.copy_plan import StagingCopy, aliases_of
-from penstock.sync.local_version import LocalVersion, Regions
+from penstock.sync.local_version import LocalVersion, VersionRegions
 from penstock.sync.messages import TableReply
 from penstock.sync.recording.layout import Load, Recording, live_tensors
 from penstock.sync.recording.loader_run import users_code
 from penstock.sync.recording.requirements import Requirements, record, wanted
-from penstock.sync.shards import Declarable, Row, declared, layout_of, regions_of
+from penstock.sync.shards import Declarable, ShardRow, declared, layout_of, regions_of
 from penstock.transform.formats import Format, format_of, is_format
-from penstock.transport.choose import Links
+from penstock.transport.choose import PeerLinks
 from penstock.types import U64, DType, TensorTable
 
 TargetFunction = Callable[[Mapping[str, torch.Tensor]], Mapping[str, Declarable]]
@@ -46,7 +46,7 @@ Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Selection:
     """The checkpoint as one receiver reads it."""
 
     table: TensorTable
@@ -54,7 +54,9 @@ class Shown:
     """The tag of each name that has one."""
 
 
-def shown(checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None) -> Shown:
+def shown(
+    checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None
+) -> Selection:
     """Return the checkpoint's table, with tensors of the requested tags in the place of their plain sources.
 
     Args:
@@ -86,7 +88,7 @@ def shown(checkpoint: TableReply, requested: str | Sequence[str] | None, model: 
                 raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
     table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
-    return Shown(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
+    return Selection(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
 
 
 def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[int, ...], str]]:
@@ -220,7 +222,7 @@ def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
     return zip(table.names, table.dtypes, table.shapes, strict=True)
 
 
-def _tagged(row: Row, tag: str) -> Row:
+def _tagged(row: ShardRow, tag: str) -> ShardRow:
     """Return the row with a tag, unless it has one already."""
     return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
@@ -270,7 +272,7 @@ class ReceiveBuffers:
         self,
         requirements: Requirements,
         member: str,
-        links: Links,
+        links: PeerLinks,
         *,
         staged: bool,
         serve: bool,
@@ -293,12 +295,12 @@ class ReceiveBuffers:
         # where it will be the staging copy.
         self.local_version: LocalVersion | None = None
         self.staging_copy: StagingCopy | None = None
-        self._spare: Regions | None = None
+        self._spare: VersionRegions | None = None
         try:
             if serve or not staged:
                 self.local_version = LocalVersion(self.layout, registered, links)
             elif aliases is not None:
-                self._spare = Regions(aliases, links)
+                self._spare = VersionRegions(aliases, links)
             if staged:
                 served = self._spare if self.local_version is None else self.local_version.regions
                 self.staging_copy = StagingCopy(memories, links, served=None if aliases is None else served)
@@ -306,10 +308,10 @@ class ReceiveBuffers:
             self.close()
             raise
 
-    def has(self, proven: Iterable[tuple[Strips, U64]], links: Links) -> bool:
+    def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
         """Return whether strips of the target's memory have these digests now."""
         # Registered for this alone: staged and not served, the target's own memory is in no transport.
-        with Regions(self.memories, links) as regions:
+        with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
@@ -334,7 +336,7 @@ class ReceiveBuffers:
         return copied + self.wanted.scratch_bytes
 
     @property
-    def into(self) -> Regions:
+    def into(self) -> VersionRegions:
         """Return the memory that a transfer reads into."""
         if self.staging_copy is not None:
             return self.staging_copy.regions

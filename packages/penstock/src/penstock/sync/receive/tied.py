@@ -17,9 +17,9 @@ import numpy as np
 from penstock.digest.strip import Strips
 from penstock.errors import PenstockError
 from penstock.memory.targets import sources_differ
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.segments import spread
-from penstock.sync.local_version import Regions
+from penstock.sync.local_version import VersionRegions
 from penstock.sync.receive.sources import SourceFailed, SourceLink, SourceRead
 from penstock.types import I64, U64
 
@@ -75,7 +75,9 @@ class TiedRows:
         PlanError: the part does not keep to the receiver's memory.
     """
 
-    def __init__(self, part: Part, groups: Sequence[Sequence[int]], names: Sequence[str], into: Regions) -> None:
+    def __init__(
+        self, part: ReceiverPlan, groups: Sequence[Sequence[int]], names: Sequence[str], into: VersionRegions
+    ) -> None:
         self.part = part
         self.sources = part.used_sources()
         self._into = into
@@ -124,7 +126,7 @@ class TiedRows:
         return digests
 
 
-def _reads(part: Part, row: int) -> _Reads:
+def _reads(part: ReceiverPlan, row: int) -> _Reads:
     """Return the reads of a row, in the order of their places."""
     mine = np.flatnonzero(part.row == row)
     mine = mine[np.argsort(part.dst[mine], kind="stable")]

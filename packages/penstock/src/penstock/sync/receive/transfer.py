@@ -1,6 +1,6 @@
 """Transfer of one receiver's part of a sync from several sources at once, with verification.
 
-In: a `Part`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
+In: a `ReceiverPlan`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
 Not here: executors, ticket and closing (`engine.run`), choosing sources and version (`subscriber`), cutting the part
 into steps (`batches`), the use of the bytes (`sync.recording.requirements`, `sync.copy_plan`), the planner's
 use of progress reports (`sync.publish.rank_group`).
@@ -15,10 +15,10 @@ its own.
 From a source that had all rows at the start, the digests of many steps are requested together (`ask`) while the steps
 are read; from any other source, the digests of each step are requested before it is read.
 
-With a `Delta`, only strips that changed since the last version are read. The first run of a plan reads everything and
-stores its digests; the next requests digests before it reads a step. Then the measured density and bandwidth decide
-whether to go on so, or to read everything while digests are requested. A strip that is not read is digested like one
-that was: the stored digests only decide what to skip, and are never trusted.
+With a `ChangedRanges`, only strips that changed since the last version are read. The first run of a plan reads
+everything and stores its digests; the next requests digests before it reads a step. Then the measured density and
+bandwidth decide whether to go on so, or to read everything while digests are requested. A strip that is not read is
+digested like one that was: the stored digests only decide what to skip, and are never trusted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from penstock.plan.sync import (
     READS_AT_ONCE,
     READS_OF_ONE,
     WATERMARK_BYTES,
-    Part,
+    ReceiverPlan,
     step_bytes,
 )
-from penstock.sync.local_version import Regions
+from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
-from penstock.sync.messages import Progress
-from penstock.sync.receive.batches import DigestRequest, Step, Windows, cut, some_of
+from penstock.sync.messages import RankProgress
+from penstock.sync.receive.batches import Step, StepDigests, Windows, cut, some_of
 from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
 from penstock.types import GB, I64, MIB, U64
@@ -61,7 +61,7 @@ CUT_S = 50e-6
 """Time to select some strips of a step: about twenty numpy calls."""
 
 
-def require_planned(part: Part, links: Iterable[SourceLink]) -> None:
+def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
     """Raise StaleDescriptor if a source has registered its memory again: its offsets are not those of the plan."""
     if moved := part.moved({link.member: link.map.address for link in links}):
         raise StaleDescriptor("the source has registered its memory again", uri=f"penstock:{moved[0]}")
@@ -76,7 +76,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
-class Delta:
+class ChangedRanges:
     """The digests of one `Transfer`: of one plan's key, and one memory of a receiver, which a flip may exchange.
 
     Attributes:
@@ -190,14 +190,14 @@ class Transfer:
 
     def __init__(
         self,
-        part: Part,
-        into: Regions,
+        part: ReceiverPlan,
+        into: VersionRegions,
         *,
         names: Sequence[str] = (),
         watermark_bytes: int = WATERMARK_BYTES,
         stall_s: float = 30.0,
         trace: Trace | None = None,
-        delta: Delta | None = None,
+        delta: ChangedRanges | None = None,
         threads: KeptThreads | None = None,
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
@@ -209,7 +209,7 @@ class Transfer:
         self.watermark_bytes = watermark_bytes
         self.delta = delta
         self.threads = threads
-        self._other_delta: Delta | None = None
+        self._other_delta: ChangedRanges | None = None
         self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
@@ -254,7 +254,7 @@ class Transfer:
         """Note that `into` has other memory since the last run, and had the present one before it."""
         # Each memory's digests are those of the version that it has, two versions before the next.
         if self.delta is not None:
-            self.delta, self._other_delta = self._other_delta or Delta(), self.delta
+            self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 
     def summary(self, report: TransferReport) -> str:
         """Return a line of text about how much of the version was read; empty without a delta."""
@@ -442,7 +442,7 @@ class _TransferRun(Run):
 
     # -- ask: digests of several steps of one source.
 
-    def _request_digests(self, source: SourceRead, request: DigestRequest) -> None:
+    def _request_digests(self, source: SourceRead, request: StepDigests) -> None:
         digests = request.split(self._digests_of(source, request.theirs))
         for step, wanted in zip(request.steps, digests, strict=True):
             self._note_digests(step, wanted)
@@ -596,7 +596,7 @@ def reporting_progress(
 
     def work() -> None:
         while not over.wait(REPORT_S):
-            report(membership, planner, Progress(version=version, moved_bytes=transfer.moved_bytes))
+            report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
     # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.
     reporter = threads.start(work, "penstock-tell")
@@ -613,10 +613,10 @@ def tell_failed(membership: Membership, request: tuple[str, int] | None, error: 
     if request is not None:
         planner, version = request
         # Cut to the limit of the message's field: a refused report would say nothing at all.
-        report(membership, planner, Progress(version=version, outcome="failed", why=str(error)[:1024]))
+        report(membership, planner, RankProgress(version=version, outcome="failed", why=str(error)[:1024]))
 
 
-def report(membership: Membership, planner: str, progress: Progress) -> None:
+def report(membership: Membership, planner: str, progress: RankProgress) -> None:
     """Send a report. A planner that cannot be reached counts this receiver as late; the update goes on."""
     with contextlib.suppress(PenstockError):
         membership.ask(planner, lambda sync_client: sync_client.progress(progress), channel="progress")

@@ -33,18 +33,18 @@ from penstock.errors import (
 )
 from penstock.hub.messages import FleetDecision, SyncMember, layout_digest
 from penstock.plan.layout import decode, encode
-from penstock.plan.sync import Part
+from penstock.plan.sync import ReceiverPlan
 from penstock.sync.membership import Membership
-from penstock.sync.messages import NewsReply, PartReply, PartRequest, Progress, TableReply
+from penstock.sync.messages import NewsReply, PartReply, PartRequest, RankProgress, TableReply
 from penstock.sync.receive.ahead import SplitTransfer
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
-from penstock.sync.receive.staged import Options, Staged, nothing_read
-from penstock.sync.receive.target import ReceiveBuffers, Shown, Target, shown
+from penstock.sync.receive.staged import Staged, UpdateOptions, nothing_read
+from penstock.sync.receive.target import ReceiveBuffers, Selection, Target, shown
 from penstock.sync.receive.tied import TiedRows
 from penstock.sync.receive.transfer import (
-    Delta,
+    ChangedRanges,
     Transfer,
     report,
     reporting_progress,
@@ -97,7 +97,7 @@ class UpdateLoop:
         self,
         membership: Membership,
         target: Target,
-        options: Options,
+        options: UpdateOptions,
         *,
         stall_s: float,
         before_free: Callable[[], None],
@@ -187,7 +187,7 @@ class UpdateLoop:
             planner, version = self._asking
             is_checked = outcome == "prepared" and self._options.has_check
             moved = self._transfer.moved_bytes
-            progress = Progress(
+            progress = RankProgress(
                 version=version, moved_bytes=moved, outcome=outcome, why=why[:MAX_REASON_CHARS], is_checked=is_checked
             )
             report(self._membership, planner, progress)
@@ -384,7 +384,7 @@ class UpdateLoop:
         self.checkpoint = checkpoint
         return buffers
 
-    def _shown(self, checkpoint: TableReply) -> Shown:
+    def _shown(self, checkpoint: TableReply) -> Selection:
         model = self._target if isinstance(self._target, torch.nn.Module) else None
         return shown(checkpoint, self._options.transforms, model)
 
@@ -480,7 +480,7 @@ class UpdateLoop:
         if reply.part is not None:
             self._forget_transfer()
             names = buffers.layout.names
-            self._tied = TiedRows(decode(reply.part, Part), buffers.wanted.tied, names, buffers.into)
+            self._tied = TiedRows(decode(reply.part, ReceiverPlan), buffers.wanted.tied, names, buffers.into)
             self._transfer = self._transfer_of(self._tied.part, buffers)
         if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
@@ -562,7 +562,7 @@ class UpdateLoop:
             metadata=metadata,
         )
 
-    def _transfer_of(self, part: Part, buffers: ReceiveBuffers) -> Transfer | SplitTransfer:
+    def _transfer_of(self, part: ReceiverPlan, buffers: ReceiveBuffers) -> Transfer | SplitTransfer:
         options = self._options
         if options.ahead_bytes:
             return SplitTransfer(
@@ -580,7 +580,7 @@ class UpdateLoop:
             names=buffers.layout.names,
             watermark_bytes=options.watermark_bytes,
             stall_s=self._stall_s,
-            delta=Delta(),
+            delta=ChangedRanges(),
             threads=self._threads,
         )
 

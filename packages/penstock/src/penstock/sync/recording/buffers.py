@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from penstock.plan.intersect import common_box
 from penstock.sync.recording.layout import Step
-from penstock.sync.recording.stride_map import Grid, StrideMap, between, boxes, chain, restrict
+from penstock.sync.recording.stride_map import StrideGrid, StrideMap, between, boxes, chain, restrict
 from penstock.types import Box
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class BufferPiece(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a buffer: from the one checkpoint tensor in `names`; or a `value`; or unknown, with `why` and names."""
 
     map: StrideMap
@@ -33,11 +33,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 class Buffer:
     """An allocation: of a live tensor, or of a temporary one."""
 
-    def __init__(self, dtype: torch.dtype, grid: Grid, offset: int = 0, *, piece: Piece | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, grid: StrideGrid, offset: int = 0, *, piece: BufferPiece | None = None
+    ) -> None:
         self.dtype = dtype
         self.grid = grid
         self.offset = offset
-        self.pieces: list[Piece] = [] if piece is None else [piece]
+        self.pieces: list[BufferPiece] = [] if piece is None else [piece]
         # Still the one piece that it was made with.
         self.untouched = piece is not None
         # Checkpoint tensors that were overwritten as a whole, with the one that took their place.
@@ -49,7 +51,7 @@ class Buffer:
         """Return the checkpoint tensors that are in the buffer."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.names))
 
-    def put(self, new: Sequence[tuple[Piece, Box]]) -> None:
+    def put(self, new: Sequence[tuple[BufferPiece, Box]]) -> None:
         """Write pieces over the present ones, each with its box in the buffer."""
         self.untouched = False
         if self._boxes is None:
@@ -62,7 +64,7 @@ class Buffer:
             self.pieces.append(piece)
             self._boxes.add(box)
 
-    def _note_replaced(self, new: Piece) -> None:
+    def _note_replaced(self, new: BufferPiece) -> None:
         for old in self.pieces:
             if len(old.names) == len(new.names) == 1 and old.map == new.map and old.names != new.names:
                 self.replaced[old.names[0]] = new.names[0]
@@ -129,10 +131,10 @@ def identity(box: Box) -> StrideMap:
 
 
 # Loaders copy thousands of tensors of the same few shapes.
-grid_of = functools.lru_cache(maxsize=1024)(Grid)
+grid_of = functools.lru_cache(maxsize=1024)(StrideGrid)
 
 
-def _without(piece: Piece, box: Box) -> Iterator[Piece]:
+def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
     """Return the rest of a piece after `box` is written."""
     whole = piece.map.target_box()
     if common_box(whole, box) is None:
@@ -162,7 +164,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         grid = self.buffer.grid
         return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))
 
-    def pieces_to(self, target: View) -> Iterator[Piece]:
+    def pieces_to(self, target: View) -> Iterator[BufferPiece]:
         """Yield this view's pieces as pieces of `target`'s buffer; both have one shape. NotBoxes as `region`."""
         mine, theirs = self.buffer, target.buffer
         whole = between(mine.grid, self.offset, self.strides, theirs.grid, target.offset, target.strides, self.shape)

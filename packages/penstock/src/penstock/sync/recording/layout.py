@@ -25,7 +25,7 @@ from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.targets import require_initialised
 from penstock.plan.intersect import common_box
 from penstock.sync.recording.stride_map import Digit, StrideMap, boxes, restrict
-from penstock.sync.shards import Declarable, Row, Shard, declared
+from penstock.sync.shards import Declarable, Shard, ShardRow, declared
 from penstock.types import Box, DType
 
 Step = tuple[Literal["cast", "view"], DType]
@@ -35,7 +35,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A model's `load_weights`: it takes tensors by their checkpoint names and fills the model."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), by `steps`.
@@ -73,7 +73,7 @@ class Recording:
     """Digest of the checkpoint's names, dtypes and shapes that were recorded."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the checkpoint tensors that are recorded or unrecorded."""
-    records: tuple[Record, ...]
+    records: tuple[LayoutRecord, ...]
     constants: tuple[Constant, ...]
     unrecorded: Mapping[str, str]
     """Checkpoint tensors that must be received whole and pass through the loader itself, with the reason."""
@@ -177,7 +177,7 @@ def fill(
             install(record, cut(source[record.source], record.source_box), targets[record.target])
 
 
-def install(record: Record, piece: torch.Tensor, target: torch.Tensor) -> None:
+def install(record: LayoutRecord, piece: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a record's source box, on any device and of that box's shape, to its place in the target."""
     # The inverse of the recorded view: the source's runs, in the target's order.
     value = piece.reshape(record.split).permute(record.permutation)
@@ -211,7 +211,7 @@ def checkpoint_shards(
         some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
         hint = "declare the parameters under names of your own"
         raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {some}", hint=hint)
-    by_target: dict[str, list[Record]] = {}
+    by_target: dict[str, list[LayoutRecord]] = {}
     for record in recording.records:
         by_target.setdefault(record.target, []).append(record)
     shards_of: dict[str, list[Shard]] = {}
@@ -221,7 +221,7 @@ def checkpoint_shards(
     return {name: shards for name, shards in shards_of.items() if shards}
 
 
-def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]:
+def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iterator[Shard]:
     """Return a row's shards of one record's source."""
     box = _torch_box(row)
     common = common_box(box, record.target_box)
@@ -242,7 +242,7 @@ def _shards(row: Row, record: Record, shape: tuple[int, ...]) -> Iterator[Shard]
             yield Shard(tensor=tensor, global_shape=shown, offset=start, tag=row.form.tag)
 
 
-def _torch_box(row: Row) -> Box:
+def _torch_box(row: ShardRow) -> Box:
     """Return a row's box in torch's elements, where two elements of F4 count as one."""
     start = row.form.box.start
     if row.form.dtype is DType.F4:
@@ -250,7 +250,7 @@ def _torch_box(row: Row) -> Box:
     return Box(start=start, stop=tuple(a + n for a, n in zip(start, row.tensor.shape, strict=True)))
 
 
-def _map_of(record: Record) -> StrideMap:
+def _map_of(record: LayoutRecord) -> StrideMap:
     """Return the stride map that a record was made from."""
     # A record keeps shapes, not steps: those follow from the boxes, whose digits fill each dim from the outer one.
     source = _places(record.source_box.shape, record.split)

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
-from penstock.sync.recording.buffers import Buffer, LiveBuffer, Piece, View, grid_of, identity
+from penstock.sync.recording.buffers import Buffer, BufferPiece, LiveBuffer, View, grid_of, identity
 from penstock.sync.recording.layout import Step, live_tensors
-from penstock.sync.recording.stride_map import Grid, NotBoxes, StrideMap
+from penstock.sync.recording.stride_map import NotBoxes, StrideGrid, StrideMap
 from penstock.types import Box
 
 
@@ -120,7 +120,7 @@ class LoadRecorder:
         # By storage, which several live tensors may share.
         self._live: dict[int, list[LiveBuffer]] = {}
         # Tensors of the checkpoint of one dtype and shape differ in their buffers alone.
-        self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, Grid, StrideMap]] = {}
+        self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, StrideGrid, StrideMap]] = {}
         # The largest first: a tensor inside another's memory is written to as part of that.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
@@ -134,10 +134,10 @@ class LoadRecorder:
             meta = torch.empty(shape, dtype=dtype, device="meta")
             alike = self._metas[dtype, shape] = meta, grid_of(shape, meta.stride()), identity(Box.full(shape))
         meta, grid, whole = alike
-        buffer = None if 0 in shape else Buffer(dtype, grid, piece=Piece(map=whole, names=(name,)))
+        buffer = None if 0 in shape else Buffer(dtype, grid, piece=BufferPiece(map=whole, names=(name,)))
         return Recorded(meta, self, self.device, buffer)
 
-    def live_pieces(self) -> Iterator[tuple[str, list[Piece]]]:
+    def live_pieces(self) -> Iterator[tuple[str, list[BufferPiece]]]:
         """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
@@ -232,7 +232,7 @@ class LoadRecorder:
             except NotBoxes:
                 # The elements cannot be named as boxes: the whole buffer must count as unknown, never less.
                 maps = [identity(Box.full(buffer.grid.shape))]
-            buffer.put([(Piece(map=region, names=names, why=why), region.target_box()) for region in maps])
+            buffer.put([(BufferPiece(map=region, names=names, why=why), region.target_box()) for region in maps])
 
     def set_number(self, target: torch.Tensor, value: float) -> None:
         """Set all elements that a tensor shows to one number."""
@@ -240,7 +240,9 @@ class LoadRecorder:
             return
         try:
             if view := self._view(target):
-                view.buffer.put([(Piece(map=region, value=value), region.target_box()) for region in view.region()])
+                view.buffer.put(
+                    [(BufferPiece(map=region, value=value), region.target_box()) for region in view.region()]
+                )
         except NotBoxes as error:
             self.unknown([target], (), str(error))
 
@@ -299,7 +301,7 @@ class LoadRecorder:
             return view(tensor)
         return Recorded(view(tensor._meta), self, tensor.device, tensor._buffer)
 
-    def made(self, meta: torch.Tensor, device: torch.device, piece: Piece | None = None) -> Recorded:
+    def made(self, meta: torch.Tensor, device: torch.device, piece: BufferPiece | None = None) -> Recorded:
         """Return a new recording tensor, with one piece for all of it, or without known elements."""
         if not meta.numel():
             return Recorded(meta, self, device, None)
@@ -356,7 +358,9 @@ class LoadRecorder:
         def unknown(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return self.made(leaf, tensors[0].device, Piece(map=identity(Box.full(leaf.shape)), names=names, why=why))
+            return self.made(
+                leaf, tensors[0].device, BufferPiece(map=identity(Box.full(leaf.shape)), names=names, why=why)
+            )
 
         return tree_map(unknown, out)
 
@@ -366,7 +370,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _stepped(piece: Piece, steps: list[Step]) -> Piece:
+def _stepped(piece: BufferPiece, steps: list[Step]) -> BufferPiece:
     """Return a piece with further conversions; numbers and unknown elements need none."""
     return piece if piece.value is not None or piece.why else replace(piece, steps=(*piece.steps, *steps))
 
@@ -430,7 +434,7 @@ def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
     meta = func(*on_meta(args), **kwargs, device="meta")
     whole = identity(Box.full(meta.shape))
-    return recorder.made(meta, device, Piece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None)
+    return recorder.made(meta, device, BufferPiece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None)
 
 
 def _copy(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -489,7 +493,7 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
     # All of it is padding first; the source is then written over its middle.
-    out = recorder.made(meta, source.device, Piece(map=identity(Box.full(meta.shape)), value=value))
+    out = recorder.made(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
         return out

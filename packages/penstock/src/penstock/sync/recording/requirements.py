@@ -35,7 +35,7 @@ from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
 from penstock.plan.intersect import common_box, minus
 from penstock.report import bytes_text, names_text
-from penstock.sync.recording.layout import Constant, Load, Record, Recording, cut, install, live_tensors
+from penstock.sync.recording.layout import Constant, LayoutRecord, Load, Recording, cut, install, live_tensors
 from penstock.sync.recording.loader_run import (
     LoaderRaised,
     Specs,
@@ -47,7 +47,7 @@ from penstock.sync.recording.loader_run import (
     written_alone,
 )
 from penstock.sync.recording.meta_tensors import LoadRecorder
-from penstock.sync.shards import Row, row_of
+from penstock.sync.shards import ShardRow, row_of
 from penstock.types import Box, TensorTable
 
 
@@ -134,7 +134,7 @@ def _recording(
 ) -> Recording:
     """Turn the pieces of the live tensors into records, constants, and names that must pass through the loader."""
     unrecorded = {**left_out, **recorder.lost}
-    records: list[Record] = []
+    records: list[LayoutRecord] = []
     constants: list[Constant] = []
     filled: dict[str, int] = {}
     computed: set[str] = set()
@@ -152,7 +152,7 @@ def _recording(
                 continue
             split, permutation = piece.map.order()
             records.append(
-                Record(
+                LayoutRecord(
                     source=piece.names[0],
                     source_box=piece.map.source_box(),
                     split=split,
@@ -183,7 +183,9 @@ def _recording(
     )
 
 
-def _repeated(records: Sequence[Record], recorder: LoadRecorder, num_names: Mapping[str | None, int]) -> dict[str, str]:
+def _repeated(
+    records: Sequence[LayoutRecord], recorder: LoadRecorder, num_names: Mapping[str | None, int]
+) -> dict[str, str]:
     """Return the checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
     targets: dict[str, set[str]] = {}
     for entry in records:
@@ -212,7 +214,7 @@ class _Step:
 
     piece: torch.Tensor
     target: torch.Tensor
-    record: Record | None = None
+    record: LayoutRecord | None = None
 
     def run(self) -> None:
         if self.record is None:
@@ -229,7 +231,7 @@ class Requirements:
     once. Then `install` and `finish`.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ShardRow, ...]
     num_live: int
     """Rows before this one lie in live memory; the others in scratch, or in memory of rows before them (`tied`)."""
     scratch_bytes: int
@@ -251,7 +253,7 @@ class Requirements:
     """Whether some of the model's tensors were made in inference mode."""
 
     @classmethod
-    def as_declared(cls, rows: Sequence[Row]) -> Requirements:
+    def as_declared(cls, rows: Sequence[ShardRow]) -> Requirements:
         """Return these rows as requirements without steps after arrival.
 
         Raises:
@@ -440,7 +442,7 @@ def wanted(
         raise PlanError("the model is on the meta device", hint="materialise it first: module.to_empty(device=...)")
     run = load or own_loader(model)
     places = _Destinations(model, recording.touched)
-    by_source: dict[str, list[Record]] = {}
+    by_source: dict[str, list[LayoutRecord]] = {}
     for entry in recording.records:
         by_source.setdefault(entry.source, []).append(entry)
     for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
@@ -494,9 +496,9 @@ class _Destinations:
         self._whole: dict[str, _Place] = {}
         self._rows: list[tuple[_Place, Box]] = []
         self._copies: list[tuple[_Place, _Place, Box]] = []
-        self._moves: list[tuple[_Place, Record]] = []
+        self._moves: list[tuple[_Place, LayoutRecord]] = []
 
-    def lay(self, source: _Source, records: Sequence[Record], *, whole: bool) -> None:
+    def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
         """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_Place] = []
         # The loader gets the whole tensor, from scratch; records of the same tensor are copied from there too.
@@ -531,7 +533,7 @@ class _Destinations:
         self._places.append(_Place(source=source, box=box, device=device, tensor=view))
         return self._places[-1]
 
-    def _direct(self, record: Record, source: _Source) -> torch.Tensor | None:
+    def _direct(self, record: LayoutRecord, source: _Source) -> torch.Tensor | None:
         """Return a view of the target's memory with the source box's shape; None: it cannot be read into directly.
 
         Direct reads need the same order of elements, contiguous runs, and the same bits.

@@ -90,7 +90,7 @@ def _box(start: tuple[int, ...], extents: tuple[int, ...]) -> Box:
     return Box(start=start, stop=tuple(map(operator.add, start, extents)))
 
 
-class Grid:
+class StrideGrid:
     """A tensor's shape and strides, to locate element offsets in it. Not for tensors without elements."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
@@ -163,10 +163,10 @@ class Grid:
 
 
 def between(
-    source: Grid,
+    source: StrideGrid,
     source_offset: int,
     source_strides: Sequence[int],
-    target: Grid,
+    target: StrideGrid,
     target_offset: int,
     target_strides: Sequence[int],
     shape: Sequence[int],
@@ -191,7 +191,11 @@ def between(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _even(
-    source: Grid, source_strides: tuple[int, ...], target: Grid, target_strides: tuple[int, ...], shape: tuple[int, ...]
+    source: StrideGrid,
+    source_strides: tuple[int, ...],
+    target: StrideGrid,
+    target_strides: tuple[int, ...],
+    shape: tuple[int, ...],
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Return the digits of a copy wherever its views begin, and how far they reach in each dim at either end.
 
@@ -213,10 +217,10 @@ def _even(
 
 
 def _between(
-    source: Grid,
+    source: StrideGrid,
     source_offset: int,
     source_strides: Sequence[int],
-    target: Grid,
+    target: StrideGrid,
     target_offset: int,
     target_strides: Sequence[int],
     shape: Sequence[int],
