@@ -21,7 +21,7 @@ COMMANDS = {
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --force --format",
     "keep": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
-    "--disk-bytes --artifacts --accept --max-readers --max-bytes-per-s --drain-s --format",
+    "--disk-bytes --accept --max-readers --max-bytes-per-s --drain-s --format",
     "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file "
     "--timeout-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
@@ -33,12 +33,13 @@ COMMANDS = {
     "why": "MODEL --member --hub --token-file --format",
     "drain": "MEMBER --undo --reason --hub --token-file",
     "run": "COMMAND --verbose",
-    "doctor": "--path --calibrate --format",
+    "doctor": "--path --format",
+    "calibrate": "PATH --format",
     "version": "--format",
     "artifacts restore": "URI --engine --config --device --at --model --public-key --hub --listen --data-port "
     "--token-file --format",
     "artifacts save": "URI KEY --at --sign --format",
-    "artifacts list": "URI --at --public-key --format",
+    "artifacts list": "URI --at --public-key --keep --format",
     "plan load": "URI --names --memory-bytes --explain --format",
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
     "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --arena --one-node "
@@ -47,7 +48,6 @@ COMMANDS = {
     "simulate convert": "--tasks --task-bytes --shrink --nodes --cluster --rates --seed --picture --format",
     "simulate fetch": "--bytes --nodes --parts --holders --storage-gb-per-s --cluster --rates --python-slowdown --seed "
     "--picture --format",
-    "bench boot": "COMMAND --url --body --model --repeat --timeout-s --log --format",
     "bench fetch": "--device --total-gb --receivers --repeat --format",
     "bench load": "URI --device --names --memory-bytes --repeat --cold --format",
 }

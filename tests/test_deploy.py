@@ -16,7 +16,7 @@ from tests.support.kubernetes import MANIFESTS, Object, environment, find, kubec
 from penstock.cli.main import app
 from penstock.config import Settings
 from penstock.config import environment as known_variables
-from penstock.fetch.storage_initializer import FLEET_PREFIX
+from penstock.fetcher.storage_initializer import FLEET_PREFIX
 from penstock.spi import engine_weights as replica
 from penstock.storage.source import is_registered
 from penstock_vllm import plugin as vllm

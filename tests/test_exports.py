@@ -2,64 +2,97 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import penstock
-from penstock import errors
+from penstock import exports
 
-VERBS = ["attach", "inspect", "join", "load", "load_file", "load_into", "safe_open", "stream", "verify"]
-VERBS += ["publisher", "subscriber", "convert", "manifest", "phase", "serve_metrics", "drain", "status", "why"]
-VERBS += ["log_prob_check", "start_loading", "hand_over", "empty_module", "tensor_parallel"]
+ROOT = Path(__file__).resolve().parent.parent
+VERBS = ["convert", "inspect", "join", "load", "load_file", "load_into", "manifest", "publisher", "safe_open"]
+VERBS += ["stream", "subscriber", "tensor_parallel", "verify"]
 VALUES = [
-    "AttachReport",
-    "Attached",
     "Box",
     "ConnectionSettings",
     "DType",
-    "Emptied",
-    "FetchReport",
     "Fleet",
-    "InspectReport",
+    "Hooks",
     "Manifest",
-    "LoadReport",
-    "Loading",
+    "Shard",
     "TensorStream",
     "Variant",
+    "Weights",
 ]
-VALUES += ["ConvertReport", "ManifestReport", "MetricsEndpoint", "Keeper", "VerifyReport", "Weights", "WorkerSettings"]
-VALUES += ["HubReporter"]
-VALUES += [
-    "Hooks",
-    "PublishReport",
-    "Publisher",
-    "Shard",
-    "StagedVersion",
-    "StoredVersion",
-    "Subscriber",
-    "UpdateReport",
-]
-ERRORS = sorted(
-    name
-    for name, value in vars(errors).items()
-    if isinstance(value, type) and issubclass(value, errors.PenstockError) and value.__module__ == errors.__name__
-)
+REPORTS = ["ConvertReport", "FetchReport", "LoadReport", "PublishReport", "UpdateReport"]
+ERRORS = ["ConfigError", "HubUnavailable", "IntegrityError", "NotFound", "PenstockError", "PlanError", "SourceError"]
+ERRORS += ["VersionRefused"]
+MODULES = {
+    "cache": ["AttachReport", "Attached", "WeightCache", "attach", "cache_parameters"],
+    "hub": ["HubReporter", "drain", "status", "why"],
+    "jobs": ["WorkerSettings"],
+    "modules": ["BackgroundLoad", "load_in_background"],
+    "reports": ["InspectReport", "ManifestReport", "VerifyReport"],
+    "sync": ["Publisher", "StagedVersion", "StoredVersion", "Subscriber"],
+    "telemetry": ["MetricsEndpoint", "phase", "serve_metrics"],
+}
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(penstock.__all__) == sorted([*VERBS, *VALUES, *ERRORS, "__version__"])
+def test_public_names_are_these() -> None:
+    assert sorted(penstock.__all__) == sorted([*VERBS, *VALUES, *REPORTS, *ERRORS, "__version__"])
+    assert len(penstock.__all__) <= 40
 
 
-def test_every_public_name_is_there() -> None:
-    assert [name for name in penstock.__all__ if not hasattr(penstock, name)] == []
-    assert set(penstock.__all__) <= set(dir(penstock))
+def test_names_of_public_modules_are_these() -> None:
+    assert {name: sorted(table) for name, table in exports.MODULES.items()} == MODULES
 
 
-def test_every_public_name_is_documented() -> None:
-    bare = [name for name in penstock.__all__ if name != "__version__" and not getattr(penstock, name).__doc__]
-    assert bare == []
+def test_every_public_name_is_there_and_has_a_docstring() -> None:
+    places = [(penstock, penstock.__all__)]
+    places += [(importlib.import_module(f"penstock.{name}"), names) for name, names in MODULES.items()]
+    for module, names in places:
+        assert set(names) <= set(dir(module))
+        bare = [name for name in names if name != "__version__" and not getattr(module, name).__doc__]
+        assert bare == []
+
+
+def test_public_module_is_found_without_an_import_of_its_own() -> None:
+    code = "import penstock; print(penstock.cache.attach.__name__, penstock.errors.PeerLost.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["attach", "PeerLost"]
+
+
+def test_name_stays_what_it_is_after_its_module_was_imported() -> None:
+    for name, names in MODULES.items():
+        module = importlib.import_module(f"penstock.{name}")
+        for place in exports.MODULES[name].values():
+            importlib.import_module(place.partition(":")[0])
+        assert all(callable(getattr(module, each)) for each in names)
+
+
+@pytest.mark.parametrize("name", sorted(exports.GUESSES))
+def test_guessed_name_is_answered_with_ours(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(penstock, name)
+    instead = exports.GUESSES[name]
+    assert instead in str(caught.value)
+    if instead.startswith("penstock."):
+        path = instead.partition("(")[0].split(".")[1:]
+        found = penstock
+        for part in path:
+            found = getattr(found, part)
 
 
 def test_importing_penstock_imports_no_torch() -> None:
     code = "import penstock, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_stubs_agree_with_the_tables() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "stubs.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

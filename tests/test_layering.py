@@ -30,10 +30,10 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"loader", "jobs"}),
     frozenset({"hub"}),
     frozenset({"peer"}),
-    frozenset({"fetch"}),
-    frozenset({"keeper", "dcp"}),
+    frozenset({"fetcher"}),
+    frozenset({"cache", "dcp"}),
     frozenset({"sync"}),
-    frozenset({"spi", "cli", "testing"}),
+    frozenset({"modules", "reports", "spi", "cli", "testing"}),
     frozenset({"__main__"}),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -445,7 +446,14 @@ def test_a_fleet_carries_a_bundle(homes: Homes, hub: str) -> None:
 
 def test_a_keeper_serves_the_bundles_of_its_models(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
-    with KeeperProcess([str(homes.model), "--artifacts", "--hub", hub]):
+    listed = subprocess.run(
+        [sys.executable, "-m", "penstock", "artifacts", "list", str(homes.model), "--keep"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = [str(homes.model), "--model", homes.model.name, *shlex.split(listed.stdout)]
+    with KeeperProcess([*words, "--hub", hub]):
         Path(saved.uri).unlink()
         homes.enter("second")
         restored = homes.restore(connection=hub)

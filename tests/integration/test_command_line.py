@@ -20,8 +20,8 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.fetch.pull import pull
-from penstock.fetch.storage_initializer import initialize
+from penstock.fetcher.pull import pull
+from penstock.fetcher.storage_initializer import initialize
 from penstock.storage import output
 from penstock.testing.checkpoints import write_llama
 

@@ -22,7 +22,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.cache import lease
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
-from penstock.fetch.pull import pull
+from penstock.fetcher.pull import pull
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 

@@ -14,8 +14,8 @@ from tests.support.fleet import digests
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.fetch.items import ReadFromUpstream
-from penstock.fetch.upstream import UpstreamReader
+from penstock.fetcher.items import ReadFromUpstream
+from penstock.fetcher.upstream import UpstreamReader
 
 
 def nbytes_of(truth: dict[str, torch.Tensor]) -> int:

@@ -22,7 +22,7 @@ from tests.truth import assert_same
 import penstock as ps
 from penstock.cli.checkpoints import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
-from penstock.fetch import storage_reader
+from penstock.fetcher import storage_reader
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply
 from penstock.memory.memfd import shared_at

@@ -28,7 +28,7 @@ def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("penstock.fetch.upstream.MAPPED_STEP_CHUNKS", 8)
+    monkeypatch.setattr("penstock.fetcher.upstream.MAPPED_STEP_CHUNKS", 8)
     first, honest = list[int](), HttpTransport.post_read
 
     def post_read(self: HttpTransport, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:

@@ -17,9 +17,9 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
-from penstock.fetch.choice import ChunkChoice
-from penstock.fetch.run import FetchRun
-from penstock.fetch.upstream import UpstreamReader
+from penstock.fetcher.choice import ChunkChoice
+from penstock.fetcher.run import FetchRun
+from penstock.fetcher.upstream import UpstreamReader
 from penstock.hub.messages import UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
@@ -49,7 +49,7 @@ class Hosts:
         # As if a few hosts were many, and nobody ever slow: a test's machine may be.
         monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
         monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr("penstock.fetch.upstream.PROBE_S", 60.0)
+        monkeypatch.setattr("penstock.fetcher.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)
         self.is_asked_once = False
         """Whether receivers hear of no other upstreams than in the hub's first answer."""
@@ -138,7 +138,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def test_receivers_get_even_and_odd_chunks_from_two_parents_and_nobody_sends_more_than_a_copy(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.fetch.upstream.PATIENCE_S", 30.0)
+    monkeypatch.setattr("penstock.fetcher.upstream.PATIENCE_S", 30.0)
     hosts.is_asked_once = True
     hosts.start()
     with ThreadPoolExecutor(NUM_RECEIVERS) as threads:
@@ -225,7 +225,7 @@ def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes
         return True
 
     monkeypatch.setattr(ChunkChoice, "may_read", may_read_half)
-    monkeypatch.setattr("penstock.fetch.upstream.MAX_STEP_CHUNKS", 1)
+    monkeypatch.setattr("penstock.fetcher.upstream.MAX_STEP_CHUNKS", 1)
     hosts.is_asked_once = True
     hosts.start(max_readers=NUM_RECEIVERS)
     with ThreadPoolExecutor(NUM_RECEIVERS) as threads:

@@ -33,7 +33,7 @@ def test_a_member_that_gives_slowly_does_not_slow_those_below_it(host: Host, mad
 
 def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
-    slow = host.start({"penstock.fetch.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
+    slow = host.start({"penstock.fetcher.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
     slow.say_until("joined")
     host.wait_for(reads_from_a_whole_holder)
     for worker in [host.start() for _ in range(3)]:
@@ -44,7 +44,7 @@ def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made
 
 def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
-    at_once = {"penstock.fetch.upstream.JUDGED_AFTER_S": 0.0}
+    at_once = {"penstock.fetcher.upstream.JUDGED_AFTER_S": 0.0}
     report = check(host.start(at_once, fallback=str(made), join={"min_gb_per_s": 1e6}), truth)
     assert report["storage_bytes"] > 0
     assert any("below the floor" in fault for fault in report["faults"]), report["faults"]

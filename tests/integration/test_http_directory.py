@@ -10,7 +10,7 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest
-from penstock.fetch.storage_initializer import initialize
+from penstock.fetcher.storage_initializer import initialize
 from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
-from penstock.errors import Cancelled, ConfigError, PenstockError, PlanError
+from penstock.errors import Cancelled, PenstockError, PlanError
 from penstock.testing.http_server import Faults, RangeServer, Request
 
 WIDTH = 256
@@ -202,17 +202,15 @@ class WithExtra(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("extra", [{"step": 3}, torch.arange(3), None])
-@pytest.mark.parametrize("verb", ["load_into", "start_loading", "empty_module"])
+@pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
 def test_module_with_extra_state_is_filled(tmp_path: Path, extra: Any, verb: str) -> None:
     save_file({"weight": torch.full((4, 4), 2.0), "bias": torch.ones(4)}, tmp_path / "m.safetensors")
     model = WithExtra(extra)
-    if verb == "start_loading":
+    if verb == "load_in_background":
         with ps.modules.load_in_background(model, tmp_path) as loading:
             loading.wait()
     else:
         ps.load_into(model, tmp_path)
-    if verb == "empty_module":
-        ps.empty_module(model).refill(tmp_path)
     assert bool((model.weight == 2).all()) and model.extra is extra
 
 
@@ -224,21 +222,3 @@ def test_stored_extra_state_needs_strict_false(tmp_path: Path) -> None:
         ps.load_into(model, tmp_path)
     ps.load_into(model, tmp_path, strict=False)
     assert model.extra == {"step": 3}
-
-
-def test_module_emptied_twice_is_refused(ones: Path) -> None:
-    model = layers(1.0)
-    emptied = ps.empty_module(model)
-    with pytest.raises(ConfigError, match="were given back"):
-        ps.empty_module(model)
-    emptied.refill(ones)
-    emptied.refill(ones)
-    assert bool((model[3].weight == 1).all())
-
-
-def test_module_of_failed_load_is_not_emptied(ones: Path) -> None:
-    model = layers(0.0)
-    with Slow(ones) as server:
-        ps.modules.load_in_background(model, server.url + "/").close()
-    with pytest.raises(Cancelled):
-        ps.empty_module(model)

@@ -22,7 +22,7 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
-from penstock.fetch import pull as pulling
+from penstock.fetcher import pull as pulling
 from penstock.storage import local
 from penstock.testing.checkpoints import every_dtype, write_llama
 
@@ -229,7 +229,7 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path, llama, monkeypatch) -> None
 _PULL = """
 import sys, threading, time
 import penstock as ps
-from penstock.fetch.pull import pull
+from penstock.fetcher.pull import pull
 
 def held():
     lines = dict(line.split(":") for line in open("/proc/self/status"))

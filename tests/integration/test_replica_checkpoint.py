@@ -18,7 +18,7 @@ pytest.importorskip("starlette")
 
 import penstock as ps  # noqa: E402
 from penstock.errors import ConfigError, SourceTruncated  # noqa: E402
-from penstock.fetch.storage_initializer import copy_other_files  # noqa: E402
+from penstock.fetcher.storage_initializer import copy_other_files  # noqa: E402
 from penstock.hub.auth import Auth  # noqa: E402
 from penstock.hub.directory import Directory  # noqa: E402
 from penstock.hub.server import HubThread, bind  # noqa: E402

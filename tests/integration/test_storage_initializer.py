@@ -20,8 +20,8 @@ import penstock as ps
 from penstock.cli.checkpoints import manifest
 from penstock.config import Settings
 from penstock.errors import SourceError
-from penstock.fetch import storage_initializer
-from penstock.fetch.storage_initializer import PARTIAL
+from penstock.fetcher import storage_initializer
+from penstock.fetcher.storage_initializer import PARTIAL
 from penstock.hub.local_hub import find_hub
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.hugging_face_server import HuggingFaceServer

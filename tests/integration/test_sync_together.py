@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples.log_prob_check import log_prob_check
 from tests.integration.conftest import Host
 from tests.integration.test_sync_faults import hasty, holds, members
 from tests.support.sync import SyncWorker, truth
@@ -285,7 +286,7 @@ def test_checks_see_the_staged_weights_and_the_trainers_values() -> None:
         return {"tokens": tokens, "log_probs": log_probs.detach()}
 
     seen: list[ps.sync.StagedVersion] = []
-    ready = ps.log_prob_check(1e-5)
+    ready = log_prob_check(1e-5)
 
     def check(version: int, staged: ps.sync.StagedVersion) -> object:
         seen.append(staged)

@@ -27,7 +27,7 @@ from penstock.errors import PenstockError, SourceStalled
 if TYPE_CHECKING:
     from tests.support.fork_server import Forked, ForkServer
 
-    from penstock.fetch.join import Fleet
+    from penstock.fetcher.join import Fleet
     from penstock.types import I64, U64
 
 
@@ -183,7 +183,7 @@ def set_constants(constants: dict[str, float]) -> None:
 
 def slow_storage(pause_s: float) -> None:
     """Have every chunk of storage take this long, on top, in this process."""
-    from penstock.fetch import join, storage_reader
+    from penstock.fetcher import join, storage_reader
 
     class SlowPart(storage_reader.StorageReader):
         def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:

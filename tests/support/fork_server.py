@@ -40,7 +40,7 @@ IMPORTS = (
     "penstock",
     "penstock.cli.main",
     "penstock.hub.app",
-    "penstock.fetch.join",
+    "penstock.fetcher.join",
     "penstock.hub.local_hub",
     "penstock.hub.metrics",
     "penstock.hub.app",

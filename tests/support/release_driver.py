@@ -38,7 +38,7 @@ IMPORTS = (
     "penstock.hub.server",
     "penstock.hub.app",
     "penstock.hub.metrics",
-    "penstock.fetch.join",
+    "penstock.fetcher.join",
     "penstock.cache.weight_cache",
     "penstock.cache.attached",
     "penstock.sync.publish.publisher",

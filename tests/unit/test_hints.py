@@ -19,7 +19,7 @@ import penstock
 from penstock.config import Settings
 from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
-from penstock.fetch.report import Provenance
+from penstock.fetcher.report import Provenance
 from penstock.hub.auth import Auth, first_token
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory

@@ -35,7 +35,7 @@ def check(label, call):
     else:
         print(label, "did not need torch")
 for name in sys.argv[2].split(","):
-    check(name, lambda: getattr(ps, name))
+    check(name, lambda: operator.attrgetter(name)(ps))
 check("from", lambda: exec("from penstock import load"))
 check("convert", lambda: ps.convert(sys.argv[1], "out"))
 check("convert to", lambda: ps.convert(sys.argv[1], "out", to="fp8-block128", devices="cpu"))
@@ -85,8 +85,8 @@ def llama(tmp_path: Path) -> str:
 
 
 def test_verbs_without_torch_raise_missing_extra(tmp_path: Path, llama: str) -> None:
-    verbs = "attach,empty_module,hand_over,join,Keeper,load,load_file,load_into,log_prob_check,publisher,safe_open"
-    verbs += ",start_loading,stream,subscriber"
+    verbs = "cache.attach,cache.cache_parameters,join,cache.WeightCache,load,load_file,load_into,publisher,safe_open"
+    verbs += ",modules.load_in_background,stream,subscriber"
     done = _run_without("torch", _VERBS, llama, verbs, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     # These two need no torch.

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
-from penstock.fetch.pull import pull
+from penstock.fetcher.pull import pull
 
 NBYTES = 8 * 4096
 

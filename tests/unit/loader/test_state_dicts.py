@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PlanError
 
 Verb = Callable[[torch.nn.Module, Path], object]
 
@@ -58,28 +58,20 @@ def reload_failed(module: torch.nn.Module, path: Path) -> None:
     load_into(module, path)
 
 
-def refill(module: torch.nn.Module, path: Path) -> None:
-    load_into(module, path)
-    emptied = penstock.empty_module(module)
-    with pytest.raises(PenstockError):
-        module.stack.sum()
-    emptied.refill(path)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     save_file({"0": torch.full((3, 4), 1.0), "1": torch.full((3, 4), 2.0)}, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("verb", [load_into, load_in_background, reload_failed, refill])
+@pytest.mark.parametrize("verb", [load_into, load_in_background, reload_failed])
 def test_views_in_state_dict_are_filled(path: Path, verb: Verb) -> None:
     module = Stacked()
     verb(module, path)
     assert module.stack[:, 0, 0].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("verb", [load_into, load_in_background, penstock.empty_module])
+@pytest.mark.parametrize("verb", [load_into, load_in_background])
 def test_copies_in_state_dict_are_refused(path: Path, verb: Callable[..., object]) -> None:
     def copies(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name in list(state):
@@ -88,7 +80,7 @@ def test_copies_in_state_dict_are_refused(path: Path, verb: Callable[..., object
     module = Stacked()
     module.register_state_dict_post_hook(copies)
     with pytest.raises(PlanError, match="has a copy of it") as raised:
-        verb(*([module] if verb is penstock.empty_module else [module, path]))
+        verb(module, path)
     assert not raised.value.mutated
     assert not module.stack.any()
 
@@ -99,11 +91,10 @@ def test_plain_attribute_is_filled(path: Path) -> None:
     assert module.codes.eq(1).all()
 
 
-@pytest.mark.parametrize("verb", [load_in_background, penstock.empty_module])
-def test_plain_attribute_cannot_be_kept(path: Path, verb: Callable[..., object]) -> None:
+def test_plain_attribute_cannot_be_kept(path: Path) -> None:
     module = Attribute()
     with pytest.raises(PlanError, match="no parameter or buffer"):
-        verb(*([module] if verb is penstock.empty_module else [module, path]))
+        load_in_background(module, path)
     assert not module.codes.any()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.fetch import run, upstream
+from penstock.fetcher import run, upstream
 from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
 from penstock.plan.relay_parents import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES

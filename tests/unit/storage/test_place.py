@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.fetch.pull import pull_model
-from penstock.fetch.storage_initializer import initialize
+from penstock.fetcher.pull import pull_model
+from penstock.fetcher.storage_initializer import initialize
 from penstock.storage.place import DestinationClaim, OutputPlace, clear, fill, remove_dead, require_apart, unlock
 from penstock.storage.write import new_file
 

@@ -130,17 +130,29 @@ def save(
 
 
 @app.command("list", epilog=examples("penstock artifacts list s3://bucket/llama/ --public-key key.pub.pem"))
-def list_all(uri: Uri, at: At = None, public_key: PublicKeys = None, format: FormatOption = OutputFormat.human) -> None:
+def list_all(
+    uri: Uri,
+    at: At = None,
+    public_key: PublicKeys = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Print the words by which `penstock keep` keeps the bundles, too.")
+    ] = False,
+    format: FormatOption = OutputFormat.human,
+) -> None:
     """List the bundles beside a model.
 
     Each with its key; with a public key, also whether its signature holds.
     """
     import penstock_compile_cache
     from penstock.storage.locate import display
-    from penstock_compile_cache.store import bundles_place
+    from penstock_compile_cache.store import bundles_place, fleet_name
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
-    if format is OutputFormat.json:
+    if keep:
+        # An engine checks the signature; one that is refused here would be of no use to it.
+        named = [(bundle.uri, fleet_name(bundle.key.id)) for bundle in bundles if bundle.key is not None]
+        write_lines(shlex.join(word for place, name in named for word in (place, "--model", name)))
+    elif format is OutputFormat.json:
         write_json([bundle.to_dict() for bundle in bundles])
     elif bundles:
         write_lines(*(str(bundle) for bundle in bundles))

@@ -470,7 +470,7 @@ def _fetch(
     name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Return a bundle's tensors from its fleet, and whether members gave any of it. HubUnavailable: no hub answers."""
-    from penstock.fetch.join import join
+    from penstock.fetcher.join import join
 
     fleet = join(name, connection=connection)
     tensors: dict[str, torch.Tensor] = {}

@@ -67,7 +67,7 @@ def calibrate() -> Rates:
     answer_s = _answer()
     chunk_digest_s = CHUNK_BYTES / stages["digest_gb_per_s"] / GB
     hop_s = 2 * answer_s + post_s + 2 * stages["step_s"]
-    where = "measured by penstock doctor --calibrate"
+    where = "measured by penstock calibrate"
     source = [(name, f"{where}, {'cuda:0' if on_device else 'one core'}") for name in stages]
     source += [(name, f"{where}, loopback transport: one process") for name in ("post_s", "run_s", "short_run_s")]
     source += [("answer_s", f"{where}, HTTP over loopback")]

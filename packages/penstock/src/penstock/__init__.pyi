@@ -8,10 +8,10 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import SourceError as SourceError
 from penstock.errors import VersionRefused as VersionRefused
-from penstock.fetch.join import Fleet as Fleet
-from penstock.fetch.join import Variant as Variant
-from penstock.fetch.join import join as join
-from penstock.fetch.report import FetchReport as FetchReport
+from penstock.fetcher.join import Fleet as Fleet
+from penstock.fetcher.join import Variant as Variant
+from penstock.fetcher.join import join as join
+from penstock.fetcher.report import FetchReport as FetchReport
 from penstock.jobs.convert import convert as convert
 from penstock.jobs.report import ConvertReport as ConvertReport
 from penstock.loader.into import load_into as load_into
@@ -43,6 +43,7 @@ from penstock import modules as modules
 from penstock import reports as reports
 from penstock import sync as sync
 from penstock import telemetry as telemetry
+
 __version__: str
 __all__: list[str] = [
     "Box",

@@ -35,7 +35,7 @@ from penstock.errors import (
     PenstockError,
     PlanError,
 )
-from penstock.fetch.join import Variant, join
+from penstock.fetcher.join import Variant, join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault

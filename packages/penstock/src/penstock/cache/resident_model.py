@@ -21,9 +21,9 @@ import torch
 
 from penstock.digest.leaf import num_leaves, take_leaves
 from penstock.errors import ConfigError, PenstockError, SourceChanged
-from penstock.fetch.discover import PlacedTarget
-from penstock.fetch.join import Fleet
-from penstock.fetch.report import FetchReport
+from penstock.fetcher.discover import PlacedTarget
+from penstock.fetcher.join import Fleet
+from penstock.fetcher.report import FetchReport
 from penstock.jobs.job import ConversionJob
 from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of

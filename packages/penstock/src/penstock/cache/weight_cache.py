@@ -31,8 +31,8 @@ from penstock.cache.resident_model import ConvertedModel, ResidentModel, Residen
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
-from penstock.fetch.join import Fleet
-from penstock.fetch.report import FetchReport
+from penstock.fetcher.join import Fleet
+from penstock.fetcher.report import FetchReport
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.jobs.job import ConversionJob

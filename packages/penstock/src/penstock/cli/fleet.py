@@ -432,7 +432,7 @@ def pull(
 
     if fallback is not None:
         look(fallback)
-    from penstock.fetch.pull import pull_model
+    from penstock.fetcher.pull import pull_model
 
     try:
         report = pull_model(

@@ -29,7 +29,7 @@ def storage_initializer(
 
     With all files of each model, by KServe's contract.
     """
-    from penstock.fetch.storage_initializer import initialize
+    from penstock.fetcher.storage_initializer import initialize
 
     if len(pairs) % 2:
         raise ConfigError(f"{pairs[-1]!r} has no destination", hint="give pairs: SRC DEST [SRC DEST ...]")

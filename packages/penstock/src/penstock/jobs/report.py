@@ -1,8 +1,8 @@
 """Report of a conversion: what was read and verified, measured and predicted seconds, statistics of each worker.
 
 In: measurements of a run; of a planned job, its tasks, devices and rates. Out: frozen values; a prediction.
-Not here: the run (`convert`), the simulation (`plan.simulate_convert`), measuring rates (`penstock doctor
---calibrate`), how a report is printed (`cli.convert`).
+Not here: the run (`convert`), the simulation (`plan.simulate_convert`), measuring rates (`penstock
+calibrate`), how a report is printed (`cli.convert`).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
     """Return this host as a cluster with one GPU for each worker, and its rates; or why they are not known."""
     is_on_cpu = all(device == "cpu" for device in devices)
     if is_on_cpu and rates is None:
-        return "no rates are known of this processor: measure it with `penstock doctor --calibrate FILE`"
+        return "no rates are known of this processor: measure it with `penstock calibrate FILE`"
     from penstock.plan.cluster import CLUSTERS
 
     count = len(devices)

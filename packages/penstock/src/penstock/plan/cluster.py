@@ -1,7 +1,7 @@
 """Description of a cluster and the measured rates of a machine's stages: the hardware model of a simulation.
 
 In: numbers, or the JSON of one. Out: frozen `Cluster` and `Rates`; the links between two of its GPUs.
-Not here: what moves (`sync`, `relay`), how flows share links (`simulate`), measuring (`penstock doctor --calibrate`).
+Not here: what moves (`sync`, `relay`), how flows share links (`simulate`), measuring (`penstock calibrate`).
 
     node: gpu 0 --nvlink--> gpu 1     gpu 0 --nic--> fabric --nic--> gpu of another node
           storage (all) --> storage of the node --> pcie of the gpu

@@ -9,7 +9,7 @@ from penstock.digest.strip import Strips as Strips
 from penstock.entry_points import extras_named as extras_named
 from penstock.entry_points import install_hint as install_hint
 from penstock.entry_points import require_package as require_package
-from penstock.fetch.storage_initializer import copy_other_files as copy_other_files
+from penstock.fetcher.storage_initializer import copy_other_files as copy_other_files
 from penstock.http.control import ControlConnection as ControlConnection
 from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
@@ -101,6 +101,7 @@ from penstock.transport.protocol import Memory as Memory
 from penstock.transport.storages import RegisteredStorages as RegisteredStorages
 from penstock.types import TensorTable as TensorTable
 from penstock.waits import Threads as Threads
+
 __all__: list[str] = [
     "ADAPTERS",
     "Arena",

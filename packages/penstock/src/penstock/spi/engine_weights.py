@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.cache.attached import Attached
-    from penstock.fetch.join import Fleet
+    from penstock.fetcher.join import Fleet
 
 _LOOK_S = 0.2
 """Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""

@@ -25,7 +25,7 @@ from penstock.errors import (
     StaleDescriptor,
     without_frames,
 )
-from penstock.fetch.report import why_command
+from penstock.fetcher.report import why_command
 from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
 from penstock.hub.proof import make_proof
 from penstock.peer.client import PeerClient

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from penstock.errors import PeerLost, SourceStalled
-from penstock.fetch.retries import BUSY_S, BUSY_TRIES, FORGIVE_S, SILENT_S, RetryTimes
+from penstock.fetcher.retries import BUSY_S, BUSY_TRIES, FORGIVE_S, SILENT_S, RetryTimes
 
 
 @pytest.fixture

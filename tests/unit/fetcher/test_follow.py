@@ -14,9 +14,9 @@ import torch
 
 from penstock.engine.trace import Trace
 from penstock.errors import PeerLost, PenstockError, SourceBusy
-from penstock.fetch import retries, run
-from penstock.fetch.run import FetchRun
-from penstock.fetch.upstream import UNNAMED
+from penstock.fetcher import retries, run
+from penstock.fetcher.run import FetchRun
+from penstock.fetcher.upstream import UNNAMED
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
 from penstock.types import DType

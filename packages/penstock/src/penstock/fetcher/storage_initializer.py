@@ -37,7 +37,7 @@ from penstock.storage.place import DestinationClaim, OutputPlace, clear, require
 from penstock.storage.write import new_directory, typed
 
 if TYPE_CHECKING:
-    from penstock.fetch.report import FetchReport
+    from penstock.fetcher.report import FetchReport
 
 FLEET_PREFIX = "penstock+"
 """Stands before a URI that another storage initializer of the cluster would claim too: `penstock+s3://bucket/model`."""
@@ -233,8 +233,8 @@ def _is_weights(name: str) -> bool:
 def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
     """Fetch the weights into the partial directory. None: no hub answers."""
     # On first use: both import torch, which a copy of files does not need.
-    from penstock.fetch.join import join_or_warn
-    from penstock.fetch.pull import pull
+    from penstock.fetcher.join import join_or_warn
+    from penstock.fetcher.pull import pull
 
     pulled = partial / "pulled"
     joined = join_or_warn(model, place, connection=connection)

@@ -34,13 +34,13 @@ from penstock.errors import (
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.fetch.choice import ChunkChoice
-from penstock.fetch.items import ReadFromUpstream, VerifyReceived
-from penstock.fetch.report import NEAREST, Provenance
-from penstock.fetch.retries import RetryTimes
-from penstock.fetch.storage_reader import StorageReader
-from penstock.fetch.upstream import END_S, UpstreamReader
-from penstock.fetch.verify import ReceivedChunks, next_batch, verify
+from penstock.fetcher.choice import ChunkChoice
+from penstock.fetcher.items import ReadFromUpstream, VerifyReceived
+from penstock.fetcher.report import NEAREST, Provenance
+from penstock.fetcher.retries import RetryTimes
+from penstock.fetcher.storage_reader import StorageReader
+from penstock.fetcher.upstream import END_S, UpstreamReader
+from penstock.fetcher.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import ClaimReply, Ranges, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member

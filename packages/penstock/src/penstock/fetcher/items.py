@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.errors import Cancelled, DestinationError, PenstockError
-from penstock.fetch.upstream import Read, UpstreamReader
-from penstock.fetch.verify import ReceivedChunks
+from penstock.fetcher.upstream import Read, UpstreamReader
+from penstock.fetcher.verify import ReceivedChunks
 from penstock.transport.protocol import PendingRead as PendingRead
 from penstock.transport.protocol import Stoppable, Transport, wait_all
 from penstock.types import I64, U64

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import NotFound
-from penstock.fetch import discover
-from penstock.fetch.discover import ASK_S, Discovery
+from penstock.fetcher import discover
+from penstock.fetcher.discover import ASK_S, Discovery
 from penstock.hub.messages import HoldingState, Identity
 
 

@@ -21,9 +21,9 @@ from penstock.arguments import formerly
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.leaf import num_leaves, revision, take_leaves
 from penstock.errors import IntegrityError, SourceError
-from penstock.fetch.discover import PlacedTarget
-from penstock.fetch.join import Fleet, join
-from penstock.fetch.report import NO_MEMBER, FetchReport
+from penstock.fetcher.discover import PlacedTarget
+from penstock.fetcher.join import Fleet, join
+from penstock.fetcher.report import NO_MEMBER, FetchReport
 from penstock.loader.progress import ProgressOption
 from penstock.peer.local_weights import LocalWeights, WeightLayout
 from penstock.phases import Phases

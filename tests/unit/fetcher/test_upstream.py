@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.errors import PeerLost
-from penstock.fetch import upstream
-from penstock.fetch.upstream import UNNAMED, UpstreamReader
+from penstock.fetcher import upstream
+from penstock.fetcher.upstream import UNNAMED, UpstreamReader
 
 
 class Peer:

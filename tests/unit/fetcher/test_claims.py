@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.trace import Trace
 from penstock.errors import HubUnavailable, PermissionDenied
-from penstock.fetch.run import FetchRun
+from penstock.fetcher.run import FetchRun
 from penstock.hub.messages import ClaimReply, Identity, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
 from penstock.types import I64, DType

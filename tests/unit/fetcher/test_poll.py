@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from penstock.fetch.run import TURN_S, FetchRun
+from penstock.fetcher.run import TURN_S, FetchRun
 
 
 def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float:

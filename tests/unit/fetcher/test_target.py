@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import PlanError
-from penstock.fetch.discover import FetchTarget
+from penstock.fetcher.discover import FetchTarget
 from penstock.hub.messages import Identity
 from penstock.memory.arena import Arena
 from penstock.peer.local_weights import LocalWeights, WeightLayout, tabulate

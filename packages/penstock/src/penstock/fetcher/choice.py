@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from penstock.fetch.upstream import UNNAMED, UpstreamReader
+from penstock.fetcher.upstream import UNNAMED, UpstreamReader
 from penstock.hub.messages import Upstream, UpstreamsReply
 from penstock.peer.local_weights import Bools
 from penstock.types import I64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.fetch.upstream import UpstreamReader
+from penstock.fetcher.upstream import UpstreamReader
 from penstock.peer.local_weights import LocalWeights
 from penstock.types import I64, U64
 

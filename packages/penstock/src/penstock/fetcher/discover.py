@@ -34,7 +34,7 @@ from penstock.errors import (
     PlanError,
     SourceError,
 )
-from penstock.fetch.report import why_command
+from penstock.fetcher.report import why_command
 from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of

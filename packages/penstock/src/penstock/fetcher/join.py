@@ -24,10 +24,10 @@ from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, HubUnavailable, IntegrityError, PenstockError
-from penstock.fetch.discover import LEAST_ASK_S, Discovery, Target
-from penstock.fetch.report import FetchReport, Provenance, outcome_of, report_of
-from penstock.fetch.run import FetchRun
-from penstock.fetch.storage_reader import StorageReader
+from penstock.fetcher.discover import LEAST_ASK_S, Discovery, Target
+from penstock.fetcher.report import FetchReport, Provenance, outcome_of, report_of
+from penstock.fetcher.run import FetchRun
+from penstock.fetcher.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.lifecycle import paused_gc

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.errors import IntegrityError
-from penstock.fetch import verify as arrival
-from penstock.fetch.verify import ReceivedChunks, next_batch, verify
+from penstock.fetcher import verify as arrival
+from penstock.fetcher.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Identity
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
 from penstock.types import U64, DType
