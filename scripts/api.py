@@ -25,6 +25,7 @@ import typer.main
 from scripts.source_roots import ROOT, modules
 
 import penstock
+from penstock import exports
 from penstock.cli.main import app
 
 SNAPSHOT = ROOT / "tests" / "api" / "public_api.txt"
@@ -36,8 +37,9 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr
 
 @cache
 def paths() -> dict[str, Path]:
-    """Return the path of every module by its name."""
-    return dict(modules())
+    """Return the path of every module by its name: its stub where it has one, which says where its names are."""
+    stubs = {name: path.with_suffix(".pyi") for name, path in modules()}
+    return {name: stubs[name] if stubs[name].exists() else path for name, path in modules()}
 
 
 @cache
@@ -177,7 +179,7 @@ def public_names(module: str) -> list[str]:
     """Return the lines of a module's own public names: those of `__all__`, else what it defines without underscore."""
     bound = names_in(module)
     every = bound.get("__all__")
-    if isinstance(every, ast.Assign):
+    if isinstance(every, ast.Assign | ast.AnnAssign) and every.value is not None:
         names = ast.literal_eval(every.value)
     else:
         names = [
@@ -251,7 +253,9 @@ def command_line() -> list[str]:
 
 def report() -> str:
     """Return the whole text."""
-    parts = (("Top level", top_level()), ("Below it, in documents", below()), ("Command line", command_line()))
+    lines = [line for name in sorted(exports.MODULES) for line in public_names(f"penstock.{name}")]
+    parts = [("Top level", top_level()), ("Public modules", lines), ("For adapters", public_names("penstock.spi"))]
+    parts += [("Below it, in documents", below()), ("Command line", command_line())]
     return "\n".join(f"# {title}\n\n" + "\n".join(lines) + "\n" for title, lines in parts)
 
 
