@@ -37,7 +37,6 @@ IMPORTS = (
     "uvicorn.lifespan.on",
     "anyio._backends._asyncio",
     "penstock",
-    "penstock",
     "penstock.cli.main",
     "penstock.hub.app",
     "penstock.fetcher.join",

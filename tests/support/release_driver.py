@@ -27,6 +27,11 @@ from blake3 import blake3
 import penstock as ps
 from penstock.hub.messages import PROTOCOL
 
+# Public modules of this release; in the previous one their names are at the top, and a keeper is `Keeper`.
+_CACHE: Any
+_HUB: Any
+_CACHE, _HUB = (ps, ps) if hasattr(ps, "Keeper") else (ps.cache, ps.hub)
+
 IMPORTS = (
     "uvicorn.lifespan.on",
     "uvicorn.loops.auto",
@@ -38,9 +43,6 @@ IMPORTS = (
     "penstock.hub.server",
     "penstock.hub.app",
     "penstock.hub.metrics",
-    "penstock.fetcher.join",
-    "penstock.cache.weight_cache",
-    "penstock.cache.attached",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscriber",
     "penstock.transport.http",
@@ -92,7 +94,7 @@ def fetch(name: str, fallback: str | None = None) -> dict[str, Any]:
 
 def _waiting(seconds: float) -> dict[str, float]:
     """Return the argument for the longest wait, by the name that this release has for it."""
-    return {"timeout_s" if "timeout_s" in inspect.signature(ps.cache.attach).parameters else "wait_s": seconds}
+    return {"timeout_s" if "timeout_s" in inspect.signature(_CACHE.attach).parameters else "wait_s": seconds}
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -147,7 +149,7 @@ def update(name: str, version: int) -> dict[str, Any]:
 
 
 def attach(name: str, model: str, hub: str | None = None) -> dict[str, Any]:
-    attached = _open[name] = ps.cache.attach(model, connection=hub, **_waiting(20.0))
+    attached = _open[name] = _CACHE.attach(model, connection=hub, **_waiting(20.0))
     return {"digests": digests(dict(attached)), "path": attached.report.path, "verified": attached.report.verified}
 
 
@@ -161,14 +163,14 @@ def check(name: str) -> None:
 
 def status(model: str | None = None, hub: str | None = None) -> dict[str, list[str]]:
     """Return each member's whole models."""
-    members = ps.hub.status(model, connection=hub).members
+    members = _HUB.status(model, connection=hub).members
     return {
         member.member: [held.identity.model for held in member.holdings if held.state == "whole"] for member in members
     }
 
 
 def why(model: str, hub: str | None = None) -> list[str]:
-    return list(ps.hub.why(model, connection=hub).lines)
+    return list(_HUB.why(model, connection=hub).lines)
 
 
 def close(name: str) -> None:
