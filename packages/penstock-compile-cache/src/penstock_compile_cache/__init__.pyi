@@ -7,7 +7,6 @@ from penstock_compile_cache.store import Saved as Saved
 from penstock_compile_cache.store import list_bundles as list_bundles
 from penstock_compile_cache.store import restore as restore
 from penstock_compile_cache.store import save as save
-
 TABLE: dict[str, str]
 __all__: list[str] = [
     "Key",

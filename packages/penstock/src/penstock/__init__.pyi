@@ -43,7 +43,6 @@ from penstock import modules as modules
 from penstock import reports as reports
 from penstock import sync as sync
 from penstock import telemetry as telemetry
-
 __version__: str
 __all__: list[str] = [
     "Box",

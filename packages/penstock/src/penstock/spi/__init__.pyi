@@ -101,7 +101,6 @@ from penstock.transport.protocol import Memory as Memory
 from penstock.transport.storages import RegisteredStorages as RegisteredStorages
 from penstock.types import TensorTable as TensorTable
 from penstock.waits import Threads as Threads
-
 __all__: list[str] = [
     "ADAPTERS",
     "Arena",

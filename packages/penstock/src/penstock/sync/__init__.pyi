@@ -3,7 +3,6 @@ from penstock.sync.check import StagedVersion as StagedVersion
 from penstock.sync.publish.publisher import Publisher as Publisher
 from penstock.sync.receive.released import StoredVersion as StoredVersion
 from penstock.sync.receive.subscriber import Subscriber as Subscriber
-
 __all__: list[str] = [
     "Publisher",
     "StagedVersion",
