@@ -19,7 +19,7 @@ SRC = PACKAGES / "penstock" / "src" / "penstock"
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle"}),
+    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle", "timing"}),
     frozenset({"descriptors", "exports", "logs", "phases", "segments", "totals", "waits"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
