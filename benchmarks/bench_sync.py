@@ -80,11 +80,11 @@ class SyncBench(Bench):
             raise Failed("; ".join(faults))
         return said
 
-    def open(self, mode: str, source: str, replica: str = "device", ahead: float = 0.0) -> None:
+    def open(self, mode: str, source: str, replica: str = "device") -> None:
         """Publishers and subscribers of what was made."""
         self.version = 0
         self.send(self.trainers, "publish_as", hub=self.hub, mode=source, replica=replica)
-        self.send(self.engines, "subscribe", hub=self.hub, mode=mode, ahead=ahead)
+        self.send(self.engines, "subscribe", hub=self.hub, mode=mode)
 
     def close(self) -> None:
         self.ask(range(self.asked.world_size), "end_sync")
@@ -139,13 +139,10 @@ def spread(found: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(found):.1f} ms ({1e3 * min(found):.1f}-{1e3 * max(found):.1f})"
 
 
-def versions(
-    bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, replica: str = "device", ahead: float = 0.0
-) -> None:
+def versions(bench: SyncBench, kind: str, nbytes: int, mode: str, source: str, replica: str = "device") -> None:
     """Some versions one way; a row of their seconds, and one of the pause and the memory."""
-    bench.open(mode, source, replica, ahead)
+    bench.open(mode, source, replica)
     name = f"{kind}, {source}{' to pinned host memory' if replica == 'cpu' else ''}, {mode}"
-    name += f" with {ahead:.0%} ahead" if ahead else ""
     try:
         prepare_s = max(bench.ask(bench.engines, "prepare"))  # what an engine does once; see `bench_first_version`
         first, second = bench.step(), bench.step()  # in the second an engine finds out what changes
@@ -254,12 +251,6 @@ def llama(bench: SyncBench) -> None:
     nbytes = bench.make("llama", bench.asked.bytes_of["llama"])
     for mode, source in (("direct", "live"), ("staged", "live"), ("staged", "snapshot")):
         attempt(bench, f"llama, {source}, {mode}", lambda m=mode, s=source: versions(bench, "llama", nbytes, m, s))
-    for ahead in (0.25, 0.5, 0.75):
-        attempt(
-            bench,
-            f"llama, snapshot, direct with {ahead:.0%} ahead",
-            lambda share=ahead: versions(bench, "llama", nbytes, "direct", "snapshot", ahead=share),
-        )
     attempt(bench, "llama, broadcast packed", lambda: beside(bench, "llama", nbytes, "packed", bench.asked.reps))
 
 

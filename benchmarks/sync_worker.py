@@ -196,11 +196,10 @@ class Worker:
         if not self.small:
             torch.cuda.empty_cache()
 
-    def subscribe(self, hub: str, mode: str, ahead: float, rank: int, world_size: int) -> None:
-        """Be a subscriber; `ahead` is the share of a version that is staged before the pause of direct mode."""
+    def subscribe(self, hub: str, mode: str, rank: int, world_size: int) -> None:
+        """Be a subscriber."""
         import penstock
 
-        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self.end = penstock.subscriber(
             NAME,
             self.model,
@@ -208,7 +207,6 @@ class Worker:
             mode=mode,
             transforms=self.tag,
             rank=(rank, world_size),
-            ahead_bytes=int(ahead * nbytes) or None,
         )
 
     def prepare(self) -> float:
@@ -243,7 +241,7 @@ class Worker:
         report = self.end.update(version)
         ended = time.perf_counter()
         names = ("nbytes", "wall_s", "plan_s", "wire_s", "install_s", "pause_s", "path", "attempts", "why")
-        names += ("ahead_bytes", "staging_bytes")
+        names += ("staging_bytes",)
         return {"heard": heard, "ended": ended} | {name: getattr(report, name) for name in names}
 
     def check(self, turn: int, count: int) -> int:

@@ -1,4 +1,4 @@
-"""Weights on a device are freed while an engine sleeps, and come back whole; bytes are staged ahead of a pause."""
+"""Weights on a device are freed while an engine sleeps, and come back whole."""
 
 from __future__ import annotations
 
@@ -117,23 +117,6 @@ def test_an_engine_that_brings_its_bytes_back(stack: ExitStack, tmp_path: Path) 
         spoilt.copy_(whole(trainer.task, 1)["layers.7.weight"])
     assert engine.restore(in_place=True).version == 1
     assert served.has(trainer.task, 1)
-
-
-def test_bytes_that_are_staged_ahead(stack: ExitStack, tmp_path: Path) -> None:
-    trainer, served, seen = Trainer(stack, tmp_path, arena=True), Model(), []
-    ahead = NBYTES // 2 + 12345
-    # On the device's own memory, as it was when the pause began.
-    hooks = ps.Hooks(before_pause=lambda version: seen.append(version == 1 or served.has(trainer.task, version - 1)))
-    engine = stack.enter_context(
-        ps.subscriber("policy", served, mode="direct", ahead_bytes=ahead, hooks=hooks, connection=SETTINGS, rank=(0, 1))
-    )
-    for version in (1, 2, 3):
-        trainer.publish(version)
-        report = engine.update()
-        assert (report.version_bytes, served.has(trainer.task, version)) == (NBYTES, True)
-        assert ahead - 4096 <= report.ahead_bytes <= ahead
-        assert report.staging_bytes <= ahead
-    assert seen == [True, True, True]
 
 
 def test_digests_of_many_tensors_are_quick() -> None:

@@ -462,7 +462,7 @@ def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) 
     pytest.importorskip("torch")
     from penstock.plan import sync
     from penstock.sync.publish import transformed
-    from penstock.sync.receive.batches import cut
+    from penstock.sync.receive.steps import cut
     from penstock.sync.receive.transfer import _TransferRun
     from penstock.transport import cuda_ipc
 

@@ -146,7 +146,7 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     last = np.append(head[1:], len(window)) - 1
     pair = window[head] * (int(turn.max()) + 1) + turn[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    # The first read of every source, then the second of each, as `sync.receive.batches.cut` orders them.
+    # The first read of every source, then the second of each, as `sync.receive.steps.cut` orders them.
     order = np.lexsort((number, window[head]))
     columns = {"window": window[head], "source": source[head], "turn": turn[head], "bucket": bucket[last]}
     columns |= {name: np.add.reduceat(column, head) for name, column in amounts.items()}

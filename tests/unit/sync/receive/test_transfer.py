@@ -19,8 +19,8 @@ from penstock.errors import BudgetTooSmall, IntegrityError, PeerLost, PlanError,
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import NEAR_READS, READS_OF_ONE, ReceiverPlan
 from penstock.sync.local_version import Answer, LocalVersion
-from penstock.sync.receive.batches import Step
 from penstock.sync.receive.sources import LocalLink, SourceRead
+from penstock.sync.receive.steps import Step
 from penstock.sync.receive.transfer import LEAST_BYTES, Transfer
 from penstock.transport.choose import PeerLinks, open_links
 from penstock.types import MIB

@@ -108,12 +108,10 @@ class UpdateReport(Summarised):
     """Above 1: a source failed, or a newer version came, during the update."""
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
     """Path (`shm <- MEMBER`) -> bytes that came by it."""
-    ahead_bytes: int = 0
-    """Direct: bytes of the version that were staged before the pause."""
     packed_bytes: int = 0
     """Bytes that were short runs at sources of other hosts, which packed them to be read in long runs."""
     staging_bytes: int = 0
-    """Memory in addition to the target's own: the staging copy, or that of the bytes staged ahead; and scratch."""
+    """Memory in addition to the target's own: the staging copy and scratch."""
 
     @property
     def gb_per_s(self) -> float:

@@ -32,8 +32,8 @@ from penstock.segments import Rectangles, Segments
 from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionRegions
 from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
-from penstock.sync.receive.batches import Step
 from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
+from penstock.sync.receive.steps import Step
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
 from penstock.types import GB, U64
 

@@ -27,8 +27,6 @@ class Staged:
     """Bytes read: fewer than the version has, where the receiver had some of them already."""
     version_bytes: int = 0
     delta: str = ""
-    ahead_bytes: int = 0
-    """Direct: bytes that were staged before the pause."""
     packed_bytes: int = 0
     """Bytes of short runs that were packed at their sources."""
     staging_bytes: int = 0
@@ -59,8 +57,6 @@ class UpdateOptions:
     transforms: str | Sequence[str] | None
     serve: bool
     memory_bytes: int | None
-    ahead_bytes: int = 0
-    """Direct: bytes that are staged before the pause."""
     has_check: bool = False
     """Whether versions are checked before they go live; the caller then reports the outcome."""
     accept: Callable[[int, Mapping[str, str]], object] | None = None

@@ -41,7 +41,6 @@ def subscriber(
     serve: bool = True,
     arena: bool = False,
     memory_bytes: int | str | None = None,
-    ahead_bytes: int | str | None = None,
 ) -> Subscriber:
     """Receive the versions published under a name into a live model; the publisher may be started later.
 
@@ -65,8 +64,6 @@ def subscriber(
         hooks: the engine's callbacks around a commit.
         serve: be a source for other receivers between updates; False, where the engine changes weights in place.
         memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
-        ahead_bytes: direct: bytes of a version that are staged and verified before the engine is paused, in memory that
-            is kept; only the rest is read during the pause.
 
     Raises:
         HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
@@ -87,9 +84,6 @@ def subscriber(
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
-    ahead = 0 if ahead_bytes is None else parse_bytes(ahead_bytes)
-    if ahead and mode == "staged":
-        raise ConfigError("ahead_bytes is for mode 'direct'", hint="mode 'staged' stages the whole version")
     has_check = hooks is not None and hooks.check is not None
     if has_check and mode == "direct":
         raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
@@ -100,7 +94,6 @@ def subscriber(
         transforms=transforms,
         serve=serve,
         memory_bytes=budget,
-        ahead_bytes=ahead,
         has_check=has_check,
         accept=None if hooks is None else hooks.before_read,
     )

@@ -651,7 +651,6 @@ class Subscriber(Closeable):
             nbytes_by_path=staged.nbytes_by_path,
             why=staged.why,
             attempts=staged.attempts,
-            ahead_bytes=staged.ahead_bytes,
             packed_bytes=staged.packed_bytes,
             staging_bytes=staged.staging_bytes,
         )

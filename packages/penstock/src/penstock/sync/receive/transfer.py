@@ -2,7 +2,7 @@
 
 In: a `ReceiverPlan`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
 Not here: executors, ticket and closing (`engine.run`), choosing sources and version (`subscriber`), cutting the part
-into steps (`batches`), the use of the bytes (`sync.recording.requirements`, `sync.copy_plan`), the planner's
+into steps (`steps`), the use of the bytes (`sync.recording.requirements`, `sync.copy_plan`), the planner's
 use of progress reports (`sync.publish.rank_group`).
 
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
@@ -52,9 +52,9 @@ from penstock.plan.sync import (
 from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
-from penstock.sync.receive.batches import Step, StepDigests, Windows, cut, some_of
 from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
+from penstock.sync.receive.steps import Step, StepDigests, Windows, cut, some_of
 from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6

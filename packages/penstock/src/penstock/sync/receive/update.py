@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -36,7 +35,6 @@ from penstock.plan.layout import decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartReply, PartRequest, RankProgress, TableReply
-from penstock.sync.receive.ahead import SplitTransfer
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
@@ -124,7 +122,7 @@ class UpdateLoop:
         # The run and the table that `buffers` are for.
         self._run = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
-        self._transfer: Transfer | SplitTransfer | None = None
+        self._transfer: Transfer | None = None
         # The rows of its part that are one memory.
         self._tied: TiedRows | None = None
         self.requirements: Requirements | None = None
@@ -178,7 +176,7 @@ class UpdateLoop:
 
     def note_exchange(self) -> None:
         """Note that the flip gave the staging copy the memory, and the bytes, of the version before."""
-        if isinstance(self._transfer, Transfer):
+        if self._transfer is not None:
             self._transfer.note_exchange()
 
     def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
@@ -481,7 +479,15 @@ class UpdateLoop:
             self._forget_transfer()
             names = buffers.layout.names
             self._tied = TiedRows(decode(reply.part, ReceiverPlan), buffers.wanted.tied, names, buffers.into)
-            self._transfer = self._transfer_of(self._tied.part, buffers)
+            self._transfer = Transfer(
+                self._tied.part,
+                buffers.into,
+                names=buffers.layout.names,
+                watermark_bytes=self._options.watermark_bytes,
+                stall_s=self._stall_s,
+                delta=ChangedRanges(),
+                threads=self._threads,
+            )
         if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
         return reply
@@ -515,14 +521,10 @@ class UpdateLoop:
                 with noted("before_read", reply.version, touched):
                     self._options.accept(reply.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
-            if isinstance(transfer, Transfer):
-                before_read(reply.version)
+            before_read(reply.version)
             plan_s = time.perf_counter() - begun
             try:
-                if isinstance(transfer, SplitTransfer):
-                    moved = transfer.run(links, partial(before_read, reply.version))
-                else:
-                    moved = transfer.run(links)
+                moved = transfer.run(links)
             except PenstockError as error:
                 # The transfer's memory is the staging copy in staged mode, which the user never sees. `mutated` is
                 # about the target: the subscriber sets it from `is_touched`.
@@ -544,9 +546,8 @@ class UpdateLoop:
             nbytes=moved.moved_bytes,
             version_bytes=moved.nbytes,
             delta=transfer.summary(moved),
-            ahead_bytes=transfer.ahead_bytes if isinstance(transfer, SplitTransfer) else 0,
             packed_bytes=moved.packed_bytes,
-            staging_bytes=self._staging_bytes(buffers),
+            staging_bytes=buffers.staging_bytes,
             plan_s=plan_s,
             wire_s=moved.seconds,
             path=_path_of(moved),
@@ -562,37 +563,8 @@ class UpdateLoop:
             metadata=metadata,
         )
 
-    def _transfer_of(self, part: ReceiverPlan, buffers: ReceiveBuffers) -> Transfer | SplitTransfer:
-        options = self._options
-        if options.ahead_bytes:
-            return SplitTransfer(
-                part,
-                buffers.into,
-                ahead_bytes=options.ahead_bytes,
-                names=buffers.layout.names,
-                watermark_bytes=options.watermark_bytes,
-                stall_s=self._stall_s,
-                threads=self._threads,
-            )
-        return Transfer(
-            part,
-            buffers.into,
-            names=buffers.layout.names,
-            watermark_bytes=options.watermark_bytes,
-            stall_s=self._stall_s,
-            delta=ChangedRanges(),
-            threads=self._threads,
-        )
-
     def _forget_transfer(self) -> None:
-        if isinstance(self._transfer, SplitTransfer):
-            self._transfer.close()
         self._transfer = self._tied = None
-
-    def _staging_bytes(self, buffers: ReceiveBuffers) -> int:
-        transfer = self._transfer
-        ahead = transfer.staging_bytes if isinstance(transfer, SplitTransfer) else 0
-        return ahead + buffers.staging_bytes
 
     def _allocate(self, requirements: Requirements) -> ReceiveBuffers:
         member, options = self._membership.member, self._options
