@@ -144,7 +144,7 @@ class WeightCache:
         levels = _levels(self.device, bounds[0], bounds[1], disk, bounds[2], self._settings)
         self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
         try:
-            self.member = Member(
+            self.member = Member.join(
                 # A request to the hub must time out well before the keeper's own work stalls.
                 HubClient.connect(
                     connection.hub, connection.token, timeout_s=min(TIMEOUT_S, self._settings.stall_s / 3)

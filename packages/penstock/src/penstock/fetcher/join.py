@@ -387,7 +387,7 @@ def join(
         memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes), stall_s=connection.stall_s
     )
     identity = variant.identity(model, revision)
-    member = Member(
+    member = Member.join(
         # A request to the hub must time out well before the fetch itself stalls.
         HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         connection,

@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,17 +97,18 @@ JOIN_AGAIN_S = 0.1
 
 
 class Member:
-    """A process life in the fleet. A context manager: its exit leaves the fleet.
+    """A process life in the fleet, made by `join`. A context manager: its exit leaves the fleet.
 
     Args:
-        hub: client of the hub, for this member alone; closed by this object.
-        connection: rack, transports, `data_port`, and `listen`, which requires a hub that authenticates members by
-            tokens or certificates.
-        max_bytes_per_s: limit for all readers of this member together; 0: no limit.
+        hub: client of the hub, for this member alone.
+        links: the transports of this process.
+        server: the server that readers connect to.
+        host: id of this host.
+        rack: name of the rack; see `ConnectionSettings`.
+        trust: checks the certificates of other members; None: they have none.
+        num_links: number of network links of this host.
         min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
         stall_s: seconds without progress after which an operation fails.
-        join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
-        needs_hub: if False, a hub that is given and does not answer is no error: the heartbeats join once it does.
 
     Attributes:
         away: why this member has not joined yet; None: it has.
@@ -114,21 +116,31 @@ class Member:
         hub_is_away: True if the last heartbeat was not answered; requests that are optional need not wait for the hub.
         on_damaged: called with weights whose verified bytes changed in memory, and the error, once they are no longer
             served.
+        welcome: the hub's answer to the registration.
     """
+
+    welcome: Welcome
 
     def __init__(
         self,
         hub: HubClient,
-        connection: ConnectionSettings,
+        links: PeerLinks,
+        server: PeerServer,
         *,
-        max_bytes_per_s: int = 0,
-        min_gb_per_s: float = 0.0,
-        stall_s: float = 30.0,
-        join_s: float | None = None,
-        needs_hub: bool = True,
+        host: str,
+        rack: str,
+        trust: ssl.SSLContext | None,
+        num_links: int,
+        min_gb_per_s: float,
+        stall_s: float,
     ) -> None:
         self.id = hub.member
-        self.host = host_id()
+        self.host = host
+        self.links = links
+        self.server = server
+        self.trust = trust
+        # Closes the server, the transports and the hub's client.
+        self._opened = contextlib.ExitStack()
         self._pid = os.getpid()
         self._hub = hub
         self._stall_s = stall_s
@@ -147,60 +159,103 @@ class Member:
         self._closing = threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
-        self._runtime_dir = RuntimeDir()
         self._record = boot_record()
         # Times of the last heartbeat, and of the last request that stood for one.
         self._beaten_s = self._reported_s = 0.0
+        self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
+        self._signer = DigestSigner(self.id, self._epoch)
+        self._hello = Hello(
+            member=self.id,
+            host=self.host,
+            doors=tuple(server.addresses),
+            rack=rack,
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            num_links=num_links,
+            digest_key=self._signer.public_key,
+        )
+
+    @classmethod
+    def join(
+        cls,
+        hub: HubClient,
+        connection: ConnectionSettings,
+        *,
+        max_bytes_per_s: int = 0,
+        min_gb_per_s: float = 0.0,
+        stall_s: float = 30.0,
+        join_s: float | None = None,
+        needs_hub: bool = True,
+    ) -> Member:
+        """Open the transports and the server, register at the hub, and begin to send heartbeats.
+
+        Args:
+            hub: closed by the member, and by this method if it fails.
+            connection: rack, transports, `data_port`, and `listen`, which requires a hub that authenticates members by
+                tokens or certificates.
+            max_bytes_per_s: limit for all readers of this member together; 0: no limit.
+            min_gb_per_s, stall_s: see `Member`.
+            join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
+            needs_hub: if False, a hub that is given and does not answer is no error: the heartbeats join once it does.
+
+        Raises:
+            ConfigError: the address or the port cannot be used. HubUnavailable: the hub does not answer.
+        """
         listen = connection.listen
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(hub.close)
+            runtime_dir = opened.enter_context(contextlib.closing(RuntimeDir()))
             start_configured()
             tls = MemberTls.read()
-            self.trust = None if tls is None else tls.asking
+            trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:
                 _check_loopback(listen)
             # The data port of the transport `http` is on the same host address.
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
-            self.links: PeerLinks = open_links(
-                only=connection.transports,
-                listen=data_address,
-                tls=None if tls is None or listen is None else tls.serving,
-                trust=self.trust,
+            serving = None if tls is None or listen is None else tls.serving
+            links = opened.enter_context(
+                open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
             # Without the transport others would read by another one, or not at all, though the port was opened for it.
-            if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in self.links.refused:
+            if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 hint = "give another data_port, or 0 for any free one"
-                raise ConfigError(self.links.refused["http"], hint=hint)
-            self.server = PeerServer(
-                self._runtime_dir.path / SOCKET_NAME,
-                self.check_grant,
+                raise ConfigError(links.refused["http"], hint=hint)
+            server = PeerServer(
+                runtime_dir.path / SOCKET_NAME,
+                # The member is made below. Nobody knows the address before it has registered.
+                lambda request: member.check_grant(request),
                 listen=listen,
                 tls=None if tls is None else tls.serving,
                 max_bytes_per_s=max_bytes_per_s,
             )
-            self.server.recheck = self.recheck
-            self.server.sign = self._sign
-            self.server.phases = PhasesHandler(self._replica)
-            self._signer = DigestSigner(self.id, self._epoch)
-            self._hello = Hello(
-                member=self.id,
-                host=self.host,
-                doors=tuple(self.server.addresses),
+            opened.callback(server.close)
+            member = cls(
+                hub,
+                links,
+                server,
+                host=host_id(),
                 rack=connection.rack,
-                name=f"{socket.gethostname()}:{os.getpid()}",
+                trust=trust,
                 num_links=host_links(),
-                digest_key=self._signer.public_key,
+                min_gb_per_s=min_gb_per_s,
+                stall_s=stall_s,
             )
-            # After all that readers need: they may come as soon as the hub knows the addresses.
-            self.welcome = self._join(stall_s, join_s, needs_hub=needs_hub)
-            # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
-            self._beaten_s = self._reported_s = time.monotonic()
-            self._record.listeners.append(self._beat_soon)
-            # Last: the thread uses all of the above.
-            self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
-            start_thread(self._beats)
-        except BaseException:
-            self._free()
-            raise
+            member._begin(opened, join_s, needs_hub=needs_hub)
+        return member
+
+    def _begin(self, opened: contextlib.ExitStack, join_s: float | None, *, needs_hub: bool) -> None:
+        """Register at the hub and start the heartbeats; afterwards this member closes what was `opened`."""
+        self.server.recheck = self.recheck
+        self.server.sign = self._sign
+        self.server.phases = PhasesHandler(self._replica)
+        # After all that readers need: they may come as soon as the hub knows the addresses.
+        self.welcome = self._register(join_s, needs_hub=needs_hub)
+        # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
+        self._beaten_s = self._reported_s = time.monotonic()
+        self._record.listeners.append(self._beat_soon)
+        opened.callback(self._record.listeners.remove, self._beat_soon)
+        # Last: the thread uses all of the above.
+        start_thread(self._beats)
+        self._opened = opened.pop_all()
         watch(self)
 
     def samples(self) -> Iterator[Sample]:
@@ -220,14 +275,14 @@ class Member:
             yield "penstock_sync_version", (shown.name, shown.side), shown.version
             yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
 
-    def _join(self, within_s: float, join_s: float | None, *, needs_hub: bool) -> Welcome:
+    def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
         """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over.
 
         A hub that is away is noted, unless it is needed: each heartbeat registers again.
         """
         # This host's own hub is always there: this process may just have begun to host it, on a busy host slowly.
         timeout_s = None if self._hub.is_local else join_s
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + self._stall_s
         while True:
             try:
                 return self._greet(timeout_s)
@@ -555,20 +610,9 @@ class Member:
         if not self._beats.is_alive() and self.away is None:
             with contextlib.suppress(PenstockError):
                 self._hub.leave(self.id, within_s=LEAVE_S)
-        self._free()
+        self._opened.close()
         # With the hub's client closed, a heartbeat under way has ended.
         self._beats.join()
-
-    def _free(self) -> None:
-        """Close what was opened; also after a constructor that failed halfway."""
-        with contextlib.suppress(ValueError):
-            self._record.listeners.remove(self._beat_soon)
-        if hasattr(self, "server"):
-            self.server.close()
-        if hasattr(self, "links"):
-            self.links.close()
-        self._hub.close()
-        self._runtime_dir.close()
 
     def __enter__(self) -> Member:
         return self

@@ -76,7 +76,7 @@ def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     # A third of the stall deadline: a hub that hangs must leave time for the peers to be asked within the deadline.
     client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
-    member = Member(client, connection, stall_s=stall_s)
+    member = Member.join(client, connection, stall_s=stall_s)
     stack.callback(member.leave, 0.0)
     return member, stall_s
 
