@@ -8,11 +8,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.support.sources import SOURCES
 
-import penstock
 from penstock_vllm.plugin import LOGGER, vllm_logger
 
-SOURCE = Path(penstock.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(source: str) -> list[str]:
@@ -23,12 +23,14 @@ def names(source: str) -> list[str]:
 
 
 def test_every_logger_is_under_penstock_and_documented() -> None:
-    found = {name for path in SOURCE.rglob("*.py") for name in names(path.read_text(encoding="utf-8"))}
+    found = {
+        name for root in SOURCES for path in root.rglob("*.py") for name in names(path.read_text(encoding="utf-8"))
+    }
     texts = {name.strip("'") for name in found if name.startswith("'")}
     # The handlers of `vllm` and the level of `sglang` are looked at. `penstock storage-initializer` shows all of this
     # package's messages.
     assert {name for name in texts if not name.startswith("penstock.")} == {"vllm", "sglang", "penstock"}
-    docs = (SOURCE.parents[1] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
     documented = texts - {"vllm", "sglang", "penstock", "penstock.hub.parser"}
     assert [name for name in sorted(documented | {LOGGER}) if f"`{name}`" not in docs] == []
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support.sources import SOURCES
 
-import penstock
 from penstock.logs import Log, log_named
 from penstock.report import Summarised
 
-PACKAGE = Path(penstock.__file__).parent
 ESCAPE, FORGED = "\x1b[2J", "a\n2026-01-01 penstock.audit event=used"
 LOGGERS = frozenset({"log", "_log", "logger", "_logger", "_LOGGER", "audit", "vllm_logger", "sglang_logger"})
 LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
@@ -25,13 +24,13 @@ CONFIGURE = frozenset(
         "logs.py",
         "cli/hub.py",
         "cli/initialize.py",
-        "integrations/vllm.py",
-        "integrations/sglang.py",
         "hub/connection.py",
+        "penstock_vllm/plugin.py",
+        "penstock_sglang/plugin.py",
     }
 )
 """Files that set handlers and levels of loggers, and write no line by them."""
-WRITE = frozenset({"cli/terminal.py", "cli/main.py", "cli/hub.py", "compat/startup/sitecustomize.py"})
+WRITE = frozenset({"cli/terminal.py", "cli/main.py", "cli/hub.py", "penstock_hf/startup/sitecustomize.py"})
 """Files that write to the terminal: escaped text, help, the hub's own address, why a program runs without Penstock."""
 
 
@@ -94,11 +93,19 @@ def test_line_names_its_caller_and_keeps_no_argument(log: Log, caplog: pytest.Lo
     assert {record.funcName for record in caplog.records} == {"test_line_names_its_caller_and_keeps_no_argument"}
 
 
+def read(file: str) -> str:
+    """Return the source of a file that `calls` named."""
+    return next(
+        path for root in SOURCES for path in (root / file, root / "penstock" / file) if path.exists()
+    ).read_text()
+
+
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield path.relative_to(PACKAGE).as_posix(), node
+    for root in SOURCES:
+        for path in sorted(root.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    yield path.relative_to(root).as_posix().removeprefix("penstock/"), node
 
 
 def name_of(node: ast.expr) -> str:
@@ -136,7 +143,7 @@ def test_every_message_of_log_is_literal() -> None:
     for file, name in named:
         values = [
             node.value
-            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
+            for node in ast.walk(ast.parse(read(file)))
             if isinstance(node, ast.Assign) and any(name_of(target) == name for target in node.targets)
         ]
         used = [value for value in values if isinstance(value, ast.Constant)]

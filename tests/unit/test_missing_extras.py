@@ -21,7 +21,7 @@ for name in os.environ["BLOCKED"].split(","):
 """
 
 _VERBS = """
-import importlib, sys
+import importlib, operator, sys
 import penstock as ps
 def check(label, call):
     try:

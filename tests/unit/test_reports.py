@@ -23,8 +23,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_every_public_report_is_named_and_made_alike() -> None:
-    names = [name for name in ps.__all__ if name.endswith("Report")]
-    assert names == [
+    public = [ps, ps.cache, ps.reports]
+    reports = {name: getattr(module, name) for module in public for name in module.__all__ if name.endswith("Report")}
+    assert sorted(reports) == [
         "AttachReport",
         "ConvertReport",
         "FetchReport",
@@ -35,8 +36,7 @@ def test_every_public_report_is_named_and_made_alike() -> None:
         "UpdateReport",
         "VerifyReport",
     ]
-    for name in names:
-        report = getattr(ps, name)
+    for report in reports.values():
         assert issubclass(report, Summarised)
         assert report.summary is not Summarised.summary
 

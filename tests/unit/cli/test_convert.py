@@ -118,7 +118,7 @@ def test_a_dry_run_predicts_by_the_rates_of_the_machine(tmp_path: Path, capsys) 
         assert not caught.value.code
         found = json.loads(capsys.readouterr().out)
         if least is None:
-            assert found["predicted_s"] is None and "doctor --calibrate" in found["predicted_by"]
+            assert found["predicted_s"] is None and "penstock calibrate" in found["predicted_by"]
         else:
             assert found["predicted_s"] > least and "mine" in found["predicted_by"]
     assert not (tmp_path / "out").exists()

@@ -74,7 +74,7 @@ def test_what_is_done_is_not_counted(job: ConversionJob) -> None:
 @pytest.mark.parametrize(
     ("uris", "devices", "why"),
     [
-        (URIS, ["cpu"], "no rates are known of this processor: measure it with `penstock doctor --calibrate FILE`"),
+        (URIS, ["cpu"], "no rates are known of this processor: measure it with `penstock calibrate FILE`"),
         (["s3://b/m.safetensors", "/out"], ["cpu"], "no rate is known of s3://b/m.safetensors"),
         (URIS, [], "no rates are known of other hosts"),
         (URIS, ["cuda:0"], "no rates are known of NVIDIA A10"),

@@ -23,6 +23,8 @@ from penstock.storage import weight_set
 from penstock.storage.files import FileSource
 from penstock.types import MIB
 
+VERBS = {"load_into": penstock.load_into, "load_in_background": penstock.modules.load_in_background}
+
 
 class Model(torch.nn.Module):
     """Two layers, tied; a buffer that is saved and one that is not; a scalar; an empty parameter."""
@@ -104,7 +106,7 @@ def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("differ_at", [0, -1])
-@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+@pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
 def test_tied_target_of_different_tensors_refused(
     tmp_path: Path, with_manifest: bool, differ_at: int, verb: str
 ) -> None:
@@ -112,7 +114,7 @@ def test_tied_target_of_different_tensors_refused(
     model = Model()
     before = state(tensors_of(model))
     with pytest.raises(PlanError, match=r"embed.weight and head.weight are one memory .* sources differ") as raised:
-        getattr(penstock, verb)(model, source)
+        VERBS[verb](model, source)
     assert not raised.value.mutated and state(tensors_of(model)) == before
     penstock.load_into(model, source, names=lambda name: name != "head.weight")
     assert torch.equal(model.head.weight, load_file(source / "model.safetensors")["embed.weight"])
@@ -142,11 +144,11 @@ def test_overlapping_target_without_source_accepted(tmp_path: Path) -> None:
     assert bool((fused == 1).all())
 
 
-@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+@pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
 def test_lazy_module_refused(tmp_path: Path, verb: str) -> None:
     save_file({"weight": torch.ones(6, 8), "bias": torch.ones(6)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="no shape yet") as raised:
-        getattr(penstock, verb)(torch.nn.LazyLinear(6), tmp_path)
+        VERBS[verb](torch.nn.LazyLinear(6), tmp_path)
     assert "forward pass" in str(raised.value.hint)
 
 
@@ -242,7 +244,7 @@ def test_wrong_dtype_everywhere_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["target", torch.bfloat16])
-@pytest.mark.parametrize("verb", ["load_into", "start_loading"])
+@pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
 def test_tensors_are_cast_to_their_target(tmp_path: Path, dtype: Any, verb: str, memory_bytes: str | None) -> None:
     stored = {"a": torch.randn(700, 900), "b": torch.randn(9).bfloat16(), "n": torch.arange(5)}
@@ -252,8 +254,8 @@ def test_tensors_are_cast_to_their_target(tmp_path: Path, dtype: Any, verb: str,
     module.a = torch.nn.Parameter(torch.zeros(700, 900, dtype=torch.bfloat16))
     module.b = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
     module.register_buffer("n", torch.zeros(5, dtype=torch.int64))
-    loaded = getattr(penstock, verb)(module, tmp_path, dtype=dtype, memory_bytes=memory_bytes)
-    report = loaded.wait() if verb == "start_loading" else loaded
+    loaded = VERBS[verb](module, tmp_path, dtype=dtype, memory_bytes=memory_bytes)
+    report = loaded.wait() if verb == "load_in_background" else loaded
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
     assert report.verified

@@ -79,7 +79,7 @@ from penstock_compile_cache.key import Key, key_of
 if TYPE_CHECKING:
     import torch
 
-log = log_named("penstock_compile_cache")
+log = log_named("penstock.compile_cache")
 REFUSED = "the bundle %s is not used, the engine compiles: %s"
 """The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
 

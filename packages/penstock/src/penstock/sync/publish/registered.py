@@ -8,7 +8,6 @@ Not here: whether tensors moved (`sync.placed`), the moment of a version (`publi
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.lifecycle import Closeable
+from penstock.logs import log_named
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.sync.local_version import LocalVersion
@@ -30,7 +30,7 @@ from penstock.types import Box, DType
 
 _LISTED = 5
 
-log = logging.getLogger("penstock")
+log = log_named("penstock.sync")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
