@@ -88,15 +88,14 @@ PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
 
 # Tests between processes wait more than they compute: they run in groups, beside each other and everything else, and print
 # after the first. The groups take about the same time; one begins with the examples that need environments of their own.
-LATER := $(wildcard $(addprefix tests/integration/test_,artifacts.py convert*.py extension_points.py fleet_*.py shared_read.py \
-	sync*.py upgrade.py wheel.py))
-FETCH := $(wildcard $(addprefix tests/integration/test_,bench_*.py dcp*.py examples.py fetch*.py hosts*.py hub_*.py kubernetes.py \
-	pods.py rl_example.py))
-OTHERS := $(wildcard $(addprefix tests/integration/test_,demo.py dockerfile.py from_pretrained*.py storage_initializer.py))
+LATER := $(wildcard $(addprefix tests/integration/,convert sync cache adapters/test_extension_points.py deploy/test_upgrade.py deploy/test_wheel.py))
+FETCH := $(wildcard tests/benchmarks $(addprefix tests/integration/,dcp fetch transport hub deploy/test_examples.py deploy/test_kubernetes.py deploy/test_pods.py \
+	adapters/test_rl_example.py))
+OTHERS := $(wildcard tests/integration/deploy/test_demo.py tests/integration/deploy/test_dockerfile.py tests/integration/hugging_face)
 # A small form of TRL's example, and what is quick of verl's tests, in their own environments; DRILLS=all runs verl's trainer,
 # make test-engines all of them.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m '$(if $(filter all,$(DRILLS)),small or slow,small)'
-FIRST := $(filter-out $(LATER) $(FETCH) $(OTHERS),$(wildcard tests/integration/test_*.py)) tests/conformance
+FIRST := $(filter-out $(LATER) $(FETCH) $(OTHERS),$(wildcard $(addprefix tests/integration/,load cli deploy/test_*.py adapters/test_*.py))) tests/conformance
 
 test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)
 	@$(MAKE) --no-print-directory -j2 setup storage-servers

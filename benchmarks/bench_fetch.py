@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import fetch_worker
 from benchmarks.fetch_page import page
 from benchmarks.load import cache
 from tests.support.keeper import KeeperProcess
 
+from benchmarks import fetch_worker
 from penstock.testing.checkpoints import write_llama
 from penstock_tools.bench_command import private_hub
 

@@ -22,9 +22,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sync_worker
 from benchmarks.bench_fetch import Bench, Failed, rates
 from benchmarks.fetch_page import page
+
+from benchmarks import sync_worker
 
 METHOD = (
     "ranks are processes of one host, the hub is of this run alone; medians of versions from the third on (least-"

@@ -1,7 +1,7 @@
 """Rounds of one process that reads HTTP or S3 storage which is slow, cut, busy, silent, lies or changes.
 
 In: a round. Out: its violations: wrong bytes, an error where bytes went on arriving, a hang, what is left open.
-Not here: fleets (`fleets`), each fault by itself (`tests/integration/test_http_faults.py`).
+Not here: fleets (`fleets`), each fault by itself (`tests/integration/load/test_http_faults.py`).
 """
 
 from __future__ import annotations

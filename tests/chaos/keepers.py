@@ -1,7 +1,7 @@
 """Rounds of a keeper and its engines: killed, stopped and started again while engines attach and hold its memory.
 
 In: a round. Out: its violations: wrong bytes before or after the keeper's death, an engine that cannot attach again.
-Not here: tiers, canaries (`tests/integration/test_keeper*.py`).
+Not here: tiers, canaries (`tests/integration/cache`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rounds with another user of the host, who reaches for every socket, port, process and file of a fleet.
 
 In: a round. Out: its violations: anything that was given to the stranger, a member that is held up by it.
-Not here: token holders that misuse what they may do (`tests/integration/test_fleet_refused.py`).
+Not here: token holders that misuse what they may do (`tests/integration/fetch/test_fleet_refused.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from tests.engines.test_sync_record import make, saved  # noqa: E402 - after what it needs
-from tests.unit.integrations import test_megatron as reference  # noqa: E402
+from tests.unit.adapters import test_megatron as reference  # noqa: E402
 
 pytestmark = pytest.mark.engines
 

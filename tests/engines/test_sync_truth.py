@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from tests.integration.test_sync_declare import Told, heard, told  # noqa: E402 - after what it needs
+from tests.integration.sync.test_declare import Told, heard, told  # noqa: E402 - after what it needs
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.unit.sync.moved import move, same, spoil  # noqa: E402
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.integration.test_dcp import bits
+from tests.integration.dcp.test_dcp import bits
 
 import penstock
 from penstock.dcp import CheckpointReader, CheckpointWriter

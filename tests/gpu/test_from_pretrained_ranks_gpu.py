@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
 import torch.distributed as dist  # noqa: E402
-from tests.integration.test_from_pretrained_ranks import ENVIRON, assert_same, options_of  # noqa: E402
+from tests.integration.hugging_face.test_from_pretrained_ranks import ENVIRON, assert_same, options_of  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.tiny_models import save_llama, save_mixtral  # noqa: E402
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from tests.integration.test_sync_moved import MOVES, fill, has, model, share_memory
+from tests.integration.sync.test_moved import MOVES, fill, has, model, share_memory
 from torch import nn
 
 import penstock as ps

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.test_bench_tiers import ran
+from tests.benchmarks.test_tiers import ran
 from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 

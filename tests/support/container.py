@@ -1,7 +1,7 @@
 """Containers of this host's own files: namespaces and an overlay instead of an image, for tests of what images do.
 
 In: mounts, a user, a command. Out: processes in mount, PID and network namespaces of their own. Needs root on Linux.
-Not here: which containers a manifest or a Dockerfile asks for (`kubernetes`, `tests/integration/test_dockerfile.py`).
+Not here: which containers a manifest or a Dockerfile asks for (`kubernetes`, `tests/integration/deploy`).
 
 The root is an overlay over the host's root directory: the interpreter and the packages are the host's, and what is
 written is lost. A network has a loopback device only, so nothing that listens in it can be reached from elsewhere.

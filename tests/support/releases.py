@@ -29,7 +29,7 @@ from penstock.lifecycle import Closeable
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
 """The commit of the previous release. With each release move it to the commit that was released last, so that
-tests/integration/test_upgrade.py always joins two neighbouring releases. CONTRIBUTING.md says so too."""
+tests/integration/deploy/test_upgrade.py always joins two neighbouring releases. CONTRIBUTING.md says so too."""
 CALL_S = 120.0
 """Deadline of a call, and of a command's first words."""
 

@@ -1,5 +1,5 @@
 """SIGINT inside `deferred`, `allow_interrupts` and `defer_in_finalizer`; the verbs are in
-`tests/integration/test_interrupts.py`.
+`tests/integration/load/test_interrupts.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+"""The demo: a fleet reads storage once, a model in training is served, conversions go on; all with equal bits.
+
+CI runs `make demo`, which does the same in larger sizes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.support.drills import drill
+
+pytest.importorskip("torch")
+pytest.importorskip("starlette")
+
+from penstock.testing.checkpoints import write_llama
+from penstock.testing.http_server import RangeServer
+from penstock.types import MIB
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+def script(name: str, monkeypatch) -> ModuleType:
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@drill
+def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
+    demo_fleet = script("demo_fleet", monkeypatch)
+    write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
+    with RangeServer(tmp_path / "llama") as server:
+        places = [demo_fleet.http_place(server, "model.safetensors.index.json")]
+        assert demo_fleet.fleet_demo(places, "cpu", 2)
+    printed = capsys.readouterr().out
+    assert "fleet 1.00x" in " ".join(printed.split()).replace("│ │", "")
+    assert printed.count("equal") == 3
+    assert "because" in printed
+    assert "DIFFERENT" not in printed
+
+
+@drill
+def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
+    assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == 6
+    assert "1, killed, back" in printed
+
+
+@drill
+def test_the_demos_conversion_goes_on_where_it_was_killed(monkeypatch, tmp_path: Path, capsys) -> None:
+    assert script("demo_convert", monkeypatch).convert_demo(16 * MIB, tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == 2
+    assert printed.count("yes") == 2
+    assert list(tmp_path.iterdir()) == []

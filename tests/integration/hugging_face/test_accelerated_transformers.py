@@ -1,0 +1,276 @@
+"""transformers inside `patched_libraries()`, beside itself: the same models bit for bit, from a hub and from
+directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import safetensors
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tests.support.hugging_face import files_of, serving, use_cache
+from tests.support.tiny_models import save_llama
+
+from penstock.config import Settings
+from penstock.errors import ConfigError, IntegrityError, PenstockError, PermissionDenied, SourceError
+from penstock.storage import MemorySource, source
+from penstock.storage.source import glob_pattern
+from penstock.testing.http_server import Faults, RangeServer
+from penstock.testing.hugging_face_server import HuggingFaceServer
+from penstock_hf.patched_libraries import directory
+from penstock_hf.transformers import from_pretrained, patched_libraries
+
+AutoModelForCausalLM = transformers.AutoModelForCausalLM
+
+
+def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
+    """Compare all parameters and buffers, and which of them are one tensor."""
+    ours, theirs = mine.state_dict(), true.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    for model in (mine, true):
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, dict(true.named_buffers())[name]), name
+    assert [len(list(m.parameters())) for m in (mine, true)] == [len(list(true.parameters()))] * 2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "org/one": save_llama(root / "one"),
+        "org/sharded": save_llama(root / "sharded", dtype=torch.bfloat16, max_shard_size="60KB"),
+        "org/tied": save_llama(root / "tied", tie_word_embeddings=True),
+    }
+
+
+@pytest.fixture
+def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFaceServer]:
+    # Where a fault is final, no test waits for another attempt.
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    monkeypatch.setenv("PENSTOCK_STALL_S", "5")
+    with serving(models, tmp_path / "hf", monkeypatch) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["org/one", "org/sharded", "org/tied"])
+@pytest.mark.parametrize("dtype", ["auto", torch.float16])
+def test_a_model_of_a_hub(
+    name: str, dtype: Any, hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with patched_libraries() as report:
+        mine = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    commit = hub.files_of(name, "main")[0]
+    assert report.streamed and all(uri.startswith(f"hf://{name}@{commit}/") for uri in report.streamed)
+    # Nothing large was written, neither to the cache nor beside it.
+    assert not [path for path in (tmp_path / "hf").rglob("*.safetensors") if path.stat().st_size]
+    use_cache(tmp_path / "stock", monkeypatch)
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(name, dtype=dtype))
+
+
+def test_a_uri_names_a_revision_and_a_folder(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    tied = files_of(models["org/tied"])
+    hub.commit("org/one", {f"sub/{name}": data for name, data in tied.items()} | tied, branch="next")
+    true = AutoModelForCausalLM.from_pretrained("org/tied")
+    for name in ("org/one@next", "hf://org/one@next", "hf://org/one@next/sub"):
+        assert_same_model(from_pretrained(AutoModelForCausalLM, name), true)
+    for name, options, what in [
+        ("hf://org/one@next", {"revision": "main"}, "revision differs"),
+        ("hf://org/one/sub/model.safetensors", {}, "a folder, not a file"),
+        ("hf://datasets/org/one", {}, "a dataset is no model"),
+    ]:
+        with pytest.raises(ConfigError, match=what):
+            from_pretrained(AutoModelForCausalLM, name, **options)
+
+
+def test_files_of_the_cache_are_used(hub: HuggingFaceServer) -> None:
+    true = AutoModelForCausalLM.from_pretrained("org/sharded")
+    num_bytes = hub.storage.num_bytes_sent
+    with patched_libraries() as report:
+        assert_same_model(AutoModelForCausalLM.from_pretrained("org/sharded"), true)
+    assert not report.streamed and len(report.local) > 1
+    assert hub.storage.num_bytes_sent == num_bytes
+
+
+def test_everything_is_undone(hub: HuggingFaceServer) -> None:
+    stock = (huggingface_hub.hf_hub_download, transformers.modeling_utils.safe_open, load_file)
+    with pytest.raises(RuntimeError, match="mine"), patched_libraries():
+        assert huggingface_hub.hf_hub_download is not stock[0]
+        assert transformers.modeling_utils.safe_open is not stock[1]
+        with patched_libraries():
+            pass
+        assert transformers.utils.hub.hf_hub_download is huggingface_hub.hf_hub_download is not stock[0]
+        raise RuntimeError("mine")
+    assert (huggingface_hub.hf_hub_download, transformers.modeling_utils.safe_open, load_file) == stock
+    assert safetensors.safe_open is stock[1] and transformers.utils.hub.hf_hub_download is stock[0]
+
+
+def test_a_pointer_is_no_file_for_other_readers(hub: HuggingFaceServer) -> None:
+    with patched_libraries():
+        path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
+        assert os.path.getsize(path) < 4096
+    assert not os.path.exists(path)
+    with patched_libraries():
+        path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
+        data = Path(path).read_bytes()
+        with pytest.raises(SafetensorError):
+            safetensors.torch.load(data)
+
+
+def test_blocks_of_two_threads(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    # One load at a time: transformers sets torch's default dtype, and its tying of weights, for all threads.
+    both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
+
+    def load(name: str) -> None:
+        with patched_libraries() as report:
+            both.wait(30)
+            with one_at_a_time:
+                results[name] = AutoModelForCausalLM.from_pretrained(name), report
+            both.wait(30)
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("org/one", "org/tied")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, (model, report) in results.items():
+        assert_same_model(model, AutoModelForCausalLM.from_pretrained(models[name]))
+        assert {uri.partition("@")[0] for uri in report.streamed} == {f"hf://{name}"}
+
+
+def test_streamed_files_can_be_verified(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    with patched_libraries(verify=True) as report:
+        mine = AutoModelForCausalLM.from_pretrained("org/sharded")
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
+    assert all(file.is_verified for file in report.files) and "verified" in str(report)
+
+
+def test_content_that_is_not_the_hubs(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    shard = sorted(models["org/sharded"].glob("*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    hub.storage.replace(hashlib.sha256(shard.read_bytes()).hexdigest(), bytes(data))
+    with pytest.raises(IntegrityError, match=shard.name), patched_libraries(verify=True):
+        AutoModelForCausalLM.from_pretrained("org/sharded")
+
+
+def test_a_gated_repository(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(models, tmp_path / "hf", monkeypatch, token="secret", gated=("org/one",)):
+        with pytest.raises(PermissionDenied, match=r"org/one.*config\.json") as caught, patched_libraries():
+            AutoModelForCausalLM.from_pretrained("org/one")
+        assert isinstance(caught.value, OSError), "what transformers raises"
+        with patched_libraries():
+            mine = AutoModelForCausalLM.from_pretrained("org/one", token="secret")
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
+
+
+def test_a_missing_shard(models: dict[str, Path], hub: HuggingFaceServer) -> None:
+    files = files_of(models["org/sharded"])
+    missing = sorted(name for name in files if name.endswith(".safetensors"))[1]
+    del files[missing]
+    commit = hub.commit("org/sharded", files)
+    with pytest.raises(OSError, match=missing), patched_libraries():
+        AutoModelForCausalLM.from_pretrained("org/sharded", revision=commit)
+
+
+def test_a_revision_that_moves_meanwhile(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    with patched_libraries() as report:
+        path = huggingface_hub.snapshot_download("org/one", allow_patterns=["*.safetensors"])
+        hub.commit("org/one", files_of(models["org/tied"]))
+        mine, true = load_file(Path(path, "model.safetensors")), load_file(models["org/one"] / "model.safetensors")
+        assert mine.keys() == true.keys()
+    assert len({uri.partition("@")[2][:40] for uri in report.streamed}) == 1
+
+
+def test_links_that_expire(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RETRIES", "1")
+    with serving(models, tmp_path / "hf", monkeypatch, signed_s=0.2) as hub:
+        with patched_libraries():
+            mine = AutoModelForCausalLM.from_pretrained("org/sharded")
+        assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
+        # Expired from the start, and every renewal too.
+        use_cache(tmp_path / "other", monkeypatch)
+        hub.signed_s = -10
+        with pytest.raises(PenstockError, match="safetensors"), patched_libraries():
+            AutoModelForCausalLM.from_pretrained("org/sharded")
+
+
+def test_a_storage_that_truncates(hub: HuggingFaceServer) -> None:
+    hub.storage.faults = Faults(truncate_after=0)
+    with pytest.raises(SourceError, match="safetensors"), patched_libraries():
+        AutoModelForCausalLM.from_pretrained("org/one")
+
+
+@pytest.mark.parametrize("dtype", ["no such dtype", {"": "float99"}])
+def test_a_wrong_dtype(dtype: Any, hub: HuggingFaceServer) -> None:
+    raised = []
+    for block in (patched_libraries(), contextlib.nullcontext()):
+        with pytest.raises(Exception) as caught, block:
+            AutoModelForCausalLM.from_pretrained("org/one", dtype=dtype)
+        raised.append((type(caught.value), str(caught.value)))
+    assert raised[0] == raised[1]
+
+
+class _Bucket:
+    """A storage of the test, as an object store is one."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> MemorySource:
+        return MemorySource(self.objects[uri], uri=uri)
+
+    def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
+        return sorted(filter(glob_pattern(uri).fullmatch, self.objects))
+
+    def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
+        return self.objects.get(uri)
+
+
+def test_a_prefix_of_an_object_store(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = _Bucket()
+    bucket.objects = {f"bucket://models/one/{name}": data for name, data in files_of(models["org/one"]).items()}
+    monkeypatch.setitem(source._factories, "bucket", lambda: bucket)
+    with patched_libraries() as report:
+        mine = AutoModelForCausalLM.from_pretrained(directory("bucket://models/one"))
+    assert report.streamed == ["bucket://models/one/model.safetensors"]
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
+    with pytest.raises(ConfigError, match="block"):
+        directory("bucket://models/one")
+
+
+def test_a_directory_of_urls(models: dict[str, Path]) -> None:
+    with RangeServer(models["org/sharded"]) as server, patched_libraries() as report:
+        mine = AutoModelForCausalLM.from_pretrained(directory(server.url))
+    assert len(report.streamed) > 1 and all(uri.startswith("http://") for uri in report.streamed)
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
+
+
+def test_a_repository_by_its_uri(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+    with patched_libraries():
+        mine = AutoModelForCausalLM.from_pretrained(directory("hf://org/sharded"))
+    assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
+
+
+def test_the_example_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "from-pretrained.md"
+    example = page.read_text().partition("```python\n")[2].partition("```")[0]
+    save_llama(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert "1 files read from disk" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""safetensors' own tests with Penstock under it: as a program has it, and with every local file read by Penstock.
+
+They are fetched by scripts/setup_safetensors_tests.sh and are no part of this repository.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.drills import drill
+
+SUITE = Path(__file__).parents[3] / ".cache" / "safetensors-tests"
+
+if not (SUITE / "pin").exists():
+    pytest.skip("safetensors' tests are not here: scripts/setup_safetensors_tests.sh", allow_module_level=True)
+if importlib.metadata.version("safetensors") != "0.8.0":
+    pytest.skip("the tests are those of safetensors 0.8.0", allow_module_level=True)
+
+AS_INSTALLED = """
+from penstock_hf.safetensors import install
+install()
+"""
+
+ALL_BY_PENSTOCK = """
+import os
+import penstock_hf.safetensors as compat
+import penstock.loader.safe_open as reader
+for module in (compat, reader):
+    module.network_file_system = lambda path: "TEST" if os.path.exists(path) else ""
+compat._is_cached = reader.NetworkFile.is_cached = lambda file: False
+compat.install()
+"""
+
+RUN = """
+import sys, pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--basetemp", sys.argv[1], *sys.argv[2:]]))
+"""
+
+OTHER_TEXT = "tests/test_simple.py::ReadmeTestCase::test_numpy_slice"
+"""Compares the text of an IndexError, which Penstock raises too, with a text of its own."""
+
+
+def run(start: str, tmp_path: Path, *options: str) -> dict[str, int]:
+    """Return how many tests of torch and numpy had each outcome."""
+    (tmp_path / "suite").mkdir()
+    # It writes files below `tests`.
+    subprocess.run(["cp", "-r", SUITE / "tests", tmp_path / "suite"], check=True)
+    files = [f"tests/test_{name}.py" for name in ("simple", "handle", "pt_comparison", "pt_model", "pread_backend")]
+    if start == AS_INSTALLED:
+        files += ["tests/test_threadable.py", "tests/test_multithreaded.py"]
+    command = [sys.executable, "-c", start + RUN, str(tmp_path / "base"), *files, *options]
+    done = subprocess.run(command, cwd=tmp_path / "suite", capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return {outcome: int(count) for count, outcome in re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[-1])}
+
+
+def test_it_passes_as_a_program_has_it(tmp_path: Path) -> None:
+    found = run(AS_INSTALLED, tmp_path)
+    assert found["passed"] == 66
+    # Of other systems, and of devices that this machine lacks.
+    assert found["skipped"] == 14
+
+
+@drill
+def test_it_passes_where_every_local_file_is_read_by_penstock(tmp_path: Path) -> None:
+    found = run(ALL_BY_PENSTOCK, tmp_path, "--deselect", OTHER_TEXT)
+    assert found["passed"] >= 60
+    assert found["deselected"] == 1

@@ -1,0 +1,381 @@
+"""What a sync does when ranks die, stop, come late, come again otherwise, or do not fit: a whole version or none."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.conftest import Host
+from tests.integration.sync.test_sync import step
+from tests.support.sync import SyncTask, SyncWorker, truth, whole
+from typer.testing import CliRunner
+
+import penstock as ps
+from penstock.cli.main import app
+from penstock.errors import PeerLost, PenstockError, SourceStalled
+
+
+def members(workers: list[SyncWorker]) -> set[str]:
+    return {worker.said["joined"]["member"] for worker in workers}
+
+
+def holds(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
+    """It has the version, whole."""
+    assert "error" not in said, said
+    assert (said["version"], said["is_dirty"]) == (version, False)
+    assert said["digests"] == truth(worker.task, version)
+
+
+def hasty(seconds: float) -> dict[str, Any]:
+    return {"environ": {"PENSTOCK_STALL_S": str(seconds)}}
+
+
+def test_a_killed_receiver_keeps_nobody_waiting_and_is_named(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    subscribers = [*host.start_ranks("subscriber", 1), *host.start_ranks("subscriber", 1, pause_s=60.0)]
+    publishers[0].ask("subscribers 2")
+    for one in publishers:
+        one.send("publish 1")
+    for one in subscribers:
+        one.send("wait 1")
+        one.send("update")
+    holds(subscribers[0], subscribers[0].result("update"), 1)
+    subscribers[1].kill()
+    for one in publishers:
+        said = one.result("publish 1")
+        assert set(said["committed"]) == members(subscribers[:1])
+        assert set(said["failed"]) == members(subscribers[1:])
+    *got, zero, _ = step(publishers, subscribers[:1], 2)
+    holds(subscribers[0], got[0], 2)
+    assert set(zero["committed"]) == members(subscribers[:1])
+
+
+def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, **hasty(5.0))
+    subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
+    idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
+    publishers[0].ask("subscribers 3")
+    subscribers[1].kill(signal.SIGSTOP)
+    got, zero = step(publishers, subscribers[:1], 1)
+    holds(subscribers[0], got, 1)
+    assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:] + idle))
+    got, zero = step(publishers, subscribers[:1], 2)
+    holds(subscribers[0], got, 2)
+    assert not zero["late"], "who was late is waited for again"
+    subscribers[1].kill(signal.SIGCONT)
+    said = subscribers[1].ask("update")  # the trainer is over it: of the other receiver
+    holds(subscribers[1], said, 2)
+    assert set(said["sources"]) == members(subscribers[:1])
+    holds(idle[0], idle[0].ask("update"), 2)
+    *got, zero = step(publishers, subscribers + idle, 3)
+    for worker, said in zip(subscribers + idle, got, strict=True):
+        holds(worker, said, 3)
+    assert set(zero["committed"]) == members(subscribers + idle)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> None:
+    # A budget of a MiB: tensors are above it, and read in pieces.
+    options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
+    big = {"num_layers": 4, "rows": 1024, "columns": 1024}
+    publishers = host.start_ranks("publisher", 2, **big, **hasty(8.0))
+    subscriber = host.start_ranks("subscriber", 1, mode=mode, options=options, **big, **hasty(8.0))[0]
+    publishers[0].ask("subscribers 1")
+    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    before = subscriber.ask("digests")["digests"]
+    publishers[0].send("publish 2")  # its rows arrive; those of rank 1 are waited for
+    subscriber.send("wait 2")
+    subscriber.send("update")
+    subscriber.result("wait 2")
+    publishers[1].kill(number)
+    said = subscriber.result("update")
+    assert said["error"] in ("PeerLost", "SourceStalled"), said
+    after = subscriber.ask("digests")
+    assert after["version"] == 1
+    if mode == "staged":
+        assert (after["digests"], after["is_dirty"], said["mutated"]) == (before, False, False)
+    assert after["is_dirty"] == said["mutated"]
+    assert set(publishers[0].result("publish 2")["failed"]) == members([subscriber])
+    for one in publishers:
+        one.kill(signal.SIGKILL)
+    again = host.start_ranks("publisher", 1, **big)
+    again[0].ask("subscribers 1")
+    holds(subscriber, step(again, [subscriber], 3)[0], 3)
+
+
+def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host: Host) -> None:
+    task = SyncTask(side="subscriber")
+    mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
+    publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
+    for one in publishers:
+        one.say_until("joined")
+    with ps.subscriber("policy", mine, mode="direct") as subscriber, ThreadPoolExecutor(1) as pool:
+        publishers[0].ask("subscribers 1")
+        for one in publishers:
+            one.send("publish 1")
+        subscriber.wait(1)
+        taking = pool.submit(subscriber.update)
+        while not any(one.any() for one in mine.values()):  # rows of rank 0
+            assert not taking.done()
+            time.sleep(0.01)
+        publishers[1].kill()
+        with pytest.raises((PeerLost, SourceStalled)) as caught:
+            taking.result()
+        assert (caught.value.mutated, subscriber.is_dirty, subscriber.version) == (True, True, -1)
+        publishers[0].kill()
+        host.start_ranks("publisher", 1, mode="snapshot")[0].ask("publish 2")
+        assert subscriber.update(timeout_s=60.0).version == 2
+        assert not subscriber.is_dirty
+        assert all(torch.equal(mine[name], one) for name, one in whole(task, 2).items())
+
+
+def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    first = host.start_ranks("subscriber", 2, dim=1)
+    publishers[0].ask("subscribers 2")
+    step(publishers, first, 1)
+    late = host.start_ranks("subscriber", 1)[0]
+    said = late.ask("update")
+    holds(late, said, 1)
+    assert set(said["sources"]) == members(first)
+    for one in publishers:
+        one.kill()
+    later = host.start_ranks("subscriber", 1, mode="direct")[0]  # nobody but receivers is left, who plan
+    said = later.ask("update")
+    holds(later, said, 1)
+    assert set(said["sources"]) <= members([*first, late])
+
+
+def test_a_receiver_whose_engine_changed_its_weights_gives_them_to_nobody(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1)
+    first = host.start_ranks("subscriber", 1)
+    publishers[0].ask("subscribers 1")
+    step(publishers, first, 1)
+    first[0].ask("spoil")
+    late = host.start_ranks("subscriber", 1)[0]
+    before = late.ask("digests")["digests"]
+    said = late.ask("update")
+    assert said["error"] == "StaleDescriptor" and not said["mutated"]
+    assert late.ask("digests")["digests"] == before
+    *got, _ = step(publishers, [*first, late], 2)
+    for worker, said in zip([*first, late], got, strict=True):
+        holds(worker, said, 2)
+
+
+def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
+    subscribers = host.start_ranks("subscriber", 2, dim=1)
+    for version, world_size in enumerate((2, 3, 1), start=1):
+        publishers = host.start_ranks("publisher", world_size)
+        assert publishers[0].said["joined"]["latest"] == (version - 1 or -1)
+        publishers[0].ask("subscribers 2")
+        if version > 1:
+            said = publishers[0].ask(f"publish {version - 1}")
+            assert said["error"] == "ConfigError" and f"not above {version - 1}" in said["message"], said
+        got = step(publishers, subscribers, version)[:2]
+        for worker, said in zip(subscribers, got, strict=True):
+            holds(worker, said, version)
+        # The next trainer learns of it from the hub.
+        host.wait_for_versions([version, version])
+        for one in publishers:
+            one.kill()
+
+
+def test_inference_scales_up_and_down_and_to_another_size_while_versions_flow(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    running = host.start_ranks("subscriber", 2, dim=1)
+    gone = set[str]()
+    publishers[0].ask("subscribers 2")
+    step(publishers, running, 1)
+    for version, world_size in enumerate((4, 1, 3), start=2):
+        for one in publishers:
+            one.send(f"publish {version}")  # while they come
+        more = [host.start_rank("subscriber", rank=rank, world_size=world_size, dim=1) for rank in range(world_size)]
+        for one in (*running, *more):
+            one.send(f"wait {version}")
+            one.send("update")
+        for one in (*running, *more):
+            holds(one, one.result("update"), version)
+        for one in publishers:
+            said = one.result(f"publish {version}")
+            assert "error" not in said and set(said["failed"]) <= gone, said
+        gone |= members(running)
+        for one in running:
+            if version == 2:
+                one.kill()
+            else:
+                assert one.leave() == 0
+        running = more
+    publishers[0].ask("subscribers 3")
+    *got, zero, _ = step(publishers, running, 5)
+    for worker, said in zip(running, got, strict=True):
+        holds(worker, said, 5)
+    assert members(running) <= set(zero["committed"])
+
+
+def test_a_publisher_rank_that_gives_up_fails_the_version_and_spoils_none(host: Host) -> None:
+    """Its trainer raised between two steps, and it left: nobody waits for it until a deadline."""
+    publishers = host.start_ranks("publisher", 2)
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("subscribers 1")
+    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    publishers[0].send("publish 2")
+    subscriber.send("wait 2")
+    subscriber.send("update")
+    subscriber.result("wait 2")
+    assert publishers[1].leave() == 0
+    said = subscriber.result("update")
+    assert said["error"] in ("PeerLost", "StaleDescriptor") and not said["mutated"], said
+    holds(subscriber, subscriber.ask("digests"), 1)
+    said = publishers[0].result("publish 2")
+    assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
+
+
+def test_of_two_groups_that_start_at_once_one_publishes(host: Host) -> None:
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    pair = [host.start_rank("publisher", mode="snapshot") for _ in range(2)]
+    for one in pair:
+        one.send("publish 1")
+    said = []
+    for one in pair:
+        with contextlib.suppress(PenstockError):
+            said.append(one.result("publish 1"))
+        assert "failed" not in one.said or one.said["failed"]["error"] == "ConfigError", one.said
+    done = [one for one in said if "error" not in one]
+    assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in said), said
+    holds(subscriber, subscriber.ask("update"), 1)
+
+
+def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    good = host.start_ranks("subscriber", 1)[0]
+    bad = [
+        host.start_ranks("subscriber", 1, **task)[0]
+        for task in ({"rename": "model."}, {"dtype": "float32"}, {"rows": 32}, {"num_layers": 7})
+    ]
+    publishers[0].ask("subscribers 5")
+    before = [worker.ask("digests")["digests"] for worker in bad]
+    *got, zero, _ = step(publishers, [good, *bad], 1)
+    holds(good, got[0], 1)
+    words = ("model.layers.0.weight", "F32", "[32, 96]", "layers.6.weight")
+    for worker, said, word, digest in zip(bad, got[1:], words, before, strict=True):
+        assert said["error"] == "PlanError" and word in said["message"], said
+        assert not said["mutated"]
+        assert worker.ask("digests")["digests"] == digest
+    assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
+
+
+def test_one_group_publishes_a_name(host: Host) -> None:
+    first = host.start_ranks("publisher", 1)[0]
+    second = host.start_rank("publisher")
+    said = second.say_until("failed")
+    assert said["error"] == "ConfigError" and first.said["joined"]["member"][:8] in said["message"]
+    subscribers = host.start_ranks("subscriber", 1)
+    first.ask("subscribers 1")
+    holds(subscribers[0], step([first], subscribers, 1)[0], 1)
+    first.kill()
+    third = host.start_rank("publisher")  # who is gone does not keep the name
+    third.say_until("joined")
+    third.ask("subscribers 1")
+    holds(subscribers[0], step([third], subscribers, 2)[0], 2)
+
+
+def test_versions_grow_on_both_sides(host: Host) -> None:
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publisher.ask("publish 5")
+    holds(subscriber, subscriber.ask("update"), 5)
+    for version in (5, 4):
+        said = publisher.ask(f"publish {version}")
+        assert said["error"] == "ConfigError" and "5" in said["message"]
+    said = subscriber.ask("update 4")
+    assert said["error"] == "ConfigError"
+    said = subscriber.ask("update 5")
+    holds(subscriber, said, 5)
+    assert said["nbytes"] == 0
+
+
+def test_stage_on_all_ranks_then_commit(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2)
+    subscribers = host.start_ranks("subscriber", 2, dim=1)
+    publishers[0].ask("subscribers 2")
+    step(publishers, subscribers, 1)
+    for one in publishers:
+        one.send("publish 2")
+    for one in subscribers:
+        one.send("wait 2")
+        one.send("stage")
+    for one in subscribers:
+        said = one.result("stage")
+        assert said["digests"] == truth(one.task, 1) and said["version"] == 1
+    assert set(publishers[0].result("publish 2")["committed"]) == members(subscribers)
+    for one in subscribers:
+        holds(one, one.ask("commit"), 2)
+
+
+def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
+    nbytes = 6 * 64 * 96 * 2
+    one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
+    assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"]
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    publisher.ask("publish 1")
+    subscriber = host.start_ranks("subscriber", 1, options={"memory_bytes": 1 << 10})[0]
+    said = subscriber.ask("update")
+    assert said["error"] == "BudgetTooSmall" and "memory_bytes >= " in said["message"] and not said["mutated"]
+    direct = host.start_rank("subscriber", mode="direct", options={"memory_bytes": 1 << 10})
+    assert "memory_bytes >= " in direct.say_until("failed")["message"]
+
+
+def test_versions_flow_while_the_hub_is_away(host: Host) -> None:
+    hub, url = host.start_hub()
+    publishers = host.start_ranks("publisher", 2, hub=url, **hasty(6.0))
+    subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **hasty(6.0))
+    publishers[0].ask("subscribers 2")
+    step(publishers, subscribers, 1)
+    hub.send_signal(signal.SIGKILL)
+    for version in (2, 3):
+        *got, zero, _ = step(publishers, subscribers, version)
+        for worker, said in zip(subscribers, got, strict=True):
+            holds(worker, said, version)
+        assert set(zero["committed"]) == members(subscribers)
+    late = host.start_rank("subscriber", hub=url, **hasty(6.0))
+    assert late.say_until("failed")["error"] == "HubUnavailable"
+
+
+def test_status_shows_the_ranks_of_a_sync(host: Host) -> None:
+    publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publisher.ask("publish 7")
+    holds(subscriber, subscriber.ask("update"), 7)
+    deadline = time.monotonic() + 30
+    while sum(state.version == 7 for one in host.hub().status().members for state in one.syncs) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found = CliRunner().invoke(app, ["status", "policy", "--hub", host.hub_url()])
+    rows = [line.split() for line in found.stdout.splitlines()]
+    assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "run"]
+    (given,) = [row for row in rows if "publisher" in row]
+    (taken,) = [row for row in rows if "subscriber" in row]
+    run = publisher.said["joined"]["member"][:8]
+    assert given[4:] and {"policy", "0/1", "7", run, "open"} <= set(given)
+    assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
+
+
+def test_bytes_that_change_under_a_read_are_not_taken(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, mode="snapshot")
+    subscriber = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("publish 1")
+    holds(subscriber, subscriber.ask("update"), 1)
+    for version in range(2, 30, 2):  # fenced and overwritten again and again while it is read
+        for one in (version, version + 1):
+            publishers[0].send(f"publish {one}")
+        said = subscriber.ask("update")
+        if "error" not in said:
+            assert said["digests"] == truth(subscriber.task, said["version"])
+        publishers[0].result(f"publish {version + 1}")
+    holds(subscriber, subscriber.ask("update"), 29)

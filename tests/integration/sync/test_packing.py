@@ -1,0 +1,82 @@
+"""Short runs packed by publishers for subscribers over `http` and `nixl`: the same versions, whoever dies."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tests.integration.conftest import Host
+from tests.integration.sync.test_faults import holds, members
+from tests.integration.sync.test_sync import step
+
+import penstock as ps
+from penstock.errors import BudgetTooSmall, SourceStalled
+from penstock.plan.packing import LEAST_PACK_BYTES
+
+SIZES: dict[str, Any] = {"num_layers": 3, "rows": 2048, "columns": 256}
+TRANSPORTS = ["http", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no NIXL"))]
+
+
+def over(transport: str, **task: Any) -> dict[str, Any]:
+    return {"connection": {"transports": [transport]}, "environ": {"PENSTOCK_NIXL_TLS": "tcp"}, **SIZES, **task}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("pack_bytes", [LEAST_PACK_BYTES, "64M", 0])
+def test_columns_arrive_bit_for_bit_with_packing_and_without(host: Host, transport: str, pack_bytes: int | str) -> None:
+    publishers = host.start_ranks("publisher", 2, options={"pack_bytes": pack_bytes}, **over(transport))
+    subscribers = host.start_ranks("subscriber", 2, dim=1, **over(transport))
+    publishers[0].ask("subscribers 2")
+    for version in (1, 2):
+        *got, _, _ = step(publishers, subscribers, version)
+        for worker, said in zip(subscribers, got, strict=True):
+            holds(worker, said, version)
+            assert said["packed_bytes"] == (said["nbytes"] if pack_bytes else 0)
+            expected = "packed at the sources" if pack_bytes else "has no memory to pack them"
+            assert any(expected in line for line in said["why"]), said["why"]
+
+
+def test_codes_and_scales_of_a_format_are_packed(host: Host) -> None:
+    offered = {"transforms": {"fp8-block128": ["*"]}, "pack_bytes": "8M"}
+    publishers = host.start_ranks("publisher", 2, mode="snapshot", options=offered, **over("http"))
+    subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))
+    publishers[0].ask("subscribers 2")
+    *got, _, _ = step(publishers, subscribers, 1)
+    for worker, said in zip(subscribers, got, strict=True):
+        holds(worker, said, 1)
+        # Codes are runs of 128 bytes; so are a rank's 8 scales of a tensor, of 4 bytes each.
+        assert said["packed_bytes"] == said["nbytes"] == 3 * (2048 * 128 + 16 * 4)
+
+
+def test_a_receiver_that_is_killed_gives_the_packed_memory_to_the_next(host: Host) -> None:
+    short = {"penstock.sync.packer.LEASE_S": 1.0, "penstock.sync.packer.NUM_BUFFERS": 1}
+    options = {"pack_bytes": "8M"}
+    publishers = host.start_ranks("publisher", 1, options=options, constants=short, **over("http"))
+    often = {"penstock.sync.receive.packed.KEEP_S": 0.2}
+    ranks = [
+        host.start_rank("subscriber", rank=rank, world_size=2, dim=1, constants=often, **over("http", **more))
+        for rank, more in enumerate(({"holds_buffer": True}, {}))
+    ]
+    for one in ranks:
+        one.say_until("joined")
+    publishers[0].ask("subscribers 2")
+    publishers[0].send("publish 1")
+    ranks[0].send("update")
+    ranks[0].say_until("holding")
+    ranks[1].send("update")
+    with pytest.raises(SourceStalled):  # it waits as long as the holder lives, however slow that is
+        ranks[1].result("update", timeout_s=3.0)
+    ranks[0].kill()
+    said = ranks[1].result("update")
+    holds(ranks[1], said, 1)
+    assert said["packed_bytes"] == said["nbytes"]
+    outcome = publishers[0].result("publish 1")
+    assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])
+
+
+def test_memory_that_cannot_help_is_refused_before_anything_is_published() -> None:
+    with pytest.raises(BudgetTooSmall) as caught:
+        ps.publisher("policy", {}, pack_bytes=1000)
+    assert caught.value.minimum_bytes == LEAST_PACK_BYTES
+    assert caught.value.hint == f"give pack_bytes >= {LEAST_PACK_BYTES}"

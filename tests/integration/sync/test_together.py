@@ -1,0 +1,379 @@
+"""One version for the fleet: all subscribers go live, or none does; over real processes, with deaths in between."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from examples.log_prob_check import log_prob_check
+from tests.integration.conftest import Host
+from tests.integration.sync.test_faults import hasty, holds, members
+from tests.support.sync import SyncWorker, truth
+
+import penstock as ps
+
+
+def begin(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
+    for one in publishers:
+        one.send(f"together {version}")
+    for one in subscribers:
+        one.send(f"wait {version}")
+        one.send("update")
+
+
+def refused(worker: SyncWorker, version: int) -> str:
+    """The one error by which it learns of a withdrawn version: where it waits for it, or where it receives it."""
+    said = [worker.result(f"wait {version}"), worker.result("update")]
+    errors = [one["message"] for one in said if "error" in one]
+    assert len(errors) == 1 and {one.get("error", "VersionRefused") for one in said} == {"VersionRefused"}, said
+    return errors[0]
+
+
+def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
+    """What the subscribers say of a version that is published together, then the publishers of its decision."""
+    begin(publishers, subscribers, version)
+    said = [one.result("update") for one in subscribers]
+    ends = [one.result(f"together {version}") for one in publishers]
+    if any(end.get("outcome") == "pending" for end in ends):
+        ends = [one.ask("decision") for one in publishers]
+    return said + ends
+
+
+def keeps(worker: SyncWorker, version: int) -> None:
+    """It serves this version, whole."""
+    said = worker.ask("digests")
+    assert (said["version"], said["is_dirty"], said["prepared"]) == (version, False, -1)
+    assert said["digests"] == truth(worker.task, version)
+
+
+@pytest.mark.parametrize("source", ["live", "snapshot"])
+def test_all_subscribers_go_live_or_none_does(host: Host, source: str) -> None:
+    publishers = host.start_ranks("publisher", 2, mode=source, terms={"laggards": "withdraw", "deadline_s": 8.0})
+    subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
+    publishers[0].ask("subscribers 3")
+    *got, zero, one = together(publishers, subscribers, 1)
+    for worker, said in zip(subscribers, got, strict=True):
+        holds(worker, said, 1)
+    assert set(zero["committed"]) == set(one["committed"]) == members(subscribers)
+    assert zero["outcome"] == one["outcome"] == "committed"
+    # A replica refuses version 2: so does everyone, and each is told by which replica, and why.
+    together(publishers, subscribers, 2)
+    why = f"refused by subscriber {subscribers[2].said['joined']['member'][:8]}: it is refused"
+    assert all(why in refused(worker, 2) for worker in subscribers)
+    for one in publishers:
+        said = one.result("together 2" if source == "live" else "decision")
+        assert said["error"] == "VersionRefused" and why in said["message"]
+    for worker in subscribers:
+        keeps(worker, 1)
+        # Asked for by its number, it is refused again, and not read.
+        assert worker.ask("update 2")["error"] == "VersionRefused"
+    # One that joins now gets the version that is served, from those that serve it; never the withdrawn one.
+    late = host.start_ranks("subscriber", 1)[0]
+    holds(late, late.ask("update"), 1)
+    *got, zero, one = together(publishers, [*subscribers, late], 3)
+    for worker, said in zip([*subscribers, late], got, strict=True):
+        holds(worker, said, 3)
+
+
+def test_who_is_late_is_left_out_and_takes_the_committed_version_next(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 1.5})
+    subscribers = host.start_ranks("subscriber", 1)
+    slow, direct = host.start_ranks("subscriber", 1)[0], host.start_ranks("subscriber", 1, mode="direct")[0]
+    publishers[0].ask("subscribers 3")
+    begin(publishers, [*subscribers, direct], 1)
+    holds(subscribers[0], subscribers[0].result("update"), 1)
+    holds(direct, direct.result("update"), 1)  # it has no staging copy: it takes the version once that is decided
+    publishers[0].result("together 1")
+    end = publishers[0].ask("decision")
+    assert (set(end["committed"]), set(end["late"])) == (members(subscribers), members([slow]))
+    assert set(end["failed"]) == members([direct])
+    holds(slow, slow.ask("update"), 1)
+
+
+def test_one_that_stays_behind_withdraws_the_version_where_all_must_have_it(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 1, terms={"deadline_s": 1.0, "laggards": "withdraw"})
+    subscribers = host.start_ranks("subscriber", 1)
+    idle = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("subscribers 2")
+    *_, zero = together(publishers, subscribers, 1)
+    assert zero["error"] == "VersionRefused" and zero["message"].split(";")[0] in refused(subscribers[0], 1)
+    assert idle.said["joined"]["member"][:8] in zero["message"] and "before the deadline" in zero["message"]
+    # It signs off between prepare and commit, so that all that take part have prepared.
+    begin(publishers, subscribers, 2)
+    idle.process.stdin.close()
+    holds(subscribers[0], subscribers[0].result("update"), 2)
+    assert publishers[0].result("together 2")["committed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_rank_0_lost_before_the_decision(host: Host, number: int) -> None:
+    """Subscribers that have prepared the version withdraw it at the hub, and the next trainer goes on."""
+    first = host.start_ranks("subscriber", 1, **hasty(4.0))  # hosts the hub
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
+    subscribers = first + host.start_ranks("subscriber", 1, **hasty(4.0))
+    idle = host.start_ranks("subscriber", 1)[0]  # waited for
+    publishers[0].ask("subscribers 3")
+    begin(publishers, subscribers, 1)
+    publishers[0].result("together 1")
+    for one in subscribers:
+        one.result("wait 1")
+    time.sleep(1.0)  # they have prepared it, and wait
+    begun = time.monotonic()
+    publishers[0].kill(number)
+    for one in subscribers:
+        assert "could not learn the decision" in refused(one, 1)
+    assert time.monotonic() - begun < 4.0 + 4.0 + 5.0
+    publishers[0].kill(signal.SIGKILL)
+    # The trainer comes back on other ranks, from its checkpoint: the version after the one that was withdrawn.
+    again = host.start_ranks("publisher", 2, mode="snapshot")
+    again[0].ask("subscribers 3")
+    *got, zero, _ = together(again, [*subscribers, idle], 2)
+    for worker, said in zip([*subscribers, idle], got, strict=True):
+        holds(worker, said, 2)
+    assert zero["outcome"] == "committed"
+
+
+def test_a_withdrawn_version_is_raised_once_by_a_subscriber_also_where_another_one_plans(host: Host) -> None:
+    """The dead rank 0 is listed with the version for a while, and the subscriber that plans in its place has not seen
+    that it was withdrawn."""
+    hub = host.start_rank("subscriber", name="other")
+    hub.say_until("joined")
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
+    subscriber, other = (host.start_ranks("subscriber", 1, **hasty(4.0))[0] for _ in range(2))
+    publishers[0].ask("subscribers 2")
+    publishers[0].ask("publish 1")
+    for one in (subscriber, other):
+        holds(one, one.ask("update"), 1)
+    # Both are sources of it when the publisher is gone.
+    host.wait_for_versions([-1, 1, 1])
+    publishers[0].ask("together 2")
+    assert subscriber.ask("stage 2")["prepared"] == 2
+    publishers[0].kill(signal.SIGKILL)
+    assert subscriber.ask("commit")["error"] == "VersionRefused"
+    for _ in range(2):
+        holds(subscriber, subscriber.ask("update"), 1)
+    keeps(subscriber, 1)
+
+
+def test_one_that_joins_between_prepare_and_commit_goes_live_with_the_others(host: Host) -> None:
+    publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"deadline_s": 30.0, "laggards": "withdraw"})
+    first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))
+    publishers[0].ask("subscribers 2")
+    begin(publishers, [first], 1)
+    first.result("wait 1")
+    joins = host.start_ranks("subscriber", 1)[0]
+    joins.send("update 1")
+    time.sleep(0.5)
+    assert "update done" not in first.said and "update 1 done" not in joins.said, "the decision waits for `awaited`"
+    holds(awaited, awaited.ask("update"), 1)
+    holds(first, first.result("update"), 1)
+    holds(joins, joins.result("update 1"), 1)
+    for one in publishers:
+        one.result("together 1")
+        assert set(one.ask("decision")["committed"]) >= members([first, awaited])
+    # It counts from the next version on; another leaves, and does not.
+    awaited.process.stdin.close()
+    awaited.process.wait(20)
+    *got, zero, _ = together(publishers, [first, joins], 2)
+    for worker, said in zip((first, joins), got, strict=True):
+        holds(worker, said, 2)
+    assert set(zero["committed"]) == members([first, joins])
+
+
+def test_a_decision_is_learned_from_the_hub_where_rank_0_is_gone(host: Host) -> None:
+    first = host.start_ranks("subscriber", 1)  # hosts the hub
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 2.0})
+    slow = host.start_ranks("subscriber", 1)[0]
+    publishers[0].ask("subscribers 2")
+    publishers[0].ask("together 1")
+    for one in (*first, slow):
+        one.ask("wait 1")
+        assert one.ask("stage 1")["prepared"] == 1
+    assert publishers[0].ask("decision")["outcome"] == "committed"
+    publishers[0].kill(signal.SIGKILL)
+    for one in (*first, slow):
+        holds(one, one.ask("commit"), 1)
+
+
+def test_a_subscriber_that_learns_nothing_keeps_its_version_and_can_ask_again(host: Host) -> None:
+    hub = host.start_rank("subscriber", name="other")  # hosts the hub
+    hub.say_until("joined")
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(3.0))
+    subscriber, idle = (host.start_ranks("subscriber", 1, **hasty(3.0))[0] for _ in range(2))
+    publishers[0].ask("subscribers 2")
+    begin(publishers, [subscriber, idle], 1)
+    for one in (subscriber, idle):
+        holds(one, one.result("update"), 1)
+    publishers[0].result("together 1")
+    publishers[0].ask("together 2")
+    subscriber.ask("wait 2")
+    subscriber.ask("stage 2")
+    hub.kill(signal.SIGSTOP)
+    publishers[0].kill(signal.SIGKILL)
+    said = subscriber.ask("commit")
+    assert said["error"] == "SourceStalled" and "could not be learned" in said["message"], said
+    after = subscriber.ask("digests")
+    assert (after["version"], after["prepared"]) == (1, 2)
+    hub.kill(signal.SIGCONT)
+    # A hub that came up meanwhile has no record, and first hears all members: the same answer until then.
+    while (said := subscriber.ask("commit"))["error"] == "SourceStalled":
+        keeps_staged = subscriber.ask("digests")
+        assert (keeps_staged["version"], keeps_staged["prepared"]) == (1, 2)
+    assert said["error"] == "VersionRefused"
+    keeps(subscriber, 1)
+
+
+def test_the_fleet_shows_what_serves_which_version(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(host.directory))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 20.0})
+    subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
+    publishers[0].ask("subscribers 2")
+    together(publishers, subscribers, 1)
+    publishers[0].ask("together 2")
+    subscribers[0].ask("wait 2")
+    subscribers[0].ask("stage 2")
+
+    def states() -> dict[str, Any]:
+        return {member.member: member.syncs[0] for member in ps.hub.status().members if member.syncs}
+
+    first, second, zero = (worker.said["joined"]["member"] for worker in (*subscribers, *publishers))
+    deadline = time.monotonic() + 10.0
+    while states()[first].prepared != 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shown = states()
+    assert (shown[first].version, shown[first].prepared) == (1, 2)
+    assert (shown[second].version, shown[second].prepared) == (1, -1)
+    assert (shown[zero].decision.version, shown[zero].decision.outcome) == (1, "committed")
+
+
+def test_checks_see_the_staged_weights_and_the_trainers_values() -> None:
+    torch.manual_seed(0)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+        def load_weights(self, weights: Any) -> None:
+            # One is transposed on the wire, so that it arrives in scratch, and one has a padded row.
+            for name, tensor in weights:
+                own = dict(self.named_parameters())[name]
+                if name == "head.weight":
+                    own.data.copy_(tensor.t())
+                else:
+                    own.data[: len(tensor)].copy_(tensor)
+
+    trained, served = Model(), Model()
+    with torch.no_grad():
+        served.embedding = torch.nn.Embedding(12, 8)
+    params = {
+        "embedding.weight": trained.embedding.weight,
+        "head.weight": torch.empty(8, 11),
+        "head.bias": trained.head.bias,
+    }
+    tokens = torch.randint(0, 11, (2, 5))
+
+    def values() -> dict[str, torch.Tensor]:
+        params["head.weight"].copy_(trained.head.weight.detach().t())
+        log_probs = trained(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        return {"tokens": tokens, "log_probs": log_probs.detach()}
+
+    seen: list[ps.sync.StagedVersion] = []
+    ready = log_prob_check(1e-5)
+
+    def check(version: int, staged: ps.sync.StagedVersion) -> object:
+        seen.append(staged)
+        assert served.head.weight.data_ptr() != staged.tensors["head.weight"].data_ptr()
+        return ready(version, staged)
+
+    with (
+        ps.publisher("policy", params, mode="snapshot") as publisher,
+        ps.subscriber("policy", served, hooks=ps.Hooks(check=check), strict=False) as subscriber,
+    ):
+        publisher.wait_subscribers(1)
+        publisher.publish(1, commit="together", check=values())
+        subscriber.update()
+        assert publisher.wait_decision().outcome == "committed"
+        assert torch.equal(served(tokens), trained(tokens)[..., :11])
+        before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        torch.nn.init.normal_(trained.head.weight)
+        good = values()
+        publisher.publish(2, commit="together", check=good | {"log_probs": good["log_probs"] + 0.5})
+        with pytest.raises(ps.VersionRefused, match=r"differs from the trainer's by 0.5") as caught:
+            subscriber.update()
+        assert (caught.value.version, caught.value.member) == (2, subscriber.member.id)
+        with pytest.raises(ps.VersionRefused, match=r"differs from the trainer's by 0.5"):
+            publisher.wait_decision()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in served.state_dict().items())
+        with torch.no_grad():
+            trained.head.bias[3] = float("nan")
+        publisher.publish(3, commit="together", check={"n": 3, "text": "x"})
+        with pytest.raises(ps.VersionRefused, match=r"head.bias has values that are not finite"):
+            subscriber.update()
+        assert seen[-1].expected == {"n": 3, "text": "x"}
+        # Of a version for each by itself, a refusal is of this replica alone.
+        publisher.publish(4)
+        with pytest.raises(ps.VersionRefused, match="refused by subscriber"):
+            subscriber.update()
+        assert subscriber.version == 1
+
+
+def test_a_pinned_version_stays_until_its_lease_ends() -> None:
+    trained, served = torch.zeros(8), torch.zeros(8)
+    with (
+        ps.publisher("pins", {"w": trained}, mode="snapshot") as publisher,
+        ps.subscriber("pins", {"w": served}) as subscriber,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with pytest.raises(ps.errors.VersionNotLive, match="there is none"), subscriber.pinned():
+            pass
+        publisher.publish(1)
+        subscriber.update()
+        trained.fill_(2)
+        publisher.publish(2)
+        with (
+            pytest.raises(ps.errors.VersionNotLive, match=r"version 2 is not live: version 1 is"),
+            subscriber.pinned(2),
+        ):
+            pass
+        with subscriber.pinned(1) as version:
+            updating = pool.submit(subscriber.update)
+            time.sleep(0.3)
+            assert (version, float(served[0]), updating.done()) == (1, 0.0, False)
+        assert updating.result().version == 2 and float(served[0]) == 2.0
+        # A reader that stays too long holds up nobody, and is told.
+        publisher.publish(3)
+        ended = pytest.raises(ps.errors.VersionNotLive, match=r"ended after 0.2 s, and another version")
+        with ended, subscriber.pinned(2, ttl_s=0.2):
+            assert pool.submit(subscriber.update).result().version == 3
+        # A reader that comes while a flip waits does not hold it up, and gets the version after it.
+        publisher.publish(4)
+        with ThreadPoolExecutor(1) as other:
+            with subscriber.pinned(3):
+                updating = pool.submit(subscriber.update)
+                while not subscriber._leases._is_flipping:
+                    time.sleep(0.01)
+                late = other.submit(lambda: subscriber.pinned().__enter__())
+            assert (updating.result().version, late.result()) == (4, 4)
+
+
+def test_a_version_that_is_only_staged_does_not_end_the_live_one() -> None:
+    trained, first, second = ({"w": torch.full((64,), float(i))} for i in (1, 0, 0))
+    with ps.subscriber("served", first) as holder:
+        with ps.publisher("served", trained, mode="snapshot") as publisher:
+            publisher.publish(1)
+            holder.update()
+            trained["w"].fill_(2)
+            publisher.publish(2)
+            assert holder.stage() == 2
+        with ps.subscriber("served", second) as joins:
+            assert joins.update(timeout_s=20.0).sources == {holder.member.id: 256}
+        assert float(second["w"][0]) == 1.0
+        assert holder.commit().version == 2
